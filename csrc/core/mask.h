@@ -1,0 +1,36 @@
+// Visibility by arithmetic: which keys a query sees, and for a tile of queries which key blocks matter and which of them every
+// query sees whole. A loop asks once, runs the whole blocks without a check and the ragged ones with one.
+#pragma once
+
+#include <cstdint>
+
+#include "config.h"
+#include "problem.h"
+
+namespace flash_online {
+
+// [begin, end), empty if end <= begin.
+struct KeyRange {
+  int64_t begin, end;
+};
+
+// The keys that the query of index `query` sees.
+FLASH_ONLINE_HD KeyRange keys_of(const Visibility& visible, int64_t query, int64_t keys) {
+  const int64_t position = query + visible.offset;
+  // Compared before it is subtracted: a bound may be as large as an int64.
+  const int64_t begin = visible.left < 0 || visible.left >= position ? 0 : position - visible.left;
+  const int64_t end = visible.right < 0 || visible.right >= keys - position - 1 ? keys : position + visible.right + 1;
+  return {begin, end < 0 ? 0 : end};
+}
+
+// For the queries [first, last): the keys that any of them sees. Both bounds of keys_of grow with the query.
+FLASH_ONLINE_HD KeyRange keys_of_any(const Visibility& visible, int64_t first, int64_t last, int64_t keys) {
+  return {keys_of(visible, first, keys).begin, keys_of(visible, last - 1, keys).end};
+}
+
+// Whether each of the queries [first, last) sees all keys [begin, end).
+FLASH_ONLINE_HD bool all_see(const Visibility& visible, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t keys) {
+  return keys_of(visible, last - 1, keys).begin <= begin && end <= keys_of(visible, first, keys).end;
+}
+
+}  // namespace flash_online

@@ -1,0 +1,117 @@
+// The algebra of online softmax: the one place where a partial sum of exponentials is moved to a new maximum.
+//
+// A partial result over a set of scores is (max, sum): the largest score and the sum of exp(score - max). Two partial
+// results over disjoint sets merge into that of their union; the merge is associative and commutative up to rounding, and
+// the empty set (-inf, 0) is its identity. Milakov and Gimelshein, "Online normalizer calculation for softmax",
+// arXiv 1805.02867, sections 3 and 3.1; the output row of attention rides along as in FlashAttention (arXiv 2205.14135).
+//
+// Conventions, kept by every kernel:
+//  * The empty row has max -inf and sum 0. Its lse is -inf; as a row of attention it is 0, as a softmax it is NaN (0 / 0).
+//  * NaN is not a maximum: it reaches the result through the sum. +inf is: exp(inf - inf) makes the sum NaN.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "config.h"
+
+namespace flash_online {
+
+// The base of the exponentials. Scores in natural units use Natural; a kernel that folds log2(e) into its scale uses
+// Binary, since exp2 is one instruction on a GPU.
+struct Natural {
+  template <class T>
+  FLASH_ONLINE_HD static T exp(T x) {
+    return ::exp(x);
+  }
+  FLASH_ONLINE_HD static float exp(float x) { return ::expf(x); }
+  template <class T>
+  FLASH_ONLINE_HD static T log(T x) {
+    return ::log(x);
+  }
+  FLASH_ONLINE_HD static float log(float x) { return ::logf(x); }
+};
+
+struct Binary {
+  template <class T>
+  FLASH_ONLINE_HD static T exp(T x) {
+    return ::exp2(x);
+  }
+  FLASH_ONLINE_HD static float exp(float x) { return ::exp2f(x); }
+  template <class T>
+  FLASH_ONLINE_HD static T log(T x) {
+    return ::log2(x);
+  }
+  FLASH_ONLINE_HD static float log(float x) { return ::log2f(x); }
+};
+
+template <class T>
+FLASH_ONLINE_HD T maximum(T a, T b) {
+  return b > a ? b : a;  // a NaN in b is not taken: see the conventions above
+}
+
+// The point that exponents are measured from: the maximum, but 0 for the empty row, where exp(-inf - 0) is 0 as it must be
+// and exp(-inf - -inf) would be NaN.
+template <class T>
+FLASH_ONLINE_HD T pivot(T max) {
+  return max == -std::numeric_limits<T>::infinity() ? T(0) : max;
+}
+
+template <class T, class Base = Natural>
+struct OnlineSoftmax {
+  T max = -std::numeric_limits<T>::infinity();
+  T sum = T(0);
+
+  // What a quantity measured from the maximum `from` is multiplied by to be measured from `to` >= `from`.
+  FLASH_ONLINE_HD static T rescale(T from, T to) { return Base::exp(from - pivot(to)); }
+
+  // The weight of a score in this state: exp(score - max).
+  FLASH_ONLINE_HD T weight(T score) const { return Base::exp(score - pivot(max)); }
+
+  // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor that whatever else was
+  // accumulated with the old weights (the output row of attention) must be multiplied by.
+  FLASH_ONLINE_HD T raise(T block_max) {
+    const T old = max;
+    max = maximum(old, block_max);
+    const T factor = rescale(old, max);
+    sum *= factor;
+    return factor;
+  }
+
+  // Step 2: adds the block's sum of weight(score), taken after raise().
+  FLASH_ONLINE_HD void add(T block_sum) { sum += block_sum; }
+
+  // Both steps for a single score; returns the factor of raise().
+  FLASH_ONLINE_HD T absorb(T score) {
+    const T factor = raise(score);
+    add(weight(score));
+    return factor;
+  }
+
+  // The partial result over the union of two disjoint sets.
+  FLASH_ONLINE_HD void merge(const OnlineSoftmax& other) {
+    raise(other.max);
+    add(other.sum * rescale(other.max, max));
+  }
+
+  // 1 / sum; for the empty row, infinity (softmax, 0 * inf: NaN) or 0 (attention: nothing to attend to gives 0).
+  FLASH_ONLINE_HD T inverse_sum() const { return T(1) / sum; }
+  FLASH_ONLINE_HD T inverse_sum_or_zero() const { return sum == T(0) ? T(0) : T(1) / sum; }
+
+  // log of a score's probability: score - lse, but without the rounding of a large lse.
+  FLASH_ONLINE_HD T log_probability(T score) const { return (score - pivot(max)) - Base::log(sum); }
+
+  // log(sum of exp(score)), in units of the base; -inf for the empty row.
+  FLASH_ONLINE_HD T lse() const { return max + Base::log(sum); }
+
+  // What rounding lse() to T dropped: lse() + lse_low() is the logarithm to twice T's precision, so that a backward pass
+  // gets exp(score - lse) right for scores far from 0 (two-sum, Knuth). 0 where lse is not finite.
+  FLASH_ONLINE_HD T lse_low() const {
+    const T log_sum = Base::log(sum), total = max + log_sum;
+    const T part = total - max;
+    const T low = (max - (total - part)) + (log_sum - part);
+    return low - low == T(0) ? low : T(0);
+  }
+};
+
+}  // namespace flash_online

@@ -1,0 +1,38 @@
+// From a run-time value to a compile-time constant: the one place of switches.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "problem.h"
+
+namespace flash_online {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f(Type<T>{}) with the element type that stands for a floating dtype. Float16 and BFloat16 are the caller's own: the
+// host's and the device's differ. False if the dtype is none of them.
+template <class Float16, class BFloat16, class F>
+inline __attribute__((always_inline)) bool visit_floating(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat16: f(Type<Float16>{}); return true;
+    case DType::kBFloat16: f(Type<BFloat16>{}); return true;
+    case DType::kFloat32: f(Type<float>{}); return true;
+    case DType::kFloat64: f(Type<double>{}); return true;
+    default: return false;
+  }
+}
+
+// Calls f(std::true_type) or f(std::false_type).
+template <class F>
+inline __attribute__((always_inline)) void visit_bool(bool value, F&& f) {
+  if (value)
+    f(std::true_type{});
+  else
+    f(std::false_type{});
+}
+
+}  // namespace flash_online

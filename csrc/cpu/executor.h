@@ -1,0 +1,38 @@
+// Threads and memory for a CPU kernel, handed down by csrc/ops so that kernels need not know torch.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace flash_online::cpu {
+
+struct Executor {
+  int64_t workers = 1;  // run() calls body(context, worker) for 0 <= worker < workers, in parallel or not
+  void (*run)(int64_t workers, void (*body)(void* context, int64_t worker), void* context) = nullptr;
+  std::byte* scratch = nullptr;    // workers * scratch_bytes, aligned to 64 bytes
+  int64_t scratch_bytes = 0;       // a worker's share, a multiple of 64
+};
+
+// Calls item(index, scratch) for every index below `items`. A free worker takes the next index, so uneven items (causal
+// rows) balance; an item must not depend on the others, so that results do not depend on the number of threads. Items must
+// not throw: the exception would cross a thread of torch's pool.
+template <class Item>
+inline __attribute__((always_inline)) void for_each_item(const Executor& executor, int64_t items, const Item& item) {
+  struct Context {
+    const Executor* executor;
+    const Item* item;
+    int64_t items;
+    std::atomic<int64_t> next{0};
+  } context{&executor, &item, items};
+  executor.run(
+      executor.workers < items ? executor.workers : items,
+      [](void* opaque, int64_t worker) {
+        Context& shared = *static_cast<Context*>(opaque);
+        std::byte* scratch = shared.executor->scratch + worker * shared.executor->scratch_bytes;
+        for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.items;) (*shared.item)(i, scratch);
+      },
+      &context);
+}
+
+}  // namespace flash_online::cpu

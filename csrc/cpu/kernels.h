@@ -1,0 +1,42 @@
+// What csrc/ops may call on the CPU. Each instruction set fills one table from the same sources (attention.cpp; rows.cpp,
+// cross_entropy.cpp and topk.cpp; compiled once a set); dispatch.cpp picks the table, once a process.
+#pragma once
+
+#include "../core/problem.h"
+#include "../core/rows.h"
+#include "executor.h"
+
+namespace flash_online::cpu {
+
+struct AttentionKernels {
+  int64_t (*forward_scratch)(const AttentionProblem&);   // bytes of scratch a worker needs
+  int64_t (*backward_scratch)(const AttentionProblem&);
+  void (*forward)(const AttentionProblem&, const Executor&);
+  void (*backward)(const AttentionProblem&, const AttentionGradients&, const Executor&);
+  void (*dropout_mask)(const DropoutProblem&, const Executor&);
+  void (*merge)(const MergeProblem&, const Executor&);
+  void (*merge_backward)(const MergeProblem&, const MergeGradients&, const Executor&);
+};
+
+struct RowKernels {
+  int64_t (*scratch)(const RowProblem&);
+  void (*softmax)(const RowProblem&, const Executor&);
+  void (*softmax_backward)(const RowProblem&, const Executor&);
+  void (*logsumexp)(const RowProblem&, const Executor&);
+  void (*logsumexp_backward)(const RowProblem&, const Executor&);
+  void (*cross_entropy)(const RowProblem&, const Executor&);
+  void (*cross_entropy_backward)(const RowProblem&, const Executor&);
+  void (*topk_softmax)(const RowProblem&, const Executor&);
+  void (*topk_softmax_backward)(const RowProblem&, const Executor&);
+};
+
+struct Kernels {
+  const char* name;  // of the instruction set: "portable", "avx2", "avx512"
+  AttentionKernels attention;
+  RowKernels rows;
+};
+
+// The kernels for this processor. FLASH_ONLINE_CPU=portable|avx2|avx512, read once, takes a lesser set, for tests.
+const Kernels& kernels();
+
+}  // namespace flash_online::cpu

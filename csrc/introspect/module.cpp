@@ -1,0 +1,155 @@
+// What the library can show of itself, as Python objects: the algebra of online softmax on plain numbers, for tests and
+// `python -m flash_online trace`, and the facts of the build. Never a tensor, never on a call's path; needs no torch.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../core/online_softmax.h"
+#include "api.h"
+#include "softmaxes.h"
+
+namespace py = pybind11;
+
+namespace flash_online {
+namespace {
+
+// A row of scores, or room for a result: a contiguous one-dimensional buffer of T, used in place. Rows of scores may be any
+// sequence of numbers too, which is copied.
+template <class T>
+class Row {
+ public:
+  Row(const py::object& object, const char* name, bool writable) {
+    if (PyObject_CheckBuffer(object.ptr())) {
+      info_ = py::reinterpret_borrow<py::buffer>(object).request(writable);
+      if (info_.format != py::format_descriptor<T>::format()) {
+        throw py::type_error(std::string(name) + ": buffer format '" + info_.format + "'; accepted is '" +
+                             py::format_descriptor<T>::format() + "'");
+      }
+      if (info_.ndim != 1 || (info_.shape[0] > 1 && info_.strides[0] != sizeof(T))) {
+        throw py::value_error(std::string(name) + ": a buffer of " + std::to_string(info_.ndim) +
+                              " dimensions; accepted is one contiguous dimension");
+      }
+      data_ = static_cast<T*>(info_.ptr);
+      size_ = info_.shape[0];
+    } else if (writable) {
+      throw py::type_error(std::string(name) + ": " + std::string(py::str(py::type::of(object))) +
+                           "; accepted is a writable buffer");
+    } else {
+      copy_ = object.cast<std::vector<T>>();
+      data_ = copy_.data();
+      size_ = static_cast<int64_t>(copy_.size());
+    }
+  }
+  T* data() const { return data_; }
+  int64_t size() const { return size_; }
+
+ private:
+  py::buffer_info info_;
+  std::vector<T> copy_;
+  T* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+template <class T, class Base>
+void bind_state(py::module_& m, const char* name) {
+  using State = OnlineSoftmax<T, Base>;
+  const auto softmax = [](void (*function)(const T*, int64_t, T*)) {
+    return [function](const py::object& scores, const py::object& out) {
+      const Row<T> x(scores, "scores", false), y(out, "out", true);
+      if (x.size() != y.size()) {
+        throw py::value_error("out: " + std::to_string(y.size()) + " elements; accepted are as many as scores has, " +
+                              std::to_string(x.size()));
+      }
+      function(x.data(), x.size(), y.data());
+    };
+  };
+  py::class_<State>(m, name,
+                    "A partial result of online softmax: the maximum of a set of scores and the sum of exp(score - max).")
+      .def(py::init<>(), "The empty set: max -inf, sum 0.")
+      .def(py::init([](T max, T sum) { return State{max, sum}; }), py::arg("max"), py::arg("sum"))
+      .def(py::init([](const py::object& scores) {
+             State state;
+             const Row<T> row(scores, "scores", false);
+             for (int64_t i = 0; i < row.size(); ++i) state.absorb(row.data()[i]);
+             return state;
+           }),
+           py::arg("scores"), "Absorbs the scores one by one.")
+      .def_readonly("max", &State::max)
+      .def_readonly("sum", &State::sum)
+      .def("absorb", &State::absorb, py::arg("score"), "Adds a score; returns the factor that the old sum was multiplied by.")
+      .def(
+          "absorb_block",
+          [](State& state, const py::object& scores) {
+            const Row<T> row(scores, "scores", false);
+            T max = -std::numeric_limits<T>::infinity(), sum = 0;
+            for (int64_t i = 0; i < row.size(); ++i) max = maximum(max, row.data()[i]);
+            const T factor = state.raise(max);
+            for (int64_t i = 0; i < row.size(); ++i) sum += state.weight(row.data()[i]);
+            state.add(sum);
+            return factor;
+          },
+          py::arg("scores"), "Adds a block of scores in the kernels' two steps; returns the factor.")
+      .def("merge", &State::merge, py::arg("other"), "Adds the partial result of a disjoint set.")
+      .def("weight", &State::weight, py::arg("score"))
+      .def("log_probability", &State::log_probability, py::arg("score"))
+      .def("inverse_sum", &State::inverse_sum)
+      .def("inverse_sum_or_zero", &State::inverse_sum_or_zero)
+      .def("lse", &State::lse)
+      .def("lse_low", &State::lse_low)
+      .def_static(
+          "walk",
+          [](const py::object& scores) {
+            const Row<T> row(scores, "scores", false);
+            std::vector<std::tuple<T, T, T, T>> steps;
+            State state;
+            for (int64_t i = 0; i < row.size(); ++i) {
+              const T score = row.data()[i], factor = state.absorb(score);
+              steps.emplace_back(score, state.max, state.sum, factor);
+            }
+            return steps;
+          },
+          py::arg("scores"), "The walk of online softmax: (score, max, sum, factor) after each score.")
+      .def_static("naive_softmax", softmax(naive_softmax<T, Base>), py::arg("scores"), py::arg("out"))
+      .def_static("safe_softmax", softmax(safe_softmax<T, Base>), py::arg("scores"), py::arg("out"))
+      .def_static("online_softmax", softmax(online_softmax<T, Base>), py::arg("scores"), py::arg("out"));
+}
+
+const Api& api_of(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_LAZY);
+  if (handle == nullptr) throw std::runtime_error("library: " + library + " is not loaded in this process");
+  const void* api = dlsym(handle, "flash_online_api");
+  dlclose(handle);  // the reference that dlopen added; the library stays
+  if (api == nullptr) throw std::runtime_error("library: " + library + " has no symbol flash_online_api");
+  return *static_cast<const Api*>(api);
+}
+
+}  // namespace
+}  // namespace flash_online
+
+PYBIND11_MODULE(_introspect, m) {
+  using namespace flash_online;
+  m.doc() = "The algebra of online softmax on plain numbers, and the facts of the build.";
+  bind_state<float, Natural>(m, "Float32");
+  bind_state<double, Natural>(m, "Float64");
+  bind_state<float, Binary>(m, "Float32Binary");
+  bind_state<double, Binary>(m, "Float64Binary");
+  m.def(
+      "build_info",
+      [](const std::string& library) { return py::module_::import("json").attr("loads")(api_of(library).build_info()); },
+      py::arg("library"), "What the library at this path, already loaded, was built of: a dict.");
+  m.def(
+      "attention_scratch",
+      [](const std::string& library, bool float64, int64_t width, int64_t value_width) {
+        return api_of(library).attention_scratch(float64, width, value_width);
+      },
+      py::arg("library"), py::arg("float64"), py::arg("width"), py::arg("value_width"),
+      "Bytes of scratch that one thread of attention's forward pass takes on the CPU.");
+  m.def(
+      "row_scratch", [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },
+      py::arg("library"), py::arg("float64"), py::arg("k") = 0,
+      "Bytes of scratch that one thread of a row function's forward pass takes on the CPU; k is topk_softmax's.");
+}

@@ -1,0 +1,58 @@
+// The facts of the build, as CMakeLists.txt stated them.
+#include <algorithm>
+#include <string>
+
+#include "../cpu/kernels.h"
+#include "../introspect/api.h"
+
+namespace flash_online::ops {
+
+// A quoted JSON string. What CMake hands over holds neither quotes nor backslashes.
+static std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+// A JSON array of the words of `text`.
+static std::string words(const std::string& text, bool quote) {
+  std::string array = "[";
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(' ', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    array += (array.size() > 1 ? ", " : "") + (quote ? quoted(word) : word);
+    begin = end + 1;
+  }
+  return array + ']';
+}
+
+static const char* build_info() {
+  static const std::string json = "{\"version\": " + quoted(FLASH_ONLINE_VERSION) +                     //
+                                  ", \"torch_target\": " + quoted(FLASH_ONLINE_TORCH_TARGET) +         //
+                                  ", \"compiler\": " + quoted(FLASH_ONLINE_COMPILER) +                 //
+                                  ", \"cuda_compiler\": " + quoted(FLASH_ONLINE_CUDA_COMPILER) +       //
+                                  ", \"architectures\": " + words(FLASH_ONLINE_ARCHITECTURES, true) +  //
+                                  ", \"head_dims\": " + words(FLASH_ONLINE_HEAD_DIMS, false) +         //
+                                  ", \"instruction_sets\": " + words(FLASH_ONLINE_INSTRUCTION_SETS, true) +
+                                  ", \"cpu\": " + quoted(cpu::kernels().name) + "}";
+  return json.c_str();
+}
+
+static int64_t attention_scratch(bool float64, int64_t width, int64_t value_width) {
+  AttentionProblem problem;
+  problem.dtype = float64 ? DType::kFloat64 : DType::kFloat32;  // 16-bit inputs are widened to float32
+  problem.width = width;
+  problem.value_width = value_width;
+  return cpu::kernels().attention.forward_scratch(problem);
+}
+
+static int64_t row_scratch(bool float64, int64_t k) {
+  RowProblem problem;
+  problem.dtype = float64 ? DType::kFloat64 : DType::kFloat32;
+  problem.k = k;
+  return cpu::kernels().rows.scratch(problem);
+}
+
+}  // namespace flash_online::ops
+
+extern "C" __attribute__((visibility("default"))) const flash_online::Api flash_online_api = {
+    .build_info = flash_online::ops::build_info,
+    .attention_scratch = flash_online::ops::attention_scratch,
+    .row_scratch = flash_online::ops::row_scratch,
+};

@@ -1,0 +1,54 @@
+// Every operator of the library, on one page. Implementations: attention.cpp, rows.cpp; fakes and flop formulas:
+// flash_online/_ops.py, in this order. Raw ops: no autograd, which is Python's part (the stable ABI has none).
+//
+// Conventions: attention takes [..., heads, length, width] tensors of one rank >= 4 with equal batch dimensions (broadcast
+// by strides of 0); a mask has the same rank and sizes of 1 where it is broadcast; a window bound below 0 is none; an
+// unwanted gradient comes back with no elements. "Accumulator type" is float64 for float64 inputs, float32 otherwise.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(flash_online, m) {
+  // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
+  // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), wanted where dropout_p > 0.
+  m.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
+      "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
+      "float dropout_p) -> (Tensor out, Tensor lse, Tensor lse_low)");
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+      "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
+      "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
+      "bool deterministic) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
+      "Tensor grad_sinks)");
+  // Which weights dropout keeps: bool [batch, heads, queries, keys], from query_begin on.
+  m.def(
+      "attention_dropout_mask(Tensor rng, SymInt batch, SymInt heads, SymInt query_begin, SymInt queries, SymInt keys, "
+      "float dropout_p) -> Tensor");
+  // Partial results over disjoint keys, merged: outs[i] [..., width] of one dtype, lses[i] [...] of the accumulator type.
+  m.def("attention_merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
+      "(Tensor[] grad_outs, Tensor[] grad_lses)");
+
+  // softmax or its logarithm along dim (0 <= dim < input.dim), contiguous, in dtype: the input's, or float32 for a 16-bit one.
+  m.def("softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
+  m.def("softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");
+  // log(sum(exp(input))) along dim, which it drops, in the accumulator type.
+  m.def("logsumexp_forward(Tensor input, int dim) -> Tensor");
+  m.def("logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
+  // One loss a row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
+  // accumulator type. -> loss, lse and the row's weight (weight[target]; 0 for an ignored row, 1 for probabilities), each
+  // [N, ...] in the accumulator type. A target out of range is an error that says "out of bounds".
+  m.def(
+      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing) -> "
+      "(Tensor loss, Tensor lse, Tensor row_weight)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
+      "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
+  // The k largest probabilities along dim, descending, and their indices (int64); k <= input.size(dim).
+  m.def(
+      "topk_softmax_forward(Tensor input, int k, int dim, bool renormalize, ScalarType dtype) -> "
+      "(Tensor probabilities, Tensor indices)");
+  m.def(
+      "topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int dim, bool renormalize) "
+      "-> Tensor");
+}

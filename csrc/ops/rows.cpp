@@ -1,0 +1,352 @@
+// The row operators: checks, RowProblem, then cpu:: or cuda::. A tensor of any strides is read as [outer, classes, inner]
+// where it stands; it is copied only if the dimensions on one side of dim do not share one stride.
+#include "../core/rows.h"
+
+#include <functional>
+#include <numeric>
+#include <tuple>
+
+#include "../cpu/kernels.h"
+#include "tensor.h"
+
+#ifdef FLASH_ONLINE_CUDA
+#include "../cuda/rows/rows.h"
+#include "cuda_stream.h"
+#endif
+
+namespace flash_online::ops {
+
+namespace {
+
+// The one stride that walks dimensions [begin, end) in row-major order, if there is one.
+std::optional<int64_t> common_stride(const Tensor& tensor, int64_t begin, int64_t end) {
+  int64_t stride = 0, next = 0;
+  bool found = false;
+  for (int64_t i = end - 1; i >= begin; --i) {
+    const int64_t size = tensor.size(i);
+    if (size == 1) continue;
+    if (!found)
+      stride = tensor.stride(i);
+    else if (tensor.stride(i) != next)
+      return std::nullopt;
+    next = tensor.stride(i) * size;
+    found = true;
+  }
+  return stride;
+}
+
+// Reads a tensor as [outer, classes, inner] around dim; replaces it by a contiguous copy where its strides forbid that.
+template <class View = ConstView3>
+View view_of(Tensor& tensor, int64_t dim) {
+  std::optional<int64_t> outer = common_stride(tensor, 0, dim), inner = common_stride(tensor, dim + 1, tensor.dim());
+  if (!outer || !inner) {
+    tensor = torch::stable::contiguous(tensor);
+    outer = common_stride(tensor, 0, dim);
+    inner = common_stride(tensor, dim + 1, tensor.dim());
+  }
+  View view{};
+  view.data = static_cast<decltype(view.data)>(tensor.data_ptr());
+  view.stride[0] = *outer;
+  view.stride[1] = tensor.stride(dim);
+  view.stride[2] = *inner;
+  return view;
+}
+
+std::string text_of(const std::vector<int64_t>& sizes) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << ']';
+  return text.str();
+}
+
+void check_dim(const Tensor& input, int64_t dim) {
+  check(input.dim() >= 1, "input: at least 1 dimension is needed, got a tensor of none");
+  check(dim >= 0 && dim < input.dim(), "dim: must lie in [0, ", input.dim() - 1, "] for an input of shape ", shape_of(input),
+        ", got ", dim);
+}
+
+void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& sizes, ScalarType type,
+                const Tensor& beside) {
+  check(sizes_of(tensor) == sizes, name, ": the shape must be ", text_of(sizes), ", got ", shape_of(tensor));
+  check(tensor.scalar_type() == type, name, ": the dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
+  check(tensor.is_cuda() == beside.is_cuda() && tensor.get_device_index() == beside.get_device_index(), name,
+        ": must be on the device of the other tensors");
+}
+
+void check_result_dtype(const char* name, ScalarType result, ScalarType input) {
+  const bool half = input == ScalarType::Half || input == ScalarType::BFloat16;
+  check(result == input || (half && result == ScalarType::Float), name, ": got ", name_of(result),
+        "; accepted are the input's, ", name_of(input), half ? ", and float32" : "");
+}
+
+std::vector<int64_t> without(std::vector<int64_t> sizes, int64_t dim) {
+  sizes.erase(sizes.begin() + dim);
+  return sizes;
+}
+
+std::vector<int64_t> with_size(std::vector<int64_t> sizes, int64_t dim, int64_t size) {
+  sizes[dim] = size;
+  return sizes;
+}
+
+RowProblem problem_of(const std::vector<int64_t>& sizes, int64_t dim, ScalarType type, ScalarType result_type) {
+  RowProblem problem;
+  problem.dtype = dtype_of(type);
+  problem.result_dtype = dtype_of(result_type);
+  const auto product = [](auto begin, auto end) { return std::accumulate(begin, end, int64_t{1}, std::multiplies<>()); };
+  problem.outer = product(sizes.begin(), sizes.begin() + dim);
+  problem.classes = sizes[dim];
+  problem.inner = product(sizes.begin() + dim + 1, sizes.end());
+  return problem;
+}
+
+using RowKernel = void (*)(const RowProblem&, const cpu::Executor&);
+
+void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like) {
+  const int64_t elements = problem.outer * problem.classes * problem.inner;
+  kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, cpu::kernels().rows.scratch(problem), like));
+}
+
+// softmax, log-softmax
+
+struct SoftmaxCall {
+  RowProblem problem;
+  Tensor result;
+};
+
+SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dtype) {
+  check_floating(input, "input");
+  check_dim(input, dim);
+  check_result_dtype("dtype", dtype, input.scalar_type());
+  SoftmaxCall call{problem_of(sizes_of(input), dim, input.scalar_type(), dtype), empty(sizes_of(input), dtype, input)};
+  call.problem.log = log;
+  call.problem.input = view_of(input, dim);
+  call.problem.result = view_of<MutableView3>(call.result, dim);
+  return call;
+}
+
+Tensor softmax_forward_cpu(Tensor input, int64_t dim, bool log, ScalarType dtype) {
+  const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
+  run_on_cpu(cpu::kernels().rows.softmax, call.problem, input);
+  return call.result;
+}
+
+SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, bool log, ScalarType input_dtype) {
+  check_floating(output, "output");
+  check_dim(output, dim);
+  check_result_dtype("output", output.scalar_type(), input_dtype);
+  check_like(grad, "grad", sizes_of(output), output.scalar_type(), output);
+  SoftmaxCall call{problem_of(sizes_of(output), dim, input_dtype, output.scalar_type()),
+                   empty(sizes_of(output), input_dtype, output)};
+  call.problem.log = log;
+  call.problem.grad = view_of(grad, dim);
+  call.problem.output = view_of(output, dim);
+  call.problem.grad_input = view_of<MutableView3>(call.result, dim);
+  return call;
+}
+
+Tensor softmax_backward_cpu(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
+  const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
+  run_on_cpu(cpu::kernels().rows.softmax_backward, call.problem, output);
+  return call.result;
+}
+
+#ifdef FLASH_ONLINE_CUDA
+void check_cuda_dtype(const Tensor& tensor, const char* name) {
+  check(tensor.scalar_type() != ScalarType::Double, name,
+        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
+}
+
+Tensor softmax_forward_cuda(Tensor input, int64_t dim, bool log, ScalarType dtype) {
+  check_cuda_dtype(input, "input");
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
+  cuda::softmax(call.problem, current_cuda_stream(input.get_device_index()));
+  return call.result;
+}
+
+Tensor softmax_backward_cuda(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
+  check_cuda_dtype(output, "output");
+  const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
+  const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
+  cuda::softmax_backward(call.problem, current_cuda_stream(output.get_device_index()));
+  return call.result;
+}
+#endif
+
+// logsumexp
+
+Tensor logsumexp_forward(Tensor input, int64_t dim) {
+  check_floating(input, "input");
+  check_dim(input, dim);
+  const ScalarType type = input.scalar_type();
+  Tensor lse = empty(without(sizes_of(input), dim), accumulator_of(type), input);
+  RowProblem problem = problem_of(sizes_of(input), dim, type, type);
+  problem.input = view_of(input, dim);
+  problem.lse = lse.data_ptr();
+  run_on_cpu(cpu::kernels().rows.logsumexp, problem, input);
+  return lse;
+}
+
+Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
+  check_floating(input, "input");
+  check_dim(input, dim);
+  const ScalarType type = input.scalar_type();
+  check_like(grad, "grad", without(sizes_of(input), dim), accumulator_of(type), input);
+  grad = torch::stable::contiguous(grad);
+  Tensor grad_input = empty(sizes_of(input), type, input);
+  RowProblem problem = problem_of(sizes_of(input), dim, type, type);
+  problem.input = view_of(input, dim);
+  problem.grad_lse = grad.data_ptr();
+  problem.grad_input = view_of<MutableView3>(grad_input, dim);
+  run_on_cpu(cpu::kernels().rows.logsumexp_backward, problem, input);
+  return grad_input;
+}
+
+// cross-entropy: the classes are dimension 1
+
+// What both directions share. The tensors are replaced by copies where the kernels need them contiguous.
+RowProblem prepare_cross_entropy(Tensor& input, Tensor& target, std::optional<Tensor>& weight, int64_t ignore_index,
+                                 double label_smoothing) {
+  check_floating(input, "input");
+  check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
+  check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
+  const ScalarType type = input.scalar_type();
+  RowProblem problem = problem_of(sizes_of(input), 1, type, type);
+  problem.input = view_of(input, 1);
+  if (target.scalar_type() == ScalarType::Long) {
+    check_like(target, "target", without(sizes_of(input), 1), ScalarType::Long, input);
+    target = torch::stable::contiguous(target);
+    problem.target = static_cast<const int64_t*>(target.data_ptr());
+  } else {
+    check(target.scalar_type() == type, "target: the dtype must be int64 (classes) or the input's, ", name_of(type),
+          " (probabilities); got ", name_of(target.scalar_type()));
+    check_like(target, "target", sizes_of(input), type, input);
+    problem.target_probabilities = view_of(target, 1);
+  }
+  if (weight) {
+    check_like(*weight, "weight", {problem.classes}, accumulator_of(type), input);
+    weight = torch::stable::contiguous(*weight);
+    problem.weight = weight->data_ptr();
+  }
+  problem.ignore_index = ignore_index;
+  problem.label_smoothing = label_smoothing;
+  return problem;
+}
+
+void run_cross_entropy(RowKernel kernel, RowProblem& problem, const Tensor& input) {
+  int64_t bad_row = -1;
+  problem.bad_row = &bad_row;
+  run_on_cpu(kernel, problem, input);
+  check(bad_row < 0, "target: ", bad_row < 0 ? 0 : problem.target[bad_row], " is out of bounds; accepted are 0 to ",
+        problem.classes - 1, " and ignore_index, ", problem.ignore_index);
+}
+
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor target, std::optional<Tensor> weight,
+                                                         int64_t ignore_index, double label_smoothing) {
+  RowProblem problem = prepare_cross_entropy(input, target, weight, ignore_index, label_smoothing);
+  const std::vector<int64_t> rows = without(sizes_of(input), 1);
+  const ScalarType type = accumulator_of(input.scalar_type());
+  Tensor loss = empty(rows, type, input), lse = empty(rows, type, input), row_weight = empty(rows, type, input);
+  problem.loss = loss.data_ptr();
+  problem.lse = lse.data_ptr();
+  problem.row_weight = row_weight.data_ptr();
+  run_cross_entropy(cpu::kernels().rows.cross_entropy, problem, input);
+  return {loss, lse, row_weight};
+}
+
+std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
+                                                  std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
+                                                  bool target_grad) {
+  RowProblem problem = prepare_cross_entropy(input, target, weight, ignore_index, label_smoothing);
+  const std::vector<int64_t> rows = without(sizes_of(input), 1);
+  const ScalarType type = input.scalar_type();
+  check(!target_grad || target.scalar_type() == type, "target_grad: a target of classes has no gradient");
+  check_like(grad_loss, "grad_loss", rows, accumulator_of(type), input);
+  grad_loss = torch::stable::contiguous(grad_loss);
+  problem.grad_loss = grad_loss.data_ptr();
+  if (grad_lse) {
+    check_like(*grad_lse, "grad_lse", rows, accumulator_of(type), input);
+    grad_lse = torch::stable::contiguous(*grad_lse);
+    problem.grad_lse = grad_lse->data_ptr();
+  }
+  Tensor grad_input = empty(sizes_of(input), type, input);
+  Tensor grad_target = empty(target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
+  problem.grad_input = view_of<MutableView3>(grad_input, 1);
+  if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, problem, input);
+  return {grad_input, grad_target};
+}
+
+// the k largest probabilities of a softmax
+
+std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
+  check_floating(input, "input");
+  check_dim(input, dim);
+  check_result_dtype("dtype", dtype, input.scalar_type());
+  check(k >= 0 && k <= input.size(dim), "k: must lie in [0, ", input.size(dim), "], the input's size along dim ", dim, "; got ",
+        k);
+  const std::vector<int64_t> sizes = with_size(sizes_of(input), dim, k);
+  Tensor probabilities = empty(sizes, dtype, input), indices = empty(sizes, ScalarType::Long, input);
+  RowProblem problem = problem_of(sizes_of(input), dim, input.scalar_type(), dtype);
+  problem.k = k;
+  problem.renormalize = renormalize;
+  problem.input = view_of(input, dim);
+  problem.result = view_of<MutableView3>(probabilities, dim);
+  problem.indices = view_of<View3<int64_t*>>(indices, dim);
+  run_on_cpu(cpu::kernels().rows.topk_softmax, problem, input);
+  return {probabilities, indices};
+}
+
+Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int64_t dim, bool renormalize) {
+  check_floating(input, "input");
+  check_dim(input, dim);
+  check(probabilities.dim() == input.dim(), "probabilities: as many dimensions as the input's, ", input.dim(),
+        ", are needed, got ", probabilities.dim());
+  const int64_t k = probabilities.size(dim);
+  check(k <= input.size(dim), "probabilities: at most ", input.size(dim), " along dim ", dim, " are accepted, got ", k);
+  const std::vector<int64_t> sizes = with_size(sizes_of(input), dim, k);
+  check_result_dtype("probabilities", probabilities.scalar_type(), input.scalar_type());
+  check_like(probabilities, "probabilities", sizes, probabilities.scalar_type(), input);
+  check_like(grad, "grad", sizes, probabilities.scalar_type(), input);
+  check_like(indices, "indices", sizes, ScalarType::Long, input);
+  Tensor grad_input = empty(sizes_of(input), input.scalar_type(), input);
+  int64_t bad_row = -1;
+  RowProblem problem = problem_of(sizes_of(input), dim, input.scalar_type(), probabilities.scalar_type());
+  problem.k = k;
+  problem.renormalize = renormalize;
+  problem.input = view_of(input, dim);
+  problem.grad = view_of(grad, dim);
+  problem.output = view_of(probabilities, dim);
+  problem.indices = view_of<View3<int64_t*>>(indices, dim);
+  problem.grad_input = view_of<MutableView3>(grad_input, dim);
+  problem.bad_row = &bad_row;
+  run_on_cpu(cpu::kernels().rows.topk_softmax_backward, problem, input);
+  check(bad_row < 0, "indices: row ", bad_row, " has one out of bounds; accepted are 0 to ", problem.classes - 1);
+  return grad_input;
+}
+
+}  // namespace
+
+}  // namespace flash_online::ops
+
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
+  using namespace flash_online::ops;
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward_cpu));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_cpu));
+  m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward));
+  m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
+  m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
+}
+
+#ifdef FLASH_ONLINE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
+  using namespace flash_online::ops;
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward_cuda));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_cuda));
+}
+#endif

@@ -1,0 +1,154 @@
+// The shims between torch's stable ABI and the kernels: checks, views, allocation, threads, the CUDA stream. Once each.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../core/problem.h"
+#include "../cpu/executor.h"
+
+namespace flash_online::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Throws std::runtime_error, which surfaces in Python as RuntimeError, unless the condition holds.
+template <class... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream message;
+  ((message << parts), ...);
+  throw std::runtime_error(message.str());
+}
+
+inline std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
+  text << ']';
+  return text.str();
+}
+
+inline DType dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool: return DType::kBool;
+    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Long: return DType::kInt64;
+    default: throw std::runtime_error("dtype not supported: accepted are bool, float16, bfloat16, float32, float64 and int64");
+  }
+}
+inline DType dtype_of(const Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
+
+// What sums, lse, class weights, slopes and sinks are kept in.
+inline ScalarType accumulator_of(ScalarType type) {
+  return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline const char* name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Long: return "int64";
+    default: return torch::headeronly::toString(type);
+  }
+}
+
+inline void check_floating(const Tensor& tensor, const char* name) {
+  const ScalarType type = tensor.scalar_type();
+  check(type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double,
+        name, ": dtype must be float16, bfloat16, float32 or float64, got ", name_of(type));
+}
+
+inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
+                            const Tensor& like) {
+  int32_t device_type = 0, device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                         torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                                         device_type, device_index, &handle));
+  return Tensor(handle);
+}
+
+// Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `order_of`'s strides, outermost
+// first; dimensions of stride 0 or equal stride keep their place. flash_online/_ops.py has the same rule for fake tensors.
+inline std::vector<int64_t> dense_strides_in_order(const std::vector<int64_t>& sizes, const Tensor& order_of) {
+  const int64_t rank = static_cast<int64_t>(sizes.size());
+  std::vector<int64_t> order(rank);
+  for (int64_t i = 0; i < rank; ++i) order[i] = i;
+  // An insertion sort, since "0 keeps its place" is not a strict weak order.
+  for (int64_t i = 1; i < rank; ++i)
+    for (int64_t j = i; j > 0; --j) {
+      const int64_t outer = order_of.stride(order[j - 1]), inner = order_of.stride(order[j]);
+      if (outer == 0 || inner == 0 || outer >= inner) break;
+      std::swap(order[j - 1], order[j]);
+    }
+  std::vector<int64_t> strides(rank);
+  int64_t next = 1;
+  for (int64_t i = rank - 1; i >= 0; --i) {
+    strides[order[i]] = next;
+    next *= std::max<int64_t>(sizes[order[i]], 1);
+  }
+  return strides;
+}
+
+inline Tensor empty_in_order(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& order_of) {
+  return empty_strided(sizes, dense_strides_in_order(sizes, order_of), type, order_of);
+}
+
+inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t next = 1;
+  for (int64_t i = static_cast<int64_t>(sizes.size()) - 1; i >= 0; --i) {
+    strides[i] = next;
+    next *= std::max<int64_t>(sizes[i], 1);
+  }
+  return empty_strided(sizes, strides, type, like);
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+// Threads of torch's own pool, and scratch from torch's allocator; `items` is how many pieces of work there are at most.
+class __attribute__((visibility("hidden"))) CpuExecutor {
+ public:
+  CpuExecutor(int64_t items, int64_t scratch_bytes, const Tensor& like) {
+    executor_.workers = std::clamp<int64_t>(items, 1, torch::stable::get_num_threads());
+    executor_.scratch_bytes = (scratch_bytes + 63) / 64 * 64;
+    executor_.run = [](int64_t workers, void (*body)(void*, int64_t), void* context) {
+      torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t worker = begin; worker < end; ++worker) body(context, worker);
+      });
+    };
+    if (scratch_bytes > 0) {
+      scratch_ = empty({executor_.workers * executor_.scratch_bytes + 64}, ScalarType::Byte, like);
+      const auto address = reinterpret_cast<uintptr_t>(scratch_->data_ptr());
+      executor_.scratch = reinterpret_cast<std::byte*>((address + 63) / 64 * 64);
+    }
+  }
+  operator const cpu::Executor&() const { return executor_; }
+
+ private:
+  cpu::Executor executor_;
+  std::optional<Tensor> scratch_;
+};
+
+}  // namespace flash_online::ops

@@ -1,0 +1,54 @@
+"""Exact attention, softmax and cross-entropy by online softmax: blockwise, in linear memory, drop-in for torch.
+
+import flash_online.functional as F    # torch.nn.functional with our kernels
+with flash_online.override(): ...      # torch.nn.functional itself, for a block
+flash_online.attention(query, key, value, window=(256, 0), sinks=sinks)   # everything the kernels can do
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+from . import functional
+from ._ops import InvalidArgument, ops
+from .attention import attention, merge_attention
+from .override import disable, enable, override
+from .plan import Plan, explain, strict
+from .rows import cross_entropy, log_softmax, logsumexp, softmax, topk_softmax
+
+# Forward operators worth keeping under selective activation checkpointing: each costs a product of matrices to repeat.
+SAC_SAVE_OPS = [ops.attention_forward.default]
+
+__all__ = [
+    "InvalidArgument",
+    "Plan",
+    "SAC_SAVE_OPS",
+    "attention",
+    "cross_entropy",
+    "disable",
+    "enable",
+    "explain",
+    "functional",
+    "log_softmax",
+    "logsumexp",
+    "merge_attention",
+    "override",
+    "reference",
+    "softmax",
+    "strict",
+    "testing",
+    "topk_softmax",
+]
+
+
+def __getattr__(name: str):
+    if name in ("reference", "testing"):
+        return importlib.import_module(f".{name}", __name__)
+    if name == "__version__":
+        return importlib.metadata.version(__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,139 @@
+"""python -m flash_online info | demo | trace 1 3 2 | bench
+
+info    versions, devices, which kernels this build has and which of them this machine can run
+demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
+trace   the walk of online softmax over the numbers that follow (float32; --float64 before them for double)
+bench   the benchmarks of a checkout; what follows goes to benchmarks/run.py
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+
+def trace(arguments: list[str]) -> int:
+    """Prints the walk over a row, a line a number, by the header that the kernels are built from."""
+    double = arguments[:1] == ["--float64"]
+    words = arguments[1:] if double else arguments
+    # Not argparse, which takes -1 and -inf for options.
+    try:
+        row = [float(word) for word in words]
+    except ValueError:
+        bad = next(word for word in words if not _is_number(word))
+        print(f"trace: {bad!r} is not a number; accepted are numbers, inf, -inf and nan, as in: trace 1 3 2", file=sys.stderr)
+        return 2
+    if not row:
+        print("trace: no numbers given, as in: python -m flash_online trace 1 3 2", file=sys.stderr)
+        return 2
+    try:
+        from . import _introspect
+    except ImportError as error:
+        print(f"trace: the introspection module is not built for this Python ({error})", file=sys.stderr)
+        return 1
+
+    kind, code, digits = (_introspect.Float64, "d", 16) if double else (_introspect.Float32, "f", 8)
+    row = array(code, row).tolist()  # the numbers that the walk sees
+    width = digits + 8
+
+    def line(*cells) -> str:
+        return " ".join(f"{cell:>{width}}" if isinstance(cell, str) else f"{cell:>{width}.{digits}g}" for cell in cells)
+
+    print(f"online softmax, {'float64' if double else 'float32'}: d = d * factor + exp(x - m), factor = exp(m_before - m)\n")
+    print(line("x", "m", "factor", "d"))
+    for x, m, d, factor in kind.walk(row):
+        print(line(x, m, factor, d))
+
+    online, two_pass = kind(row), kind()
+    two_pass.absorb_block(row)  # the maximum first, then the sum
+    print("\n" + line("", "m", "d", "lse = m + ln d"))
+    print(line("online", online.max, online.sum, online.lse()))
+    print(line("two passes", two_pass.max, two_pass.sum, two_pass.lse()))
+
+    results = {}
+    for name in ("online", "safe", "naive"):
+        results[name] = array(code, row)
+        getattr(kind, f"{name}_softmax")(row, results[name])
+    print("\n" + line("x", "online softmax", "two-pass (safe)", "naive"))
+    for cells in zip(row, results["online"], results["safe"], results["naive"], strict=True):
+        print(line(*cells))
+    print("\n" + _verdict(row, results, double))
+    return 0
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _verdict(row: list[float], results: dict[str, array], double: bool) -> str:
+    """What to see in the results, in a sentence."""
+    online, safe = results["online"], results["safe"]
+    if any(map(math.isnan, row)):
+        return "A NaN in the row reaches every probability."
+    if math.inf in row:
+        return "A score of +inf has no softmax: inf - inf is NaN."
+    if all(x == -math.inf for x in row):
+        return "Every score is -inf: an empty row. Its softmax is 0 / 0, NaN; as a row of attention it gives 0."
+    places = 53 if double else 24
+
+    def apart(a: float, b: float) -> int:
+        scale = max(math.frexp(max(a, b))[1] - places, -1074 if double else -149)
+        return round(abs(a - b) / 2.0**scale)
+
+    worst = max(map(apart, online, safe))
+    sentence = (
+        "Online and two-pass agree to the last bit here; rounding does not promise it."
+        if worst == 0
+        else f"Online and two-pass differ by {worst} unit{'s' if worst > 1 else ''} in the last place: rounding, not method."
+    )
+    if any(map(math.isnan, results["naive"])):
+        sentence += " The naive softmax over- or underflows."
+    return sentence
+
+
+def bench(arguments: list[str]) -> int:
+    """Hands over to benchmarks/run.py of the checkout that this package lies in."""
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "run.py"
+    if not script.is_file():
+        print(
+            "bench: the benchmarks are part of a checkout, not of the installed package. Clone the repository and run "
+            "`python benchmarks/run.py` there (it measures whichever flash_online is installed).",
+            file=sys.stderr,
+        )
+        return 1
+    return subprocess.call([sys.executable, str(script), *arguments])
+
+
+def info(arguments: list[str]) -> int:
+    from . import _info
+
+    print(_info.report())
+    return 0
+
+
+def demo(arguments: list[str]) -> int:
+    from . import _demo
+
+    return _demo.main(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    commands = {"info": info, "demo": demo, "trace": trace, "bench": bench}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0 if arguments else 2
+    if arguments[0] not in commands:
+        print(f"flash_online: {arguments[0]!r} is not one of {', '.join(commands)}\n\n{__doc__.strip()}", file=sys.stderr)
+        return 2
+    return commands[arguments[0]](arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

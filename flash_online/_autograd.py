@@ -1,0 +1,65 @@
+"""How an operator meets autograd: one description, two `torch.autograd.Function` forms.
+
+A Function whose `forward` takes `ctx` costs half of one with `setup_context`, and Dynamo traces it only without `jvp`;
+torch.func and forward-mode AD need `setup_context`, `jvp` and a vmap rule. `differentiable` makes both from one class and
+calls the raw operator itself where nothing wants a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import Function, forward_ad
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform or a forward-mode AD level is active; never while compiling, where Dynamo has its own."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def differentiable(description):
+    """Makes the callable `f(*inputs)` from a class with the static methods
+
+    run(*inputs) -> outputs; save(ctx, inputs, outputs), which must keep tensors by `ctx.save_for_backward` alone;
+    backward(ctx, *grads) -> a gradient an input; jvp(ctx, *tangents) -> a tangent an output.
+
+    Under forward-mode AD `save` must also `ctx.save_for_forward` what `jvp` reads; `save_tensors` below does both.
+    """
+
+    class Eager(Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            outputs = description.run(*inputs)
+            description.save(ctx, inputs, outputs)
+            return outputs
+
+        backward = staticmethod(description.backward)
+
+    class Transformable(Function):
+        generate_vmap_rule = True
+        forward = staticmethod(description.run)
+        setup_context = staticmethod(description.save)
+        backward = staticmethod(description.backward)
+        jvp = staticmethod(description.jvp)
+
+    Eager.__name__ = Eager.__qualname__ = description.__name__
+    Transformable.__name__ = Transformable.__qualname__ = description.__name__ + "Transformable"
+
+    def call(*inputs):
+        if transforms_active():
+            return Transformable.apply(*inputs)
+        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
+            return Eager.apply(*inputs)
+        return description.run(*inputs)
+
+    call.__doc__ = description.__doc__
+    call.description = description
+    return call
+
+
+def save_tensors(ctx, *tensors):
+    """Keeps tensors (or None) for backward and for jvp."""
+    ctx.save_for_backward(*tensors)
+    if not torch.compiler.is_compiling():
+        ctx.save_for_forward(*tensors)

@@ -1,0 +1,372 @@
+"""Loads the library and teaches torch what it must know of each raw operator beyond its kernels: the shape, strides and
+dtype of its results (fakes, for torch.compile and export), its rule under `torch.func.vmap`, and its count of multiply-adds.
+In the order of csrc/ops/library.cpp, which documents the operators.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+OLDEST_TORCH = (2, 11)  # the stable ABI that the library is built for
+LIBRARY = Path(__file__).with_name("libflash_online.so")
+
+
+class InvalidArgument(RuntimeError, ValueError):
+    """A tensor or an option that a function of this package does not accept; the message names it."""
+
+
+class UnsupportedDtype(InvalidArgument, NotImplementedError):
+    """A dtype that no kernel takes; torch raises NotImplementedError for most of these."""
+
+
+def load_library() -> None:
+    """Loads libflash_online.so, once a process: its operators register themselves with torch's dispatcher."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise ImportError(f"flash_online: torch is {torch.__version__}; 2.11 or newer is needed")
+    if hasattr(torch.ops.flash_online, "attention_forward"):  # by a C++ program, or by an import that failed later on
+        return
+    if not LIBRARY.exists():
+        raise ImportError(
+            f"flash_online: {LIBRARY.name} is missing beside {Path(__file__).name}: the package is not built. In a checkout, "
+            "build it with `pip install -e . --no-build-isolation` (or `pip install .`)"
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(f"flash_online: {LIBRARY} does not load beside torch {torch.__version__}; build it again") from error
+
+
+load_library()
+ops = torch.ops.flash_online
+_fragment = torch.library.Library("flash_online", "FRAGMENT")  # what is registered through it lasts as long as it does
+
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what the kernels compute on
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """What sums, lse, class weights, slopes and sinks are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense_strides_in_order(sizes, strides) -> list[int]:
+    """Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `strides`, outermost first;
+    dimensions of stride 0 or equal stride keep their place. The rule of the same name in csrc/ops/tensor.h."""
+    order = list(range(len(sizes)))
+    for i in range(1, len(order)):
+        for j in range(i, 0, -1):
+            outer, inner = strides[order[j - 1]], strides[order[j]]
+            if outer == 0 or inner == 0 or outer >= inner:
+                break
+            order[j - 1], order[j] = order[j], order[j - 1]
+    dense = [1] * len(sizes)
+    step = 1
+    for dim in reversed(order):
+        dense[dim] = step
+        step = step * torch.sym_max(sizes[dim], 1)
+    return dense
+
+
+def _empty_in_order(sizes, like: Tensor) -> Tensor:
+    return like.new_empty_strided(sizes, dense_strides_in_order(sizes, like.stride()))
+
+
+def _accumulator(like: Tensor, sizes) -> Tensor:
+    return like.new_empty(sizes, dtype=accumulator_of(like.dtype))
+
+
+def _register(name: str, fake, vmap, flops) -> None:
+    torch.library.register_fake(f"flash_online::{name}", fake, lib=_fragment, allow_override=True)
+    torch.library.register_vmap(f"flash_online::{name}", vmap, lib=_fragment)
+    packet = getattr(ops, name)
+    if packet not in flop_registry:
+        register_flop_formula(packet)(flops)
+
+
+def _no_flops(*args, out_shape=None, **kwargs) -> int:
+    return 0  # torch counts matrix products alone
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------------------
+
+
+def _front(tensor: Tensor | None, dim: int | None, size: int, expand: bool = True) -> Tensor | None:
+    """The tensor with the mapped dimension in front; where it has none, one of stride 0 (of size 1 unless `expand`)."""
+    if tensor is None:
+        return None
+    if dim is not None:
+        return tensor.movedim(dim, 0)
+    tensor = tensor.unsqueeze(0)
+    return tensor.expand(size, *tensor.shape[1:]) if expand else tensor
+
+
+def _one_by_one(op, info, in_dims, args):
+    """The operator called for each index of the mapped dimension, the results stacked; for arguments that no leading batch
+    dimension can hold."""
+
+    def pick(arg, dim, index):
+        if isinstance(arg, (list, tuple)):
+            return [pick(a, d, index) for a, d in zip(arg, dim, strict=True)]
+        return arg.select(dim, index) if isinstance(arg, Tensor) and dim is not None else arg
+
+    dims = in_dims if isinstance(in_dims, tuple) else tuple(in_dims)
+    if info.batch_size == 0:
+        raise NotImplementedError(f"{op}: vmap over a dimension of size 0")
+    results = [op(*(pick(a, d, i) for a, d in zip(args, dims, strict=True))) for i in range(info.batch_size)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+# --- attention --------------------------------------------------------------------------------------------------------------
+
+
+def _attention_forward_fake(
+    query, key, value, mask, alibi_slopes, sinks, rng, window_left, window_right, lower_right, scale, softcap, dropout_p
+):
+    out = _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
+    return out, _accumulator(query, query.shape[:-1]), _accumulator(query, query.shape[:-1])
+
+
+def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes, sinks, rng, *options):
+    args = (query, key, value, mask, alibi_slopes, sinks, rng, *options)
+    if rng is not None or in_dims[5] is not None:  # dropout's mask depends on the batch index; sinks have no batch dimension
+        return _one_by_one(ops.attention_forward.default, info, in_dims, args)
+    front = [_front(tensor, dim, info.batch_size) for tensor, dim in zip(args[:3], in_dims, strict=False)]
+    mask = _front(mask, in_dims[3], info.batch_size, expand=False)
+    alibi_slopes = _front(alibi_slopes, in_dims[4], info.batch_size)
+    return ops.attention_forward.default(*front, mask, alibi_slopes, sinks, rng, *options), (0, 0, 0)
+
+
+def _products(query, key, value) -> tuple[int, int]:
+    """Multiply-adds of query key^T and of its product with value, all heads, the whole rectangle (causal too, as in torch)."""
+    rectangle = key[-2]
+    for size in query[:-1]:
+        rectangle = rectangle * size
+    return rectangle * query[-1], rectangle * value[-1]
+
+
+def _attention_forward_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
+    scores, outputs = _products(query, key, value)
+    return 2 * (scores + outputs)
+
+
+_register("attention_forward", _attention_forward_fake, _attention_forward_vmap, _attention_forward_flops)
+
+
+def _attention_backward_fake(
+    grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left, window_right,
+    lower_right, scale, softcap, dropout_p, mask_grad, deterministic,
+):  # fmt: skip
+    grads = [_empty_in_order(tensor.shape, tensor) for tensor in (query, key, value)]
+    grad_mask = _empty_in_order(mask.shape, mask) if mask_grad else query.new_empty([0])
+    return (*grads, grad_mask, _accumulator(query, [query.shape[-3]] if sinks is not None else [0]))
+
+
+def _attention_backward_vmap(
+    info, in_dims, grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, *options
+):
+    args = (grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, *options)
+    if rng is not None or sinks is not None:  # the gradient of sinks would be summed over the mapped dimension
+        return _one_by_one(ops.attention_backward.default, info, in_dims, args)
+    mask_grad = options[-2]
+
+    def front(index, expand=True):
+        return _front(args[index], in_dims[index], info.batch_size, expand)
+
+    # A mask that every element shares still has a gradient an element: its own dimension there is a full one of stride 0.
+    mask = front(5, expand=mask_grad)
+    lse, lse_low = (tensor.contiguous() for tensor in (front(10), front(11)))
+    results = ops.attention_backward.default(
+        *(front(i) for i in range(5)), mask, front(6), sinks, rng, front(9), lse, lse_low, *options
+    )
+    return results, (0, 0, 0, 0 if mask_grad else None, None)
+
+
+def _attention_backward_flops(grad_out, grad_lse, query, key, value, *args, out_shape=None, **kwargs) -> int:
+    scores, outputs = _products(query, key, value)
+    return 2 * (3 * scores + 2 * outputs)  # scores, grad_query, grad_key; grad_scores, grad_value
+
+
+_register("attention_backward", _attention_backward_fake, _attention_backward_vmap, _attention_backward_flops)
+
+
+def _attention_dropout_mask_fake(rng, batch, heads, query_begin, queries, keys, dropout_p):
+    return rng.new_empty([batch, heads, queries, keys], dtype=torch.bool)
+
+
+def _attention_dropout_mask_vmap(info, in_dims, rng, *options):
+    return _one_by_one(ops.attention_dropout_mask.default, info, in_dims, (rng, *options))
+
+
+_register("attention_dropout_mask", _attention_dropout_mask_fake, _attention_dropout_mask_vmap, _no_flops)
+
+
+def _attention_merge_fake(outs, lses):
+    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
+
+
+def _all_front(tensors, dims, size):
+    return [_front(tensor, dim, size) for tensor, dim in zip(tensors, dims, strict=True)]
+
+
+def _attention_merge_vmap(info, in_dims, outs, lses):
+    outs, lses = _all_front(outs, in_dims[0], info.batch_size), _all_front(lses, in_dims[1], info.batch_size)
+    return ops.attention_merge.default(outs, lses), (0, 0)
+
+
+_register("attention_merge", _attention_merge_fake, _attention_merge_vmap, _no_flops)
+
+
+def _attention_merge_backward_fake(grad_out, grad_lse, outs, lses):
+    return [out.new_empty(out.shape) for out in outs], [lse.new_empty(lse.shape) for lse in lses]
+
+
+def _attention_merge_backward_vmap(info, in_dims, grad_out, grad_lse, outs, lses):
+    size = info.batch_size
+    results = ops.attention_merge_backward.default(
+        _front(grad_out, in_dims[0], size),
+        _front(grad_lse, in_dims[1], size),
+        _all_front(outs, in_dims[2], size),
+        _all_front(lses, in_dims[3], size),
+    )
+    return results, ([0] * len(outs), [0] * len(lses))
+
+
+_register("attention_merge_backward", _attention_merge_backward_fake, _attention_merge_backward_vmap, _no_flops)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------------
+
+
+def _softmax_forward_fake(input, dim, log, dtype):
+    return input.new_empty(input.shape, dtype=dtype)
+
+
+def _softmax_forward_vmap(info, in_dims, input, dim, log, dtype):
+    return ops.softmax_forward.default(_front(input, in_dims[0], info.batch_size), dim + 1, log, dtype), 0
+
+
+_register("softmax_forward", _softmax_forward_fake, _softmax_forward_vmap, _no_flops)
+
+
+def _softmax_backward_fake(grad, output, dim, log, input_dtype):
+    return output.new_empty(output.shape, dtype=input_dtype)
+
+
+def _softmax_backward_vmap(info, in_dims, grad, output, dim, log, input_dtype):
+    grad, output = _front(grad, in_dims[0], info.batch_size), _front(output, in_dims[1], info.batch_size)
+    return ops.softmax_backward.default(grad, output, dim + 1, log, input_dtype), 0
+
+
+_register("softmax_backward", _softmax_backward_fake, _softmax_backward_vmap, _no_flops)
+
+
+def _without(sizes, dim: int) -> list[int]:
+    return [size for i, size in enumerate(sizes) if i != dim]
+
+
+def _logsumexp_forward_fake(input, dim):
+    return _accumulator(input, _without(input.shape, dim))
+
+
+def _logsumexp_forward_vmap(info, in_dims, input, dim):
+    return ops.logsumexp_forward.default(_front(input, in_dims[0], info.batch_size), dim + 1), 0
+
+
+_register("logsumexp_forward", _logsumexp_forward_fake, _logsumexp_forward_vmap, _no_flops)
+
+
+def _logsumexp_backward_fake(grad, input, dim):
+    return input.new_empty(input.shape)
+
+
+def _logsumexp_backward_vmap(info, in_dims, grad, input, dim):
+    grad, input = _front(grad, in_dims[0], info.batch_size), _front(input, in_dims[1], info.batch_size)
+    return ops.logsumexp_backward.default(grad, input, dim + 1), 0
+
+
+_register("logsumexp_backward", _logsumexp_backward_fake, _logsumexp_backward_vmap, _no_flops)
+
+
+def _cross_entropy_forward_fake(input, target, weight, ignore_index, label_smoothing):
+    rows = _without(input.shape, 1)
+    return tuple(_accumulator(input, rows) for _ in range(3))
+
+
+def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The mapped dimension and the batch dimension 0 as one, since classes must stay dimension 1."""
+    return None if tensor is None else _front(tensor, dim, size).flatten(0, 1)
+
+
+def _unfold(tensor: Tensor, size: int) -> Tensor:
+    return tensor.unflatten(0, (size, tensor.shape[0] // size))
+
+
+def _cross_entropy_folds(input_dim, target_dim, weight_dim, target) -> bool:
+    """Whether folding copies nothing large: an operand that every element shares would have to be repeated."""
+    return input_dim is not None and weight_dim is None and (target_dim is not None or not target.is_floating_point())
+
+
+def _cross_entropy_forward_vmap(info, in_dims, input, target, weight, ignore_index, label_smoothing):
+    if not _cross_entropy_folds(*in_dims[:3], target):
+        args = (input, target, weight, ignore_index, label_smoothing)
+        return _one_by_one(ops.cross_entropy_forward.default, info, in_dims, args)
+    input, target = _fold(input, in_dims[0], info.batch_size), _fold(target, in_dims[1], info.batch_size)
+    results = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
+    return tuple(_unfold(result, info.batch_size) for result in results), (0, 0, 0)
+
+
+_register("cross_entropy_forward", _cross_entropy_forward_fake, _cross_entropy_forward_vmap, _no_flops)
+
+
+def _cross_entropy_backward_fake(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad):
+    return input.new_empty(input.shape), target.new_empty(target.shape) if target_grad else input.new_empty([0])
+
+
+def _cross_entropy_backward_vmap(
+    info, in_dims, grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad
+):
+    size = info.batch_size
+    if not _cross_entropy_folds(*in_dims[2:5], target):
+        args = (grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad)
+        return _one_by_one(ops.cross_entropy_backward.default, info, in_dims, args)
+    folded = [_fold(tensor, dim, size) for tensor, dim in zip((grad_loss, grad_lse, input, target), in_dims, strict=False)]
+    grad_input, grad_target = ops.cross_entropy_backward.default(*folded, weight, ignore_index, label_smoothing, target_grad)
+    if target_grad:
+        grad_target = _unfold(grad_target, size)
+    return (_unfold(grad_input, size), grad_target), (0, 0 if target_grad else None)
+
+
+_register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy_backward_vmap, _no_flops)
+
+
+def _topk_softmax_forward_fake(input, k, dim, renormalize, dtype):
+    sizes = [k if i == dim else size for i, size in enumerate(input.shape)]
+    return input.new_empty(sizes, dtype=dtype), input.new_empty(sizes, dtype=torch.int64)
+
+
+def _topk_softmax_forward_vmap(info, in_dims, input, k, dim, renormalize, dtype):
+    input = _front(input, in_dims[0], info.batch_size)
+    return ops.topk_softmax_forward.default(input, k, dim + 1, renormalize, dtype), (0, 0)
+
+
+_register("topk_softmax_forward", _topk_softmax_forward_fake, _topk_softmax_forward_vmap, _no_flops)
+
+
+def _topk_softmax_backward_fake(grad, probabilities, indices, input, dim, renormalize):
+    return input.new_empty(input.shape)
+
+
+def _topk_softmax_backward_vmap(info, in_dims, grad, probabilities, indices, input, dim, renormalize):
+    tensors = (grad, probabilities, indices, input)
+    front = [_front(tensor, in_dim, info.batch_size) for tensor, in_dim in zip(tensors, in_dims, strict=False)]
+    return ops.topk_softmax_backward.default(*front, dim + 1, renormalize), 0
+
+
+_register("topk_softmax_backward", _topk_softmax_backward_fake, _topk_softmax_backward_vmap, _no_flops)

@@ -1,0 +1,200 @@
+"""torch.nn.functional with scaled_dot_product_attention, softmax, log_softmax and cross_entropy by online softmax:
+
+    import flash_online.functional as F
+
+The four have torch's signatures, results, errors and behaviour under autocast, autograd, torch.func and torch.compile; every
+other name is torch's own. Tensors that our kernels do not take (`flash_online.explain` says why) go to torch's function.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as _torch
+from torch import Tensor
+from torch.nn import _reduction
+
+from . import _shapes, rows
+from ._ops import InvalidArgument
+from .attention import _attend
+from .plan import forward_to_torch, refusal
+
+# Captured once, since override() puts our functions in their place.
+ORIGINALS = {
+    name: getattr(_torch, name) for name in ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy")
+}
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale * query key^T + attn_mask) value, as torch.nn.functional.scaled_dot_product_attention documents it.
+
+    query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev]: two or more dimensions, of one dtype (float16, bfloat16,
+    float32, float64) and device, leading dimensions broadcast. attn_mask: bool (True: takes part), query's dtype or float32,
+    broadcastable to the scores; not with `is_causal`, the triangle j <= i. `enable_gqa` lets Hk and Hv divide Hq. Memory
+    is linear in L and S. The result has query's dtype and order of strides; a query with nothing to attend to gives 0.
+
+    Raises what torch raises, with messages that name the argument; RuntimeError in most cases.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        rows.check_tensor(name, tensor)
+    if attn_mask is not None:
+        rows.check_tensor("attn_mask", attn_mask)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    reason = refusal("scaled_dot_product_attention", query, key, value, attn_mask)
+    if reason is not None:
+        return forward_to_torch(
+            *("scaled_dot_product_attention", reason, ORIGINALS["scaled_dot_product_attention"]),
+            *(query, key, value, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    query, key, value, attn_mask = _shapes.autocast(query, key, value, attn_mask)
+    _shapes.check_kinds(query, key, value, attn_mask, "attn_mask")
+    if query.shape[-2] == 0 or value.numel() == 0:  # as torch: before any look at shapes, options or the mask
+        return _zeros(query, key, value, query.shape[:-1])
+    if attn_mask is not None and is_causal:
+        raise InvalidArgument("attn_mask: given together with is_causal=True; accepted is one of them")
+    dropout_p = float(dropout_p)
+    if dropout_p > 1:
+        raise InvalidArgument(f"dropout_p: {dropout_p}, expected a probability, 0 to 1")
+    _check_heads(query, key, value, enable_gqa)
+    if attn_mask is not None:
+        _check_mask(query, key, attn_mask)
+    if scale is None:
+        # Without a width every score is 0, whatever the scale.
+        scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] != 0 else 1.0
+    q, k, v, mask, restore = _shapes.canonicalize(query, key, value, attn_mask)
+    if q.shape[:-2].numel() == 0:
+        return restore(_zeros(query, key, value, q.shape[:-1]))
+    out, _ = _attend(
+        *(q, k, v, mask),
+        alibi_slopes=None,
+        sinks=None,
+        causal=is_causal,
+        window=(None, None),
+        lower_right=False,
+        scale=scale,
+        softcap=0.0,
+        dropout_p=dropout_p if dropout_p > 0 else 0.0,  # torch takes a negative one or a NaN for none
+        deterministic=None,
+    )
+    return restore(out)
+
+
+def _zeros(query: Tensor, key: Tensor, value: Tensor, leading) -> Tensor:
+    """What no key or no query contributes to: zeros that the inputs' gradients, zeros too, still flow through, and NaN where an
+    input holds one, as in torch."""
+    return query.new_zeros(*leading, value.shape[-1]) + (query.sum() + key.sum() + value.sum()) * 0
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    if enable_gqa:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() < 3:
+                raise IndexError(f"{name}: shape {list(tensor.shape)}, expected a head dimension (-3) beside enable_gqa=True")
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.shape[-3] == 0 or query.shape[-3] % tensor.shape[-3] != 0:
+                raise InvalidArgument(
+                    f"{name}: {tensor.shape[-3]} heads (dimension -3), expected a divisor of query's {query.shape[-3]}"
+                )
+        return
+    if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return
+    heads = [tensor.shape[-3] for tensor in (query, key, value) if tensor.dim() > 2 and tensor.shape[-3] != 1]
+    if any(count != heads[0] for count in heads):
+        raise InvalidArgument(
+            f"query, key, value: {', '.join(map(str, heads))} heads (dimension -3), expected one number, or 1; with "
+            "enable_gqa=True a query may have a multiple of key's and value's"
+        )
+
+
+def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> None:
+    """The mask fits the scores: it never makes them larger."""
+    rank = max(query.dim(), key.dim())
+    pairs = zip(_led(query, rank), _led(key, rank), strict=True)
+    leading = [one if other == 1 else other for one, other in pairs]
+    if query.dim() > 2 and query.shape[-3] != 1:
+        leading[-1] = query.shape[-3]  # under GQA key has fewer
+    scores = [*leading, query.shape[-2], key.shape[-2]]
+    if attn_mask.dim() > rank or any(
+        size != 1 and size != full for size, full in zip(reversed(attn_mask.shape), reversed(scores), strict=False)
+    ):
+        raise InvalidArgument(f"attn_mask: shape {list(attn_mask.shape)}, expected one that broadcasts to the scores' {scores}")
+
+
+def _led(tensor: Tensor, rank: int) -> list:
+    """The sizes before the last two dimensions, with ones in front to make them rank - 2."""
+    return [1] * (rank - tensor.dim()) + list(tensor.shape[:-2])
+
+
+def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.nn.functional.softmax: exp(input) / sum(exp(input)) along `dim`; see flash_online.softmax."""
+    return _softmax("softmax", input, dim, _stacklevel, dtype)
+
+
+def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.nn.functional.log_softmax: the logarithm of softmax along `dim`; see flash_online.log_softmax."""
+    return _softmax("log_softmax", input, dim, _stacklevel, dtype)
+
+
+def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(input, Tensor):
+        raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's kind of error for it
+    reason = refusal(name, input, dtype=dtype)
+    if reason is not None:
+        return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 2, dtype)
+    if dim is None:
+        dim = _torch._get_softmax_dim(name, input.dim(), stacklevel + 1)
+    return rows.softmax_of(name, input, dim, dtype, name == "log_softmax")
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """torch.nn.functional.cross_entropy, without a table of probabilities; see flash_online.cross_entropy. Beside class indices
+    `weight` has input's dtype, as torch demands."""
+    for name, tensor in (("input", input), ("target", target), ("weight", weight)):
+        if not (tensor is None and name == "weight"):
+            rows.check_tensor(name, tensor)
+    reason = refusal("cross_entropy", input, target, weight)
+    if reason is not None:
+        return forward_to_torch(
+            *("cross_entropy", reason, ORIGINALS["cross_entropy"]),
+            *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
+        )
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    reduction = rows.reduction_number(reduction)
+    rows.check_losses(input, target, weight, ignore_index, label_smoothing)
+    if weight is not None and not target.is_floating_point():
+        weight_dtype, input_dtype = (torch.float32 if _shapes.autocasts(t) else t.dtype for t in (weight, input))
+        if weight_dtype != input_dtype:
+            raise InvalidArgument(f"weight: dtype {weight.dtype}, expected input's {input.dtype} beside class indices")
+    return rows.cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
+
+
+def __getattr__(name: str):
+    return getattr(_torch, name)
+
+
+def __dir__():
+    return sorted({*globals(), *dir(_torch)})

@@ -1,0 +1,298 @@
+"""What runs a call: the one decision between our kernels and torch's own function, which calls and `explain` share, and
+`strict`, which forbids the second.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._ops import LIBRARY, InvalidArgument
+
+# The raw operator that a function stands on, whose kernels say where it can run.
+_OPERATORS = {
+    "scaled_dot_product_attention": "attention_forward",
+    "attention": "attention_forward",
+    "merge_attention": "attention_merge",
+    "softmax": "softmax_forward",
+    "log_softmax": "softmax_forward",
+    "logsumexp": "logsumexp_forward",
+    "topk_softmax": "topk_softmax_forward",
+    "cross_entropy": "cross_entropy_forward",
+}
+_ON_CUDA = frozenset(
+    name
+    for name, operator in _OPERATORS.items()
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_online::{operator}", "CUDA")
+)
+_OLDEST_GPU = 8  # compute capability's major number
+
+_majors: dict[int, int] = {}  # compute capability's major number of each GPU that was asked for
+_strict_depth = 0 if os.environ.get("FLASH_ONLINE_STRICT", "0") in ("", "0") else 1
+_lock = threading.Lock()
+
+
+def _major(index: int) -> int:
+    major = _majors.get(index)
+    if major is None:
+        major = torch.cuda.get_device_properties(index).major
+        if not torch.compiler.is_compiling():
+            _majors[index] = major
+    return major
+
+
+def _subclass_refusal(kind: type) -> str | None:
+    """Why our kernels do not take a subclass of Tensor. Parameter and torch's inner subclasses (fake, functional) switch
+    __torch_function__ off."""
+    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return f"{kind.__name__} is a tensor subclass with its own __torch_function__"
+    if kind.__name__ == "DTensor":
+        return "a DTensor: our operators have no sharding rules"
+    return None
+
+
+def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> str | None:
+    """Why our kernels do not take these tensors (with the result in `dtype`); None where they do."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter:
+            reason = _subclass_refusal(kind)
+            if reason is not None:
+                return reason
+        if tensor.is_nested:
+            return "a nested tensor"
+        if tensor.layout is not torch.strided:
+            return f"a sparse tensor ({tensor.layout})"
+        if tensor.is_quantized:
+            return f"a quantized tensor ({tensor.dtype})"
+        if tensor.is_complex() or (dtype is not None and dtype.is_complex):
+            return f"a complex tensor ({dtype or tensor.dtype})"
+        device = tensor.device.type
+        if device == "cpu":
+            continue
+        if device != "cuda":
+            return f"device {device}: kernels are for CPU and CUDA"
+        if function not in _ON_CUDA:
+            return f"no CUDA kernel for {function} in this build"
+        if _major(tensor.device.index) < _OLDEST_GPU:
+            return f"{tensor.device} is older than compute capability {_OLDEST_GPU}.0"
+        if torch.float64 in (tensor.dtype, dtype):
+            return "float64 on CUDA"
+    return None
+
+
+def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
+    """Raises NotImplementedError where a function that torch has no equal of cannot run."""
+    reason = refusal(function, *tensors, dtype=dtype)
+    if reason is not None:
+        raise NotImplementedError(f"flash_online.{function}: {reason}")
+
+
+def forward_to_torch(function: str, reason: str, original: Callable, *args, **kwargs):
+    """Calls torch's own function, for this reason; an error under strict()."""
+    if _strict_depth > 0:
+        raise RuntimeError(f"{function}: would be forwarded to torch, which strict() forbids: {reason}")
+    return original(*args, **kwargs)
+
+
+@contextmanager
+def strict():
+    """Inside the block a call that would be forwarded to torch raises RuntimeError with the reason.
+
+    In all threads, since a call may be made by any; blocks nest, also across threads. FLASH_ONLINE_STRICT=1, read once on
+    import, is a block around the whole program.
+    """
+    global _strict_depth
+    with _lock:
+        _strict_depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _strict_depth -= 1
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would run, and why.
+
+    function: its name. device: where. ours: whether our kernels run it. kernel: which one, or torch's function.
+    operators: the raw operators of the forward pass, in order. refused: each candidate better than `kernel`, and why it is
+    not taken. extra: what is allocated in the forward pass beside the results, in bytes; of "scratch", the threads' working
+    space, at most.
+    """
+
+    function: str
+    device: str
+    ours: bool
+    kernel: str
+    operators: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, int] | None = None  # None: torch's affair
+
+    @property
+    def extra_bytes(self) -> int | None:
+        return None if self.extra is None else sum(self.extra.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.function} on {self.device}: {self.kernel}"]
+        if self.operators:
+            lines.append(f"  runs {', '.join(self.operators)}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
+        if self.extra is None:
+            lines.append("  extra memory: whatever torch takes")
+        else:
+            parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.extra.items() if size)
+            lines.append(f"  extra memory: {_bytes(self.extra_bytes)}" + (f" ({parts})" if parts else ""))
+        return "\n".join(lines)
+
+
+def explain(function: Callable, *args, **kwargs) -> Plan:
+    """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() reads well.
+
+    function: one of flash_online's (attention, merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy),
+    of flash_online.functional's or torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax, cross_entropy).
+    Raises what the call would raise, but for what only values tell, such as a target out of range; InvalidArgument for another
+    function.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    name, title, ours, original = _known(function)
+    bound = inspect.signature(ours).bind(*args, **kwargs).arguments
+    tensors = [leaf for leaf in tree_leaves(bound) if isinstance(leaf, Tensor)]
+    device = str(tensors[0].device) if tensors else "no device"
+    reason = refusal(name, *tensors, dtype=bound.get("dtype"))
+    if reason is not None and original is not None:
+        if _strict_depth > 0:
+            reason += "; strict() forbids the call"
+        return Plan(title, device, False, f"torch.nn.functional.{name}", refused={"flash_online": reason})
+
+    # The call itself on tensors without data: what it would run is what it runs, and its errors are the call's.
+    record = _record()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), fake:
+        args, kwargs = tree_map_only(Tensor, fake.from_tensor, (args, kwargs))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        with record:
+            result = ours(*args, **kwargs)
+    kept = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+    extra: dict[str, int] = {}
+    for label, tensor in record.outputs:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept | given:
+            given.add(storage._cdata)
+            extra[label] = extra.get(label, 0) + storage.nbytes()
+    kernel, refused = "flash_online's CUDA kernel", {}
+    if device == "cpu":
+        kernel, refused = _cpu_kernel()
+        scratch = sum(_scratch(name, arguments) for name, arguments in record.operators)
+        if scratch:
+            extra["scratch"] = scratch
+    return Plan(title, device, True, kernel, tuple(name for name, _ in record.operators), refused, extra)
+
+
+def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
+    """Of a function that explain takes: the name that decisions go by, a title, our function and torch's original."""
+    from . import functional, rows  # not on import: they import this module
+    from .attention import attention, merge_attention
+
+    for name, original in functional.ORIGINALS.items():
+        ours = getattr(functional, name)
+        if function in (ours, original):
+            return name, f"flash_online.functional.{name}", ours, original
+    for ours in (attention, merge_attention, *(getattr(rows, name) for name in rows.__all__)):
+        if function is ours:
+            return ours.__name__, f"flash_online.{ours.__name__}", ours, None
+    raise InvalidArgument(
+        f"function: {getattr(function, '__name__', function)!r}, expected a function of flash_online or of "
+        f"flash_online.functional, or one of torch.nn.functional's {', '.join(functional.ORIGINALS)}"
+    )
+
+
+def _record():
+    """A dispatch mode that keeps the names and arguments of our operators and every operator's labelled output tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.operators: list[tuple[str, tuple]] = []
+            self.outputs: list[tuple[str, Tensor]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            results = func(*args, **(kwargs or {}))
+            namespace, name = func._schema.name.split("::")
+            if namespace == "flash_online":
+                self.operators.append((name, args))
+            for result, returned in zip(
+                results if isinstance(results, (tuple, list)) else (results,), func._schema.returns, strict=False
+            ):
+                if isinstance(result, Tensor):
+                    self.outputs.append((returned.name or name, result))
+            return results
+
+    return Record()
+
+
+def _introspection():
+    """The introspection module, or None where it is not built for this Python, or not for the library that is loaded."""
+    try:
+        from . import _introspect
+
+        _introspect.build_info(str(LIBRARY))
+    except (ImportError, RuntimeError):
+        return None
+    return _introspect
+
+
+def _cpu_kernel() -> tuple[str, dict[str, str]]:
+    """The CPU kernels' instruction set, and why each better one is not taken."""
+    introspect = _introspection()
+    if introspect is None:
+        return "flash_online's CPU kernel", {}
+    facts = introspect.build_info(str(LIBRARY))
+    better = ("avx512", "avx2", "portable")
+    better = better[: better.index(facts["cpu"])]
+    forced = os.environ.get("FLASH_ONLINE_CPU")
+    refused = {}
+    for name in better:
+        if name not in facts["instruction_sets"]:
+            reason = "not in this build"
+        else:
+            reason = f"FLASH_ONLINE_CPU={forced}" if forced else "the processor lacks its instructions"
+        refused[f"flash_online's CPU kernel ({name})"] = reason
+    return f"flash_online's CPU kernel ({facts['cpu']})", refused
+
+
+def _scratch(operator: str, arguments: tuple) -> int:
+    """Bytes of scratch that a forward operator takes at most, with every thread at work; 0 where nobody can tell."""
+    introspect = _introspection()
+    if introspect is None or operator == "attention_merge":
+        return 0
+    first = arguments[0]
+    float64 = first.dtype == torch.float64
+    if operator == "attention_forward":
+        bytes_a_thread = introspect.attention_scratch(str(LIBRARY), float64, first.shape[-1], arguments[2].shape[-1])
+    else:
+        bytes_a_thread = introspect.row_scratch(str(LIBRARY), float64, arguments[1] if operator.startswith("topk") else 0)
+    return bytes_a_thread * torch.get_num_threads()

@@ -1,0 +1,296 @@
+"""The functions of flash_online written in plain torch operations: an oracle to test against, and the definition to read.
+
+Nothing here is shared with the kernels, and nothing here is fast: attention builds its whole [..., queries, keys] matrix.
+Every function works on any device and in any floating dtype, doing its arithmetic in that dtype, so that the same
+code serves twice: on float64 inputs as the truth, on narrow inputs as the error that plain torch makes. Autograd goes
+through plain operations, to any order. Where a row has nothing to attend to, the operations are kept away from `0 / 0`
+and `log(0)` on their way in, since a `where` on the way out would leave NaN in the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "attention",
+    "merge_attention",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "topk_softmax",
+    "cross_entropy",
+    "visible",
+    "dropout_keep",
+]
+
+INFINITY = float("inf")
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse beside inputs of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def visible(queries: int, keys: int, *, causal=False, window=None, alignment="upper_left", device=None) -> Tensor:
+    """bool [queries, keys]: which keys a query may see by position alone.
+
+    Query i stands at p = i ("upper_left") or p = i + keys - queries ("lower_right"). `causal`: keys j <= p.
+    `window` = (left, right): p - left <= j <= p + right, where None is no bound.
+    """
+    p, j = _positions(queries, keys, alignment, device)
+    keep = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if causal:
+        keep = keep & (j <= p)
+    left, right = (None, None) if window is None else window
+    if left is not None:
+        keep = keep & (j >= p - left)
+    if right is not None:
+        keep = keep & (j <= p + right)
+    return keep
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "upper_left",
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    rng: Tensor | None = None,
+    keep: Tensor | None = None,
+):
+    """softmax(bias(softcap(scale * query key^T))) value, and the logarithm of the softmax's denominator.
+
+    query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] -> out [..., Hq, L, Ev], lse [..., Hq, L]. Query head
+    h uses key head h // (Hq // Hk) and value head h // (Hq // Hv); the dimensions before the heads broadcast. [L, E]
+    counts as one head.
+
+    The order on a score: scale, softcap `c * tanh(s / c)`, ALiBi `-slope * |p - j|`, float mask, visibility. `sinks` [Hq]
+    adds exp(sink) to a head's denominator and nothing to its numerator. `alibi_slopes` is [Hq] or [..., Hq].
+
+    Dropout takes its mask from `keep` (bool, of the weights' shape), or from `rng`, the int64 pair (seed, offset) of
+    `dropout_keep`.
+    """
+    headless = query.dim() == key.dim() == value.dim() == 2
+    query, key, value = (t if t.dim() > 2 else t[None] for t in (query, key, value))
+    heads, queries, width = query.shape[-3:]
+    keys = key.shape[-2]
+    if scale is None:
+        scale = 1 / math.sqrt(width) if width else 1.0
+    if heads != 1:  # a single query head broadcasts instead, as in torch
+        key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
+        value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
+
+    scores = query @ key.transpose(-2, -1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        p, j = _positions(queries, keys, alignment, query.device)
+        scores = scores - alibi_slopes[..., None, None].to(scores.dtype) * (p - j).abs()
+    allowed = visible(queries, keys, causal=causal, window=window, alignment=alignment, device=query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = allowed & mask
+    elif mask is not None:
+        scores = scores + mask
+    scores = torch.where(allowed, scores, -INFINITY)
+
+    # The sink is one more score, of a key whose value is 0.
+    everything = scores
+    if sinks is not None:
+        sink = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-3], -1, queries, 1)
+        everything = torch.cat([scores, sink], dim=-1)
+    pivot = _pivot(everything)
+    total = torch.exp(everything - pivot).sum(-1, keepdim=True)
+    empty = total == 0
+    weights = torch.exp(scores - pivot) / torch.where(empty, 1, total)
+
+    if dropout_p > 0:
+        if keep is None:
+            keep = dropout_keep(rng, dropout_p, weights.shape)
+        weights = torch.where(keep, weights / (1 - dropout_p), 0) if dropout_p < 1 else weights * 0
+    out = weights.to(value.dtype) @ value
+    lse = torch.where(empty, -INFINITY, pivot + torch.log(torch.where(empty, 1, total)))
+    lse = lse.squeeze(-1).to(accumulator_dtype(query.dtype))
+    if headless:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(outs, lses) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from attention over each.
+
+    outs [parts, ..., width] and lses [parts, ...], or sequences of the parts -> out [..., width] of the outs' dtype, lse
+    [...]. A row whose every lse is -inf becomes 0 and -inf.
+    """
+    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
+    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    pivot = _pivot(lses.movedim(0, -1)).movedim(-1, 0)
+    weights = torch.exp(lses - pivot)
+    total = weights.sum(0)
+    empty = total == 0
+    safe = torch.where(empty, 1, total)
+    out = ((weights / safe)[..., None] * outs).sum(0)
+    lse = torch.where(empty, -INFINITY, pivot[0] + torch.log(safe))
+    return out.to(outs.dtype), lse
+
+
+def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """exp(input) / sum(exp(input)) along dim; a row of -inf gives NaN. The cast to `dtype` comes first."""
+    input = input if dtype is None else input.to(dtype)
+    if input.numel() == 0:
+        return input * 1
+    weights = torch.exp(input - _largest(input, dim))
+    return weights / weights.sum(dim, keepdim=True)
+
+
+def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """input - log(sum(exp(input))) along dim; a row of -inf gives NaN. The cast to `dtype` comes first."""
+    input = input if dtype is None else input.to(dtype)
+    if input.numel() == 0:
+        return input * 1
+    shifted = input - _largest(input, dim)
+    return shifted - torch.log(torch.exp(shifted).sum(dim, keepdim=True))
+
+
+def logsumexp(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """log(sum(exp(input))) along dim; -inf, with gradient 0, where every element is -inf; inf where one is inf."""
+    rows = (input if input.dim() else input[None]).movedim(dim, -1)
+    pivot = _pivot(rows)
+    pivot = torch.where(pivot == INFINITY, 0, pivot)
+    total = torch.exp(rows - pivot).sum(-1, keepdim=True)
+    empty = total == 0
+    lse = torch.where(empty, -INFINITY, pivot + torch.log(torch.where(empty, 1, total)))
+    if input.dim() == 0:
+        return lse.squeeze(-1) if keepdim else lse.reshape(())
+    return lse.movedim(-1, dim) if keepdim else lse.squeeze(-1)
+
+
+def topk_softmax(
+    input: Tensor, k: int, dim: int = -1, *, renormalize: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest of softmax(input, dim), descending, with their indices; `renormalize` divides by their sum."""
+    probabilities, indices = torch.topk(softmax(input, dim, dtype), k, dim=dim)
+    if renormalize:
+        probabilities = probabilities / probabilities.sum(dim, keepdim=True)
+    return probabilities, indices
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    return_lse: bool = False,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+):
+    """Cross-entropy of logits [C], [N, C] or [N, C, ...] with class indices [], [N] or [N, ...], or with probabilities.
+
+    With logp the log-softmax over classes, e the smoothing and w the class weights, a row's loss is
+        indices y:        -(1 - e) * w[y] * logp[y] - e / C * sum_c(w[c] * logp[c])     (0 if y is ignored)
+        probabilities t:  -sum_c(w[c] * ((1 - e) * t[c] + e / C) * logp[c])
+    and `mean` divides their sum by the sum of w[y] over the rows not ignored, or by the number of rows for probabilities.
+    `z_loss` adds z_loss * lse^2 for every row not ignored; `mean` divides that part by the number of such rows.
+    """
+    if dtype is not None:
+        input = input.to(dtype)
+        target = target.to(dtype) if target.is_floating_point() else target
+    class_dim = 1 if input.dim() > 1 else 0
+    logits = input.movedim(class_dim, -1)
+    classes = logits.shape[-1]
+    w = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight.to(input.dtype)
+
+    if target.is_floating_point():
+        counted = torch.ones(logits.shape[:-1], dtype=torch.bool, device=input.device)
+        logp = log_softmax(logits, -1)
+        wanted = target.movedim(class_dim, -1)
+        if label_smoothing:
+            wanted = (1 - label_smoothing) * wanted + label_smoothing / classes
+        loss = -(w * wanted * logp).sum(-1)
+        divisor = counted.sum()
+    else:
+        counted = target != ignore_index
+        if bool((counted & ((target < 0) | (target >= classes))).any()):
+            raise IndexError(f"target: a class index is out of bounds, accepted are 0 to {classes - 1} and {ignore_index}")
+        # A row that is ignored never meets its logits, which may hold NaN.
+        logp = log_softmax(torch.where(counted[..., None], logits, 0), -1)
+        y = torch.where(counted, target, 0)
+        row_weight = torch.where(counted, w[y], 0)
+        loss = -row_weight * logp.gather(-1, y[..., None]).squeeze(-1)
+        if label_smoothing:
+            smooth = torch.where(counted, -(w * logp).sum(-1), 0)
+            loss = (1 - label_smoothing) * loss + label_smoothing / classes * smooth
+        divisor = row_weight.sum()
+
+    lse = logsumexp(logits.to(accumulator_dtype(input.dtype)), -1)
+    penalty = z_loss * torch.where(counted, lse, 0).square().to(loss.dtype) if z_loss else None
+    if reduction == "mean":
+        loss = loss.sum() / divisor
+        loss = loss if penalty is None else loss + penalty.sum() / counted.sum()
+    elif reduction == "sum":
+        loss = loss.sum() if penalty is None else loss.sum() + penalty.sum()
+    elif penalty is not None:
+        loss = loss + penalty
+    return (loss, lse) if return_lse else loss
+
+
+def dropout_keep(rng: Tensor, dropout_p: float, shape) -> Tensor:
+    """bool [..., heads, queries, keys]: which weights survive dropout; a function of (seed, offset) and position alone.
+
+    Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is
+    seed + 0x9E3779B97F4A7C15 * offset modulo 2^64, its low word first; the counter is (key index >> 2, query, head, batch),
+    with the leading dimensions flattened to one batch index. Its four words serve four neighbouring keys; a weight
+    survives if its word is at least floor(dropout_p * 2^32).
+    """
+    *batch, heads, queries, keys = shape
+    seed, offset = (int(x) for x in rng)
+    key = (seed + 0x9E3779B97F4A7C15 * offset) % 2**64
+    key_low, key_high = key & 0xFFFFFFFF, key >> 32
+
+    sizes = (math.prod(batch), heads, queries, (keys + 3) // 4)
+    x3, x2, x1, x0 = torch.meshgrid(*(torch.arange(n, device=rng.device) for n in sizes), indexing="ij")
+    for _ in range(10):
+        high0, low0 = _multiply(x0, 0xD2511F53)
+        high1, low1 = _multiply(x2, 0xCD9E8D57)
+        x0, x1, x2, x3 = high1 ^ x1 ^ key_low, low1, high0 ^ x3 ^ key_high, low0
+        key_low, key_high = (key_low + 0x9E3779B9) & 0xFFFFFFFF, (key_high + 0xBB67AE85) & 0xFFFFFFFF
+    words = torch.stack([x0, x1, x2, x3], dim=-1).flatten(-2)[..., :keys]
+    return (words >= math.floor(dropout_p * 2**32)).reshape(shape)
+
+
+def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of a product of 32-bit numbers. int64 wraps, but its bits are the product's."""
+    product = x * constant
+    return (product >> 32) & 0xFFFFFFFF, product & 0xFFFFFFFF
+
+
+def _positions(queries: int, keys: int, alignment: str, device) -> tuple[Tensor, Tensor]:
+    offset = {"upper_left": 0, "lower_right": keys - queries}[alignment]
+    return torch.arange(queries, device=device)[:, None] + offset, torch.arange(keys, device=device)
+
+
+def _largest(input: Tensor, dim: int) -> Tensor:
+    # Softmax does not depend on what is subtracted, so its derivative need not either.
+    return input.detach().amax(dim, keepdim=True)
+
+
+def _pivot(scores: Tensor) -> Tensor:
+    """What the exponents of a row are measured from: its maximum, or 0 where that is -inf (a row of nothing)."""
+    if scores.shape[-1] == 0:
+        return scores.new_zeros((*scores.shape[:-1], 1))
+    largest = _largest(scores, -1)
+    return torch.where(largest == -INFINITY, 0, largest)

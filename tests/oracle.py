@@ -1,0 +1,231 @@
+"""Runs a function of flash_online beside the reference in float64 and in its own dtype, forward and backward, and compares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_online
+from flash_online import reference
+from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
+
+
+class CaptureRng(TorchDispatchMode):
+    """Remembers the (seed, offset) pair that attention drew, so that the reference can drop the same weights."""
+
+    rng = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.flash_online.attention_forward.default:
+            self.rng = args[6]
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Attention:
+    """A problem of attention, small enough to print: its repr() is the whole reproduction."""
+
+    dtype: torch.dtype = torch.float32
+    batch: tuple = (2,)
+    heads: tuple = (2, 2, 2)  # of query, key, value
+    lengths: tuple = (13, 17)  # queries, keys
+    widths: tuple = (8, 8)  # of query and key, of value
+    layouts: tuple = ("contiguous",) * 4  # of query, key, value, mask
+    mask: str | None = None  # bool, float, -inf
+    mask_shape: tuple = (1, 1, 1, 1)  # of the dimensions before the last three, the heads, queries, keys: 1 full, 0 broadcast
+    mask_rank: int = 9  # the mask keeps at most this many dimensions
+    mask_dtype: torch.dtype | None = None  # of a float mask
+    options: dict = field(default_factory=dict)
+    alibi: int = 0  # the rank of the slopes, 0 for none
+    sinks: bool = False
+    size: float = 1.0  # standard deviation of query, key and value
+    wanted: str = "qkvms"  # the inputs that a gradient is wanted for
+    grad_lse: bool = True
+    seed: int = 0
+
+    def __repr__(self):
+        default = Attention()
+        said = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        return f"Attention({', '.join(f'{name}={value!r}' for name, value in said)})"
+
+    @classmethod
+    def of(cls, options: dict, **rest) -> Attention:
+        """Splits a line of cases.OPTIONS into tensors to make and options to hand on."""
+        options = dict(options)
+        made = {name: options.pop(name) for name in ("mask", "alibi", "sinks") if name in options}
+        return cls(options=options, **made, **rest)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """query, key, value and those of mask, alibi_slopes and sinks that the problem has."""
+        g = torch.Generator().manual_seed(self.seed)
+        (queries, keys), (width, value_width) = self.lengths, self.widths
+        shapes = zip(self.heads, (queries, keys, keys), (width, width, value_width), self.layouts, strict=False)
+        made = {
+            name: random_tensor(*self.batch, h, n, e, dtype=self.dtype, layout=layout, scale=self.size, generator=g)
+            for name, (h, n, e, layout) in zip(("query", "key", "value"), shapes, strict=True)
+        }
+        if self.mask:
+            full = (*self.batch, self.heads[0], queries, keys)
+            kept = (self.mask_shape[0],) * len(self.batch) + self.mask_shape[1:]
+            shape = [n if keep else 1 for n, keep in zip(full, kept, strict=True)][-self.mask_rank :]
+            if self.mask == "bool":
+                mask = torch.rand(shape, generator=g) > 0.4
+            else:
+                mask = torch.randn(shape, generator=g).to(self.mask_dtype or self.dtype)
+                if self.mask == "-inf":
+                    mask = torch.where(torch.rand(shape, generator=g) > 0.4, mask, -math.inf)
+            made["mask"] = lay_out(mask, self.layouts[3])
+        accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if self.alibi:
+            shape = [self.heads[0]] if self.alibi == 1 else [*self.batch, self.heads[0]]
+            made["alibi_slopes"] = torch.rand(shape, generator=g).to(accumulator) * 0.5
+        if self.sinks:
+            made["sinks"] = torch.randn(self.heads[0], generator=g).to(accumulator)
+        return made
+
+    def check(self, function=None) -> None:
+        """Compares out, lse and every wanted gradient with float64."""
+        inputs = self.inputs()
+        names = [n for n in inputs if n[0] in self.wanted and inputs[n].is_floating_point()]
+        queries_shape = (*self.batch, self.heads[0], self.lengths[0])
+        g = torch.Generator().manual_seed(self.seed + 1)
+        grad_out = torch.randn(*queries_shape, self.widths[1], generator=g).to(self.dtype)
+        accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
+        grad_lse = torch.randn(queries_shape, generator=g).to(accumulator) if self.grad_lse else None
+
+        def run(function, convert, narrow, **more):
+            leaves = {n: convert(t).detach() for n, t in inputs.items()}
+            for n in names:
+                leaves[n].requires_grad_()
+            positional = [leaves[n] for n in ("query", "key", "value")]
+            rest = {n: t for n, t in leaves.items() if n not in ("query", "key", "value")}
+            out, lse = function(*positional, **rest, **self.options, **more, return_lse=True)
+            results = {"out": out, "lse": lse}
+            if names:
+                pairs = [(out, grad_out.to(out.dtype))]
+                if grad_lse is not None and lse.requires_grad:  # the reference's lse does not hang on the value
+                    pairs.append((lse, grad_lse.to(lse.dtype)))
+                outputs, grads = zip(*pairs, strict=True)
+                found = torch.autograd.grad(outputs, [leaves[n] for n in names], grads, allow_unused=narrow)
+                results |= {"grad " + n: x for n, x in zip(names, found, strict=True)}
+            return results
+
+        dropout = self.options.get("dropout_p", 0.0) > 0
+        with CaptureRng() as capture:
+            ours = run(function or flash_online.attention, lambda t: t, False)
+        more = {"rng": capture.rng} if dropout else {}
+        truth = run(reference.attention, lambda t: t.double() if t.is_floating_point() else t, True, **more)
+        plain = run(reference.attention, lambda t: t.clone(), True, **more)
+        wide = plain
+        if self.dtype in (torch.float16, torch.bfloat16):
+            wide = run(reference.attention, lambda t: t.float() if t.is_floating_point() else t, True, **more)
+
+        assert ours["out"].dtype == self.dtype and ours["lse"].dtype == accumulator
+        magnitude = self._magnitudes(inputs, grad_out)
+        for name, result in ours.items():
+            rounding = accumulator if name == "lse" else result.dtype
+            theirs = [wide[name]] if name == "lse" else [plain[name]]
+            expected = truth[name] if truth[name] is not None else torch.zeros_like(result)
+            theirs = [t if t is not None else torch.zeros_like(result) for t in theirs]
+            if name.startswith("grad"):
+                source = inputs[name.removeprefix("grad ")]
+                assert result.dtype == source.dtype and result.shape == source.shape, name
+            assert_close_to_float64(result, theirs, expected, rounding, name=f"{name} of {self}", magnitude=magnitude[name])
+
+    def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
+        """How large the terms are that each result is summed from; a sum of n random ones has sqrt(n) times their size."""
+        (queries, keys), (width, value_width) = self.lengths, self.widths
+        score = _rms(inputs["value"]) * _rms(grad_out) * math.sqrt(max(value_width, 1)) + self.grad_lse
+        scale = self.options.get("scale")
+        scale = abs(scale if scale is not None else 1 / math.sqrt(width or 1))
+        batch, rows = math.prod(self.batch), math.prod(self.batch) * self.heads[0] * queries
+        seen_by = [math.sqrt(self.heads[0] // h * queries / max(keys, 1)) + 1 for h in self.heads]
+        mask = inputs.get("mask")
+        shared = math.sqrt(rows * keys / max(mask.numel(), 1)) if mask is not None else 1.0
+        return {
+            "out": _rms(inputs["value"]),
+            "lse": 1.0,
+            "grad query": score * scale * _rms(inputs["key"]),
+            "grad key": score * scale * _rms(inputs["query"]) * seen_by[1],
+            "grad value": _rms(grad_out) * seen_by[2],
+            "grad mask": score * shared,
+            "grad sinks": score * math.sqrt(batch * queries),
+        }
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return tensor.double().square().mean().sqrt().item() if tensor.numel() else 0.0
+
+
+def compare_with_reference(name: str, *args, **kwargs) -> None:
+    """flash_online.<name>(*args, **kwargs), its results and gradients, beside the reference of the same name."""
+    g = torch.Generator().manual_seed(1)
+
+    def run(module, convert, grads, indices=None):
+        def leaf(t):
+            if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+                return t
+            return convert(t.detach()).requires_grad_(t.requires_grad)
+
+        arguments, options = [leaf(t) for t in args], {k: leaf(t) for k, t in kwargs.items()}
+        if convert is torch.Tensor.double and "dtype" in options:
+            options["dtype"] = torch.float64
+        leaves = [t for t in (*arguments, *options.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if indices is None:
+            results = getattr(module, name)(*arguments, **options)
+        else:
+            results = _topk_at(indices, *arguments, **options)
+        results = list(results) if isinstance(results, tuple) else [results]
+        outputs = [t for t in results if t.is_floating_point()]
+        if not grads:
+            grads += [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype) for t in outputs]
+        # In a row that was ignored or is not finite a gradient means nothing, but 0 times it must.
+        found = torch.autograd.grad(outputs, leaves, [x.to(t.dtype) for x, t in zip(grads, outputs, strict=True)])
+        return results, list(found), leaves
+
+    grads: list[torch.Tensor] = []
+    ours, our_grads, leaves = run(flash_online, lambda t: t, grads)
+    indices = ours[1] if name == "topk_softmax" else None
+    plain, plain_grads, _ = run(reference, torch.Tensor.clone, grads, indices)
+    truth, truth_grads, _ = run(reference, torch.Tensor.double, grads, indices)
+    dtype = kwargs.get("dtype") or leaves[0].dtype
+    said = f"{name}({', '.join(_describe(a) for a in (*args, *kwargs.items()))})"
+    for i, (result, theirs, expected) in enumerate(zip(ours, plain, truth, strict=True)):
+        if not result.is_floating_point():
+            continue
+        if name == "cross_entropy" and i == 0 and "dtype" not in kwargs:
+            assert result.dtype == leaves[0].dtype, said
+        # A logarithm is a difference of a score and a lse: what cancels is of their size.
+        size = leaves[0].detach().double()
+        size = size[size.isfinite()].abs().max().item() if name != "softmax" and size.isfinite().any() else 0.0
+        assert_close_to_float64(result, theirs, expected, result.dtype, name=f"result {i} of {said}", magnitude=size)
+    for i, (result, theirs, expected) in enumerate(zip(our_grads, plain_grads, truth_grads, strict=True)):
+        assert result.dtype == leaves[i].dtype and result.shape == leaves[i].shape, said
+        rounding = max(dtype, result.dtype, key=lambda d: torch.finfo(d).eps)
+        # A gradient is a probability times a difference of numbers near 1, divided by the rows under a mean.
+        mean = name == "cross_entropy" and kwargs.get("reduction", "mean") == "mean"
+        size = 1 / max(leaves[0].numel() // leaves[0].shape[min(1, leaves[0].dim() - 1)], 1) if mean else 1.0
+        assert_close_to_float64(result, theirs, expected, rounding, name=f"gradient {i} of {said}", magnitude=size)
+
+
+def _topk_at(indices, input, k, dim=-1, *, renormalize=False, dtype=None):
+    """reference.topk_softmax with equal probabilities in the order that ours chose: any is right."""
+    probabilities = reference.softmax(input, dim, dtype).gather(dim, indices)
+    largest = reference.topk_softmax(input, k, dim, dtype=dtype)[0]
+    close = 1e-12 if probabilities.dtype == torch.float64 else torch.finfo(probabilities.dtype).eps
+    torch.testing.assert_close(probabilities, largest, rtol=close, atol=0.0)  # these are the largest, in descending order
+    assert (indices.sort(dim).values.diff(dim=dim) > 0).all(), "an index comes twice"
+    if renormalize:
+        probabilities = probabilities / probabilities.sum(dim, keepdim=True)
+    return probabilities, indices
+
+
+def _describe(argument) -> str:
+    if isinstance(argument, tuple) and argument and isinstance(argument[0], str):
+        return f"{argument[0]}={_describe(argument[1])}"
+    if isinstance(argument, torch.Tensor):
+        return f"{str(argument.dtype).removeprefix('torch.')}{list(argument.shape)} strides {list(argument.stride())}"
+    return repr(argument)

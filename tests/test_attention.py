@@ -1,0 +1,443 @@
+"""flash_online.attention and merge_attention against the float64 reference, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import BATCHES, DTYPES, EDGE_LENGTHS, HEADS, MASK_RANKS, MASK_SHAPES, OPTIONS, WIDTHS
+from oracle import Attention, CaptureRng
+
+import flash_online
+from flash_online import reference
+from flash_online.testing import LAYOUTS, assert_close_to_float64, lay_out, random_tensor
+
+INF = math.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options(options, dtype):
+    Attention.of(options, dtype=dtype, heads=(4, 2, 2), lengths=(13, 21)).check()
+    Attention.of(options, dtype=dtype, heads=(2, 2, 2), lengths=(37, 19), widths=(16, 12)).check()
+
+
+@pytest.mark.parametrize("lengths", EDGE_LENGTHS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_edges(lengths, causal):
+    Attention(batch=(), heads=(2, 1, 1), lengths=lengths, widths=(24, 24), options={"causal": causal}).check()
+
+
+@pytest.mark.parametrize("window", [(0, 0), (15, 0), (64, 0), (0, 64), (127, 3), (None, 128)], ids=str)
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("lengths", [(257, 129), (129, 257), (65, 300)], ids=str)
+def test_windows_across_blocks(window, alignment, lengths):
+    options = {"window": window, "alignment": alignment}
+    Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options).check()
+    Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options | {"causal": True}, sinks=True, alibi=1).check()
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_widths(widths, dtype):
+    Attention(dtype=dtype, batch=(1,), heads=(2, 2, 2), lengths=(19, 35), widths=widths).check()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_heads_and_batches(heads, batch):
+    Attention(batch=batch, heads=heads, lengths=(9, 11), widths=(8, 6), mask="float", mask_rank=3).check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts(layout, dtype):
+    """Strides of every kind, with NaN in the memory between and around the elements."""
+    for which in range(4):
+        layouts = tuple(layout if i == which else "contiguous" for i in range(4))
+        Attention(dtype=dtype, heads=(4, 2, 2), lengths=(20, 33), layouts=layouts, mask="float").check()
+    Attention(dtype=dtype, lengths=(65, 70), layouts=(layout,) * 4, mask="bool", options={"causal": True}).check()
+
+
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+@pytest.mark.parametrize("rank", MASK_RANKS)
+@pytest.mark.parametrize("kind", ["bool", "float", "-inf"])
+def test_mask_shapes(shape, rank, kind):
+    Attention(heads=(4, 2, 2), lengths=(70, 67), mask=kind, mask_shape=shape, mask_rank=rank).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["float", "-inf"])
+def test_float32_mask_beside_16_bit_query(dtype, kind):
+    Attention(dtype=dtype, mask=kind, mask_dtype=torch.float32).check()
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "m", "s", "qm", "kv", ""], ids=lambda w: w or "nothing")
+@pytest.mark.parametrize("grad_lse", [False, True])
+def test_subsets_of_gradients(wanted, grad_lse):
+    """Each gradient alone: the mask's is right also when nothing else needs one."""
+    Attention(mask="float", mask_shape=(0, 1, 1, 1), sinks=True, wanted=wanted, grad_lse=grad_lse).check()
+
+
+def test_gradient_of_lse_alone():
+    query, key, value = (torch.randn(2, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (7, 9, 9))
+    _, lse = flash_online.attention(query, key, value, causal=True, return_lse=True)
+    _, expected = reference.attention(query, key, value, causal=True, return_lse=True)
+    grad = torch.randn_like(lse)
+    ours = torch.autograd.grad(lse, (query, key, value), grad, allow_unused=True)
+    theirs = torch.autograd.grad(expected, (query, key), grad)
+    torch.testing.assert_close(ours[:2], theirs)
+    assert ours[2] is None or (ours[2] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("options", ["plain", "causal lower right", "sinks", "float mask"])
+def test_empty_lengths(lengths, options):
+    Attention.of(OPTIONS[options], lengths=lengths).check()
+
+
+@pytest.mark.parametrize(
+    "batch, heads, widths", [((0,), (2, 2, 2), (8, 8)), ((2,), (2, 2, 2), (8, 0)), ((2,), (2, 2, 2), (0, 0))]
+)
+def test_other_empty_dimensions(batch, heads, widths):
+    Attention(batch=batch, heads=heads, widths=widths).check()
+
+
+# --- Rows with nothing to attend to, and what is not a number -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask_kind", ["bool", "float", "window", "causal"])
+def test_row_without_keys_is_zero(dtype, mask_kind):
+    query, key, value = (torch.randn(2, 2, n, 8).to(dtype).requires_grad_() for n in (9, 6, 6))
+    mask, options = None, {}
+    empty = torch.zeros(9, dtype=torch.bool)
+    if mask_kind == "window":
+        options, empty[8:] = {"window": (2, 0)}, True  # position 8 sees keys 6..8, of which there are none
+    elif mask_kind == "causal":
+        options, empty[:3] = {"causal": True, "alignment": "lower_right"}, True
+    else:
+        keep = torch.ones(9, 6, dtype=torch.bool)
+        keep[4], empty[4] = False, True
+        mask = keep if mask_kind == "bool" else torch.where(keep, 0.0, -INF).to(dtype).requires_grad_()
+    out, lse = flash_online.attention(query, key, value, mask=mask, **options, return_lse=True)
+    assert (out[:, :, empty] == 0).all() and (lse[:, :, empty] == -INF).all()
+    assert (out[:, :, ~empty] != 0).any(-1).all() and lse[:, :, ~empty].isfinite().all()
+    inputs = [query, key, value] + ([mask] if mask is not None and mask.requires_grad else [])
+    grads = torch.autograd.grad((out.float().sum() + lse[:, :, ~empty].float().sum()), inputs)
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][:, :, empty] == 0).all()
+    if len(grads) == 4:
+        assert (grads[3][empty] == 0).all()
+    # The gradient that reaches lse = -inf is multiplied by nothing.
+    out, lse = flash_online.attention(query, key, value, mask=mask, **options, return_lse=True)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(lse.sum(), inputs, allow_unused=True) if g is not None)
+
+
+def test_row_with_only_a_sink():
+    sinks = torch.tensor([0.5, -2.0], requires_grad=True)
+    query, key, value = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(3, 3, dtype=torch.bool)
+    out, lse = flash_online.attention(query, key, value, mask=mask, sinks=sinks, return_lse=True)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks.detach()[None, :, None].expand(1, 2, 3))
+    grads = torch.autograd.grad(lse.sum(), [query, key, sinks])
+    assert (grads[0] == 0).all() and (grads[1] == 0).all()
+    torch.testing.assert_close(grads[2], torch.full((2,), 3.0))
+
+
+def test_sink_of_minus_infinity_is_no_sink():
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    expected = flash_online.attention(query, key, value, return_lse=True)
+    found = flash_online.attention(query, key, value, sinks=torch.full((2,), -INF), return_lse=True)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_nan_and_infinity_reach_their_rows(dtype, bad):
+    """NaN in a query poisons its row alone; +inf as a score does too; NaN in a value poisons every row that sees it."""
+    query, key, value = (torch.rand(1, 2, 40, 8).to(dtype) + 0.5 for _ in range(3))
+    clean = flash_online.attention(query, key, value)
+    poisoned = query.clone()
+    poisoned[0, 1, 33, 2] = bad  # keys are positive, so +inf here makes scores of +inf
+    out, lse = flash_online.attention(poisoned, key, value, return_lse=True)
+    assert out[0, 1, 33].isnan().all() and not lse[0, 1, 33].isfinite()
+    out[0, 1, 33] = clean[0, 1, 33]
+    assert torch.equal(out, clean)
+    poisoned = value.clone()
+    poisoned[0, 0, 35, 1] = bad
+    out = flash_online.attention(query, key, poisoned, causal=True)
+    assert not out[0, 0, 35:, 1].isfinite().any() and out[0, 1].isfinite().all()
+
+
+def test_what_is_hidden_stays_finite():
+    """Huge but finite keys and values that a mask hides change nothing, whatever their scores would have been."""
+    query, key, value = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    mask = torch.ones(20, 20, dtype=torch.bool)
+    mask[:, 7] = False
+    expected = flash_online.attention(query, key, value, mask=mask)
+    key[:, :, 7], value[:, :, 7] = 1e30, 1e30
+    assert torch.equal(flash_online.attention(query, key, value, mask=mask), expected)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e3, 1e15])
+def test_extreme_scores(size):
+    """Scores of 1e30 and more: the softmax is one-hot, lse is the largest score, nothing overflows."""
+    query, key, value = (torch.randn(1, 2, 33, 16, dtype=torch.float64) for _ in range(3))
+    query, key = query * size, key * size
+    expected, lse = reference.attention(query, key, value, return_lse=True)
+    out, found = flash_online.attention(query, key, value, return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, lse)
+    narrow = flash_online.attention(query.float(), key.float(), value.float(), return_lse=True)
+    plain = reference.attention(query.float(), key.float(), value.float(), return_lse=True)
+    for ours, theirs in zip(narrow, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [-1e4, -200.0, -89.0, 89.0, 200.0, 1e4])
+def test_lse_far_from_zero(shift):
+    """exp(s - lse) where lse has no digits left after the point: the gradients keep float32's precision all the same."""
+    problem = Attention(batch=(1,), lengths=(9, 130), mask="float", seed=3)
+    inputs = problem.inputs()
+    mask = inputs["mask"] + shift
+
+    def run(function, dtype):
+        leaves = [inputs[n].to(dtype).requires_grad_() for n in ("query", "key", "value")]
+        bias = mask.to(dtype).requires_grad_()
+        out, lse = function(*leaves, mask=bias, return_lse=True)
+        return [out, lse, *torch.autograd.grad(out.sum() + out.square().sum(), [*leaves, bias])]
+
+    ours = run(flash_online.attention, torch.float32)
+    plain, truth = run(reference.attention, torch.float32), run(reference.attention, torch.float64)
+    for name, a, b, c in zip(["out", "lse", "query", "key", "value", "mask"], ours, plain, truth, strict=True):
+        assert_close_to_float64(a, b, c, name=f"{name}, shift {shift}")
+
+
+def test_mask_of_the_smallest_number_is_not_minus_infinity():
+    """finfo.min hides keys beside others, as transformers' masks do; alone it leaves a plain mean."""
+    query, key, value = (torch.randn(1, 1, 4, 8) for _ in range(3))
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min)
+    out = flash_online.attention(query, key, value, mask=mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(out, expected)
+    mask[0, 0] = 0
+    torch.testing.assert_close(flash_online.attention(query, key, value, mask=mask)[0, 0, 0], value[0, 0, 0])
+
+
+# --- Layout of results, determinism, independence ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3)], ids=str)
+def test_out_and_gradients_keep_the_order_of_strides(order):
+    def make(*shape):
+        inverse = sorted(range(4), key=order.__getitem__)
+        return torch.randn([shape[i] for i in order]).permute(inverse)
+
+    query, key, value = make(2, 4, 5, 8), make(2, 2, 7, 8), make(2, 2, 7, 6)
+    for t in (query, key, value):
+        t.requires_grad_()
+    out, lse = flash_online.attention(query, key, value, return_lse=True)
+
+    def by_stride(t):
+        return sorted(range(4), key=lambda i: -t.stride(i))
+
+    assert by_stride(out) == list(order) and lse.is_contiguous()
+    assert out.permute(order).is_contiguous()
+    for t, g in zip((query, key, value), torch.autograd.grad(out.sum(), (query, key, value)), strict=True):
+        assert by_stride(g) == by_stride(t)
+
+
+def test_same_bits_for_any_number_of_threads():
+    problem = Attention(heads=(4, 2, 2), lengths=(150, 140), mask="float", options={"causal": True}, sinks=True)
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        results.append(_forward_and_backward(problem, deterministic=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_same_bits_run_to_run():
+    problem = Attention(heads=(4, 2, 2), lengths=(150, 140), mask="float", mask_shape=(0, 0, 1, 1), sinks=True)
+    first = _forward_and_backward(problem, deterministic=True)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, _forward_and_backward(problem, deterministic=True), strict=True))
+    torch.use_deterministic_algorithms(True)
+    for a, b in zip(first, _forward_and_backward(problem, deterministic=None), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_same_bits_alone_and_in_a_batch():
+    """A row's result does not depend on the batch that it sits in, nor on the rows beside it."""
+    query, key, value = (torch.randn(5, 3, n, 16) for n in (70, 90, 90))
+    together = flash_online.attention(query, key, value, return_lse=True)
+    for b in range(5):
+        alone = flash_online.attention(query[b : b + 1], key[b : b + 1], value[b : b + 1], return_lse=True)
+        assert torch.equal(alone[0], together[0][b : b + 1]) and torch.equal(alone[1], together[1][b : b + 1])
+    for rows in (slice(0, 1), slice(69, 70), slice(13, 57)):
+        part = flash_online.attention(query[:, :, rows], key, value)
+        assert torch.equal(part, together[0][:, :, rows])
+
+
+def _forward_and_backward(problem, deterministic):
+    inputs = {n: t.detach().requires_grad_() for n, t in problem.inputs().items()}
+    tensors = dict(inputs)
+    positional = [tensors.pop(n) for n in ("query", "key", "value")]
+    out, lse = flash_online.attention(*positional, **tensors, **problem.options, deterministic=deterministic, return_lse=True)
+    return [out, lse, *torch.autograd.grad(out.sum() + out.square().sum() + lse.sum(), list(inputs.values()))]
+
+
+# --- Dropout ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.999, 1.0])
+def test_dropout_drops_what_the_rule_says(dtype, dropout_p):
+    """Beside the reference with the same (seed, offset): the mask is Philox of the position and nothing else."""
+    options = {"dropout_p": dropout_p}
+    Attention(dtype=dtype, heads=(4, 2, 2), lengths=(33, 70), options=options).check()
+    Attention(dtype=dtype, batch=(2, 2), lengths=(5, 6), options=options | {"causal": True}, mask="float", sinks=True).check()
+
+
+def test_dropout_follows_the_default_generator():
+    query, key, value = (torch.randn(2, 2, 30, 8) for _ in range(3))
+
+    def run():
+        return flash_online.attention(query, key, value, dropout_p=0.3)
+
+    torch.manual_seed(1)
+    first, second = run(), run()
+    torch.manual_seed(1)
+    again = run()
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    before = torch.get_rng_state()
+    flash_online.attention(query, key, value)
+    assert torch.equal(before, torch.get_rng_state()), "a call without dropout must not draw"
+
+
+def test_dropout_does_not_depend_on_the_tiles():
+    """The weights dropped among the first 20 keys and 9 queries are the same whatever the lengths are."""
+
+    def dropped(queries, keys):
+        torch.manual_seed(5)
+        value = torch.eye(keys)[None, None].expand(1, 3, keys, keys)
+        query, key = torch.zeros(1, 3, queries, 4), torch.zeros(1, 3, keys, 4)
+        return flash_online.attention(query, key, value, dropout_p=0.4)[:, :, :9, :20] == 0
+
+    expected = dropped(9, 20)
+    assert 0.3 < expected.float().mean() < 0.5
+    for queries, keys in ((200, 20), (9, 300), (130, 129)):
+        assert torch.equal(dropped(queries, keys), expected)
+
+
+def test_dropout_keeps_the_mean():
+    query, key = torch.zeros(1, 1, 1000, 4), torch.zeros(1, 1, 50, 4)
+    out = flash_online.attention(query, key, torch.ones(1, 1, 50, 1), dropout_p=0.25)
+    # A row is a mean of 50 Bernoulli trials over 0.75: its standard deviation is sqrt(0.25 / 0.75 / 50) = 0.082.
+    assert abs(out.mean().item() - 1) < 5 * 0.082 / math.sqrt(1000)
+    assert abs(out.std().item() - 0.082) < 0.01
+
+
+def test_dropout_differs_between_rows_heads_and_batches():
+    with CaptureRng() as capture:
+        flash_online.attention(*(torch.randn(1, 1, 2, 2) for _ in range(3)), dropout_p=0.5)
+    assert capture.rng.dtype == torch.int64 and capture.rng.shape == (2,)
+    value = torch.eye(64).expand(2, 2, 64, 64)
+    kept = flash_online.attention(torch.zeros(2, 2, 8, 4), torch.zeros(2, 2, 64, 4), value, dropout_p=0.5) != 0
+    rows = kept.reshape(-1, 64)
+    assert len(torch.unique(rows, dim=0)) == len(rows)
+
+
+# --- Merging ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", [(), (7,), (0, 3, 3, 20, 31), tuple(range(1, 31))], ids=str)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merge_of_disjoint_keys_is_the_whole(dtype, cuts, stacked):
+    query, key, value = (torch.randn(2, 3, n, 8).to(dtype) for n in (5, 31, 31))
+    bounds = [0, *cuts, 31]
+    parts = [
+        flash_online.attention(query, key[:, :, a:b], value[:, :, a:b], return_lse=True)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    outs, lses = (torch.stack(ts) if stacked else list(ts) for ts in zip(*parts, strict=True))
+    out, lse = flash_online.merge_attention(outs, lses)
+    assert out.dtype == dtype and lse.dtype == parts[0][1].dtype
+    truth = reference.attention(query.double(), key.double(), value.double(), return_lse=True)
+    plain = reference.merge_attention([o.clone() for o, _ in parts], [s.clone() for _, s in parts])
+    assert_close_to_float64(out, plain[0], truth[0], name="out")
+    assert_close_to_float64(lse, plain[1], truth[1], name="lse", magnitude=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "strided"])
+def test_merge_gradients(dtype, stacked, layout):
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    outs = [random_tensor(2, 3, 5, 8, dtype=dtype, layout=layout, requires_grad=True) for _ in range(3)]
+    lses = [torch.randn(2, 3, 5, dtype=accumulator) for _ in range(3)]
+    lses[1][0, 1] = -INF
+    for lse in lses:
+        lse.requires_grad_()
+    grad_out, grad_lse = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 5, dtype=accumulator)
+
+    def run(function, convert):
+        leaves = [convert(t).detach().requires_grad_() for t in (*outs, *lses)]
+        first, second = leaves[:3], leaves[3:]
+        results = function(*(torch.stack(ts) if stacked else ts for ts in (first, second)))
+        return [*results, *torch.autograd.grad(results, leaves, [convert(grad_out), convert(grad_lse)])]
+
+    ours = run(flash_online.merge_attention, lambda t: t)
+    plain = run(reference.merge_attention, lambda t: t.clone())
+    truth = run(reference.merge_attention, lambda t: t.double())
+    for i, (a, b, c) in enumerate(zip(ours, plain, truth, strict=True)):
+        rounding = dtype if i >= 5 else None  # the gradient of a lse is made of outs in their own dtype
+        assert_close_to_float64(a, b, c, rounding, name=f"result {i}", magnitude=1.0)
+
+
+def test_merge_of_nothing():
+    outs = torch.zeros(2, 3, 4, requires_grad=True)
+    lses = torch.full((2, 3), -INF, requires_grad=True)
+    out, lse = flash_online.merge_attention(outs, lses)
+    assert (out == 0).all() and (lse == -INF).all()
+    for grad in torch.autograd.grad(out.sum() + torch.where(lse == -INF, 0, lse).sum(), (outs, lses)):
+        assert (grad == 0).all()
+
+
+def test_merge_with_an_empty_part_changes_nothing():
+    out, lse = torch.randn(3, 4), torch.randn(3)
+    merged = flash_online.merge_attention([out, torch.zeros(3, 4)], [lse, torch.full((3,), -INF)])
+    assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+    single = flash_online.merge_attention([out], [lse])
+    assert torch.equal(single[0], out) and torch.equal(single[1], lse)
+
+
+def test_merge_of_far_apart_lses():
+    out, lse = flash_online.merge_attention(torch.tensor([[[1.0]], [[2.0]], [[3.0]]]), torch.tensor([[1e30], [-1e30], [0.0]]))
+    assert out.item() == 1 and lse.item() == torch.tensor(1e30).item()
+
+
+# --- Larger than any tile, once ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "everything"])
+def test_a_long_sequence(options):
+    Attention.of(OPTIONS[options], batch=(1,), heads=(2, 1, 1), lengths=(700, 1100), widths=(64, 64)).check()
+
+
+def test_mask_expanded_by_hand():
+    """A mask given with strides of 0 has a gradient of its own shape, and the same result as one that broadcasts."""
+    query, key, value = (torch.randn(2, 3, 6, 8) for _ in range(3))
+    small = torch.randn(6, 6, requires_grad=True)
+    out = flash_online.attention(query, key, value, mask=small.expand(2, 3, 6, 6))
+    (ours,) = torch.autograd.grad(out.square().sum(), small)
+    out = flash_online.attention(query, key, value, mask=small)
+    (theirs,) = torch.autograd.grad(out.square().sum(), small)
+    torch.testing.assert_close(ours, theirs)
+    leaf = lay_out(torch.randn(6, 6), "sliced").expand(2, 3, 6, 6).requires_grad_()
+    (grad,) = torch.autograd.grad(flash_online.attention(query, key, value, mask=leaf).square().sum(), leaf)
+    assert grad.shape == leaf.shape

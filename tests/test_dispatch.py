@@ -1,0 +1,198 @@
+"""Who runs a call: explain(), strict(), and that both speak of the decision the call itself makes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
+
+import flash_online
+import flash_online.functional as F
+from flash_online import explain, plan
+
+TF = torch.nn.functional
+Q, K, V = (torch.randn(2, 4, 5, 8) for _ in range(3))
+LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+
+
+class Named(torch.Tensor):
+    """A subclass that does nothing but exist: torch hands it through its functions, and so do we."""
+
+
+# Calls that go to torch: the function, its arguments, a word of the reason.
+FORWARDED = {
+    "nested": (F.softmax, (nested(torch.strided), -1), "nested"),
+    "jagged": (F.log_softmax, (nested(torch.jagged), -1), "NestedTensor"),
+    "sparse": (F.softmax, (LOGITS.to_sparse(), 1), "sparse"),
+    "complex": (F.softmax, (LOGITS.to(torch.complex64), 1), "complex"),
+    "complex result": (F.softmax, (LOGITS, 1, 3, torch.complex64), "complex"),
+    "quantized": (F.softmax, (torch.quantize_per_tensor(LOGITS, 0.1, 0, torch.qint8), 1), "quantized"),
+    "another device": (F.cross_entropy, (LOGITS.to("meta"), TARGET.to("meta")), "device meta"),
+    "subclass": (F.softmax, (LOGITS.as_subclass(Named), 1), "Named"),
+    "mask of a subclass": (F.scaled_dot_product_attention, (Q, K, V, causal_lower_right(5, 5)), "CausalBias"),
+    "complex attention": (F.scaled_dot_product_attention, (Q.to(torch.complex64),) * 3, "complex"),
+    "complex target": (F.cross_entropy, (LOGITS, LOGITS.to(torch.complex64)), "complex"),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDED)
+def test_forwarded_with_a_reason(name, monkeypatch):
+    """explain gives the reason, strict forbids the call, and the call goes where explain says."""
+    function, arguments, word = FORWARDED[name]
+    plain = explain(function, *arguments)
+    assert not plain.ours and plain.kernel == f"torch.nn.functional.{function.__name__}" and plain.extra_bytes is None
+    assert word in plain.refused["flash_online"] and word in str(plain)
+
+    with flash_online.strict():
+        with pytest.raises(RuntimeError, match="strict"):
+            function(*arguments)
+        assert "strict" in str(explain(function, *arguments))
+
+    reached = []
+    monkeypatch.setitem(F.ORIGINALS, function.__name__, lambda *args, **kwargs: reached.append(args) or LOGITS)
+    function(*arguments)
+    assert len(reached) == 1 and reached[0][0] is arguments[0]
+
+
+def test_forwarded_results_are_torchs():
+    for name in ("jagged", "subclass", "mask of a subclass"):
+        function, arguments, _ = FORWARDED[name]
+        ours, torchs = (f(*arguments) for f in (function, getattr(TF, function.__name__)))
+        assert type(ours) is type(torchs)
+        if name != "jagged":
+            torch.testing.assert_close(ours, torchs)
+
+
+# Calls that are ours: the function, its arguments, the operators, and the bytes beside the results.
+ROWS = 2 * 4 * 5 * 4
+OURS = {
+    "attention": (flash_online.attention, (Q, K, V), {}, ["attention_forward"], 2 * ROWS),
+    "with its lse": (flash_online.attention, (Q, K, V), {"return_lse": True}, ["attention_forward"], ROWS),
+    "drop-in": (F.scaled_dot_product_attention, (Q, K, V), {"is_causal": True}, ["attention_forward"], 2 * ROWS),
+    "torch's function": (TF.scaled_dot_product_attention, (Q, K, V), {}, ["attention_forward"], 2 * ROWS),
+    "a parameter": (F.softmax, (torch.nn.Parameter(LOGITS), 1), {}, ["softmax_forward"], 0),
+    "softmax": (flash_online.softmax, (LOGITS, 1), {}, ["softmax_forward"], 0),
+    "a result that the kernel casts": (flash_online.softmax, (LOGITS.half(), 1, torch.float32), {}, ["softmax_forward"], 0),
+    "an input that is cast first": (F.softmax, (LOGITS, 1), {"dtype": torch.float64}, ["softmax_forward"], 3 * 6 * 8),
+    "log_softmax": (TF.log_softmax, (LOGITS, 1), {}, ["softmax_forward"], 0),
+    "logsumexp": (flash_online.logsumexp, (LOGITS, 1), {}, ["logsumexp_forward"], 0),
+    "top k": (flash_online.topk_softmax, (LOGITS, 2), {}, ["topk_softmax_forward"], 0),
+    "merge": (flash_online.merge_attention, ([Q, K], [Q[..., 0], K[..., 0]]), {}, ["attention_merge"], 0),
+    "cross_entropy": (F.cross_entropy, (LOGITS, TARGET), {"reduction": "none"}, ["cross_entropy_forward"], 2 * 3 * 4),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours(name):
+    function, arguments, options, operators, extra = OURS[name]
+    result = explain(function, *arguments, **options)
+    assert result.ours and list(result.operators) == operators and result.device == "cpu"
+    scratch = result.extra.get("scratch", 0)
+    assert result.extra_bytes - scratch == extra
+    assert scratch < torch.get_num_threads() * (1 << 20)
+    for word in (operators[0], "cpu", "extra memory"):
+        assert word in str(result)
+    with flash_online.strict():
+        function(*arguments, **options)
+
+
+def test_explain_runs_nothing():
+    """A call whose scores would be 4 TB is explained at once, and the random generator stands where it stood."""
+    query = torch.randn(1, 1, 1, 8).expand(1, 1, 1 << 20, 8)
+    state = torch.get_rng_state()
+    result = explain(flash_online.attention, query, query, query, dropout_p=0.5)
+    extra = {name: size for name, size in result.extra.items() if name != "scratch"}
+    assert sum(extra.values()) == 2 * 4 * (1 << 20) + 16  # lse, what its rounding dropped, and dropout's (seed, offset)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_explain_raises_what_the_call_raises():
+    with pytest.raises(RuntimeError, match="key"):
+        explain(F.scaled_dot_product_attention, Q, K[..., :3], V)
+    with pytest.raises(IndexError, match="dim"):
+        explain(flash_online.softmax, LOGITS, 5)
+    with pytest.raises(flash_online.InvalidArgument, match="relu"):
+        explain(TF.relu, LOGITS)
+
+
+def test_explain_under_override_and_autograd():
+    with flash_online.override():
+        assert explain(TF.softmax, LOGITS.clone().requires_grad_(), 1).ours
+
+
+def test_the_cpu_kernel_is_named():
+    introspect = pytest.importorskip("flash_online._introspect")
+    facts = introspect.build_info(str(plan.LIBRARY))
+    result = explain(F.softmax, LOGITS, 1)
+    assert facts["cpu"] in result.kernel
+    assert len(result.refused) == ("avx512", "avx2", "portable").index(facts["cpu"])
+
+
+def test_scratch_grows_with_the_width_and_not_with_the_lengths():
+    pytest.importorskip("flash_online._introspect")
+    narrow, long, wide = (
+        explain(flash_online.attention, x, x, x).extra["scratch"]
+        for x in (torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5000, 8), torch.randn(1, 1, 5, 128))
+    )
+    assert 0 < narrow == long < wide
+
+
+def test_what_has_no_equal_in_torch_does_not_fall_back():
+    for call in (
+        lambda: flash_online.softmax(nested(torch.strided), -1),
+        lambda: flash_online.attention(*(t.to("meta") for t in (Q, K, V))),
+        lambda: flash_online.cross_entropy(LOGITS.to("meta"), TARGET.to("meta")),
+    ):
+        with pytest.raises(NotImplementedError, match="nested|meta"):
+            call()
+
+
+def test_strict_nests_and_ends():
+    function, arguments, _ = FORWARDED["jagged"]
+    with flash_online.strict():
+        with flash_online.strict():
+            pass
+        with pytest.raises(RuntimeError):
+            function(*arguments)
+    function(*arguments)
+
+
+@pytest.mark.parametrize("value, raises", [("1", True), ("0", False), ("", False)])
+def test_strict_from_the_environment(value, raises):
+    """Read once, on import."""
+    program = "import torch, flash_online.functional as F; F.softmax(torch.eye(2).to_sparse(), 1)"
+    environment = {**os.environ, "FLASH_ONLINE_STRICT": value}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ("strict() forbids" in result.stderr) == raises, result.stderr
+
+
+def test_compiled_calls_are_forwarded_too():
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: F.softmax(x, 1), fullgraph=True, backend="aot_eager")
+    x = LOGITS.to(torch.float32).to("meta")
+    assert function(x).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "major, dtype, word", [(9, torch.float64, "float64"), (7, torch.float32, "8.0"), (9, torch.half, None)]
+)
+def test_decisions_for_gpus(major, dtype, word, monkeypatch):
+    """Without a GPU: on tensors that have a device but no data."""
+    monkeypatch.setitem(plan._majors, 0, major)
+    monkeypatch.setattr(plan, "_ON_CUDA", frozenset({"softmax", "log_softmax"}))
+    with FakeTensorMode():
+        x = torch.empty(2, 3, device="cuda:0", dtype=dtype)
+        assert "cross_entropy" in plan.refusal("cross_entropy", x)
+        reason = plan.refusal("softmax", x)
+        assert reason is None if word is None else word in reason
+        if word is None:
+            assert "float64" in plan.refusal("softmax", x, dtype=torch.float64)

@@ -1,0 +1,189 @@
+"""Bad input: the error names the argument, what was got and what is accepted; nothing is written; the process survives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_online
+import flash_online.functional as F
+
+Q = torch.randn(2, 4, 5, 8)
+K = V = torch.randn(2, 4, 7, 8)
+LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 1, 2])
+RAW = torch.ops.flash_online
+NOTHING = (None, None, None, None, -1, -1, False, 1.0, 0.0, 0.0)
+
+
+def attend(q=Q, k=K, v=V, **options):
+    return flash_online.attention(q, k, v, **options)
+
+
+# What is called, the exceptions that are right, and words that the message must hold: the argument's name, then values.
+BAD = {
+    "key of another dtype": (lambda: attend(k=K.double()), "key", "float64", "float32"),
+    "value of another dtype": (lambda: attend(v=V.half()), "value", "float16", "float32"),
+    "integers": (lambda: attend(Q.int(), K.int(), V.int()), "query", "int32", "float"),
+    "complex numbers": (lambda: attend(Q.cfloat(), K.cfloat(), V.cfloat()), "query", "complex64"),
+    "key on another device": (lambda: attend(k=K.to("meta")), "key", "meta", "cpu"),
+    "value on another device": (lambda: attend(v=V.to("meta")), "value", "meta", "cpu"),
+    "mask on another device": (lambda: attend(mask=torch.ones(5, 7, device="meta")), "mask", "meta", "cpu"),
+    "query of one dimension": (lambda: attend(Q[0, 0, 0]), "query", "[8]"),
+    "key of one dimension": (lambda: attend(k=K[0, 0, 0]), "key", "[8]"),
+    "widths that differ": (lambda: attend(k=K[..., :6]), "key", "6", "8"),
+    "lengths that differ": (lambda: attend(v=V[:, :, :6]), "value", "6", "7"),
+    "key heads that do not divide": (lambda: attend(k=K[:, :3], v=V[:, :3]), "key", "3", "4"),
+    "value heads that do not divide": (lambda: attend(v=V[:, :3]), "value", "3", "4"),
+    "batches that differ": (lambda: attend(k=torch.randn(3, 4, 7, 8)), "key", "3", "2"),
+    "mask too long": (lambda: attend(mask=torch.zeros(5, 8)), "mask", "[5, 8]", "7"),
+    "mask of too many heads": (lambda: attend(mask=torch.zeros(3, 5, 7)), "mask", "[3, 5, 7]", "4"),
+    "mask of too many batches": (lambda: attend(mask=torch.zeros(3, 1, 5, 7)), "mask", "[3, 1, 5, 7]", "2"),
+    "mask of too many dimensions": (lambda: attend(mask=torch.zeros(1, 1, 1, 5, 7)), "mask", "[1, 1, 1, 5, 7]"),
+    "mask of integers": (lambda: attend(mask=torch.zeros(5, 7, dtype=torch.long)), "mask", "int64", "bool"),
+    "mask wider than the query": (lambda: attend(mask=torch.zeros(5, 7, dtype=torch.float64)), "mask", "float64", "float32"),
+    "mask narrower than the query": (lambda: attend(mask=torch.zeros(5, 7, dtype=torch.half)), "mask", "float16", "float32"),
+    "negative window on the left": (lambda: attend(window=(-1, 2)), "window", "-1"),
+    "negative window on the right": (lambda: attend(window=(2, -3)), "window", "-3"),
+    "window of one number": (lambda: attend(window=3), "window", "3"),
+    "window of three": (lambda: attend(window=(1, 2, 3)), "window", "(1, 2, 3)"),
+    "window of fractions": (lambda: attend(window=(1.5, 2)), "window", "1.5"),
+    "unknown alignment": (lambda: attend(alignment="center"), "alignment", "center", "upper_left", "lower_right"),
+    "negative softcap": (lambda: attend(softcap=-1.0), "softcap", "-1"),
+    "softcap that is no number": (lambda: attend(softcap=float("nan")), "softcap", "nan"),
+    "dropout above 1": (lambda: attend(dropout_p=1.5), "dropout_p", "1.5"),
+    "negative dropout": (lambda: attend(dropout_p=-0.1), "dropout_p", "-0.1"),
+    "dropout that is no number": (lambda: attend(dropout_p=float("nan")), "dropout_p", "nan"),
+    "sinks of another count": (lambda: attend(sinks=torch.zeros(3)), "sinks", "[3]", "4"),
+    "sinks of two dimensions": (lambda: attend(sinks=torch.zeros(2, 4)), "sinks", "[2, 4]"),
+    "sinks of integers": (lambda: attend(sinks=torch.zeros(4, dtype=torch.long)), "sinks", "int64"),
+    "slopes of another count": (lambda: attend(alibi_slopes=torch.zeros(3)), "alibi_slopes", "[3]", "4"),
+    "slopes of another batch": (lambda: attend(alibi_slopes=torch.zeros(3, 4)), "alibi_slopes", "[3, 4]", "2"),
+    "slopes that want a gradient": (lambda: attend(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes", "grad"),
+    "no parts": (lambda: flash_online.merge_attention([], []), "outs"),
+    "parts without lse": (lambda: flash_online.merge_attention([Q, Q], [Q[..., 0]]), "lses"),
+    "parts of two shapes": (lambda: flash_online.merge_attention([Q, K], [Q[..., 0], K[..., 0]]), "outs", "[2, 4, 7, 8]"),
+    "parts of two dtypes": (lambda: flash_online.merge_attention([Q, Q.half()], [Q[..., 0]] * 2), "outs", "float16"),
+    "lse of another shape": (lambda: flash_online.merge_attention([Q, Q], [Q[..., 0], Q[0, ..., 0]]), "lses", "[4, 5]"),
+    "lse of another dtype": (lambda: flash_online.merge_attention([Q], [Q[..., 0].double()]), "lses", "float64", "float32"),
+    "more classes than there are": (lambda: flash_online.topk_softmax(LOGITS, 7), "k", "7", "6"),
+    "a negative k": (lambda: flash_online.topk_softmax(LOGITS, -1), "k", "-1"),
+    "top-k of a missing dimension": (lambda: flash_online.topk_softmax(LOGITS, 1, 2), "dim", "2"),
+    "softmax of a missing dimension": (lambda: flash_online.softmax(LOGITS, 2), "dim", "2"),
+    "softmax of integers": (lambda: flash_online.softmax(TARGET, 0), "input", "int64"),
+    "logsumexp of a missing dimension": (lambda: flash_online.logsumexp(LOGITS, -3), "dim", "-3"),
+    "target too large": (lambda: flash_online.cross_entropy(LOGITS, TARGET + 4), "target", "6"),
+    "target below zero": (lambda: flash_online.cross_entropy(LOGITS, TARGET - 1), "target", "-1"),
+    "target of another length": (lambda: flash_online.cross_entropy(LOGITS, TARGET[:2]), "target", "[2]", "[3]"),
+    "target of bytes": (lambda: flash_online.cross_entropy(LOGITS, TARGET.to(torch.int16)), "target", "int16"),
+    "probabilities of another shape": (lambda: flash_online.cross_entropy(LOGITS, torch.rand(3, 5)), "target", "[3, 5]"),
+    "weights of another count": (lambda: flash_online.cross_entropy(LOGITS, TARGET, torch.ones(5)), "weight", "[5]", "6"),
+    "smoothing above 1": (lambda: flash_online.cross_entropy(LOGITS, TARGET, label_smoothing=1.1), "label_smoothing", "1.1"),
+    "unknown reduction": (lambda: flash_online.cross_entropy(LOGITS, TARGET, reduction="avg"), "reduction", "avg", "mean"),
+    "ignored probabilities": (
+        lambda: flash_online.cross_entropy(LOGITS, LOGITS.softmax(1), ignore_index=2),
+        "ignore_index",
+    ),
+    "loss of integers": (lambda: flash_online.cross_entropy(LOGITS, TARGET, dtype=torch.int32), "dtype", "int32"),
+    "a scalar's loss": (lambda: flash_online.cross_entropy(torch.tensor(1.0), torch.tensor(0)), "input"),
+    "drop-in: mask beside is_causal": (
+        lambda: F.scaled_dot_product_attention(Q, K, V, torch.zeros(5, 7), is_causal=True),
+        "attn_mask",
+        "is_causal",
+    ),
+    "drop-in: heads without enable_gqa": (lambda: F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2]), "2", "4"),
+    "drop-in: heads that do not divide": (
+        lambda: F.scaled_dot_product_attention(Q, K[:, :3], V[:, :3], enable_gqa=True),
+        "3",
+        "4",
+    ),
+    "drop-in: mask shape": (lambda: F.scaled_dot_product_attention(Q, K, V, torch.zeros(4, 7)), "mask", "[4, 7]"),
+    "drop-in: target too large": (lambda: F.cross_entropy(LOGITS, TARGET + 4), "target", "6"),
+}
+
+# The raw operators check for themselves: C++ programs call them without Python in front.
+RAW_BAD = {
+    "rank": (lambda: RAW.attention_forward(Q[0], K[0], V[0], *NOTHING), "query"),
+    "ranks that differ": (lambda: RAW.attention_forward(Q, K[0], V, *NOTHING), "key"),
+    "widths": (lambda: RAW.attention_forward(Q, K[..., :4], V, *NOTHING), "key"),
+    "lengths": (lambda: RAW.attention_forward(Q, K, V[:, :, :3], *NOTHING), "value"),
+    "heads": (lambda: RAW.attention_forward(Q, K[:, :3], V, *NOTHING), "key"),
+    "batches": (lambda: RAW.attention_forward(Q, K[:1], V, *NOTHING), "key"),
+    "dtypes": (lambda: RAW.attention_forward(Q, K.half(), V, *NOTHING), "key"),
+    "mask": (lambda: RAW.attention_forward(Q, K, V, torch.zeros(1, 1, 5, 6), *NOTHING[1:]), "mask"),
+    "mask rank": (lambda: RAW.attention_forward(Q, K, V, torch.zeros(5, 7), *NOTHING[1:]), "mask"),
+    "dropout without rng": (lambda: RAW.attention_forward(Q, K, V, *NOTHING[:-1], 0.5), "rng"),
+    "rng": (
+        lambda: RAW.attention_forward(Q, K, V, None, None, None, torch.zeros(1), *NOTHING[4:-1], 0.5),
+        "rng",
+    ),
+    "sinks": (lambda: RAW.attention_forward(Q, K, V, None, None, torch.zeros(3), None, *NOTHING[4:]), "sinks"),
+    "slopes": (lambda: RAW.attention_forward(Q, K, V, None, torch.zeros(4), None, None, *NOTHING[4:]), "alibi_slopes"),
+    "gradient's shape": (
+        lambda: RAW.attention_backward(
+            Q[:, :, :4], None, Q, K, V, None, None, None, None, Q, Q[..., 0], Q[..., 0], *NOTHING[4:], False, False
+        ),
+        "grad_out",
+    ),
+    "softmax dim": (lambda: RAW.softmax_forward(LOGITS, 2, False, torch.float32), "dim"),
+    "softmax negative dim": (lambda: RAW.softmax_forward(LOGITS, -1, False, torch.float32), "dim"),
+    "softmax gradient": (lambda: RAW.softmax_backward(LOGITS[:2], LOGITS, 1, False, torch.float32), "grad"),
+    "logsumexp dim": (lambda: RAW.logsumexp_forward(LOGITS, 5), "dim"),
+    "k": (lambda: RAW.topk_softmax_forward(LOGITS, 7, 1, False, torch.float32), "k"),
+    "target shape": (lambda: RAW.cross_entropy_forward(LOGITS, TARGET[:1], None, -100, 0.0), "target"),
+    "target dtype": (lambda: RAW.cross_entropy_forward(LOGITS, TARGET.int(), None, -100, 0.0), "target"),
+    "target range": (lambda: RAW.cross_entropy_forward(LOGITS, TARGET + 9, None, -100, 0.0), "out of bounds"),
+    "weight": (lambda: RAW.cross_entropy_forward(LOGITS, TARGET, torch.ones(2), -100, 0.0), "weight"),
+    "merge": (lambda: RAW.attention_merge([Q, K], [Q[..., 0], K[..., 0]]), "outs"),
+}
+
+ACCEPTED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+def explained(call, words):
+    with pytest.raises(ACCEPTED) as raised:
+        call()
+    message = str(raised.value)
+    for word in words:
+        assert word in message, f"{word!r} is missing in: {message}"
+
+
+@pytest.mark.parametrize("call, words", [(c[0], c[1:]) for c in BAD.values()], ids=BAD.keys())
+def test_message(call, words):
+    explained(call, words)
+
+
+@pytest.mark.parametrize("call, words", [(c[0], c[1:]) for c in RAW_BAD.values()], ids=RAW_BAD.keys())
+def test_raw_operator(call, words):
+    explained(call, words)
+
+
+def test_the_process_survives_all_of_them_in_a_row():
+    expected = attend()
+    for _ in range(3):
+        for call, *_ in (*BAD.values(), *RAW_BAD.values()):
+            with pytest.raises(ACCEPTED):
+                call()
+    assert torch.equal(attend(), expected)
+
+
+def test_own_errors_are_of_both_kinds():
+    for call in (lambda: attend(window=(-1, 0)), lambda: flash_online.topk_softmax(LOGITS, 7)):
+        with pytest.raises(RuntimeError):
+            call()
+        with pytest.raises(ValueError):
+            call()
+    with pytest.raises(IndexError):
+        flash_online.cross_entropy(LOGITS, TARGET + 9)
+
+
+def test_inputs_are_never_written():
+    tensors = [Q, K, V, LOGITS]
+    before = [t.clone() for t in tensors]
+    for call, *_ in (*BAD.values(), *RAW_BAD.values()):
+        with pytest.raises(ACCEPTED):
+            call()
+    out = attend(Q.requires_grad_(), causal=True)
+    torch.autograd.grad(out.sum(), Q)
+    Q.requires_grad_(False)
+    flash_online.softmax(LOGITS, 1)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))

@@ -1,0 +1,120 @@
+"""A seeded differential fuzzer: random problems of every kind against the float64 reference, forward and backward.
+
+FLASH_ONLINE_FUZZ is how many problems (300), FLASH_ONLINE_FUZZ_SEED where they start (0). Problem i of seed s is problem 0
+of seed s + i, so a failure is repeated alone by the line that it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+from cases import DTYPES
+from oracle import Attention, compare_with_reference
+
+from flash_online.testing import LAYOUTS, lay_out, random_tensor
+
+COUNT = int(os.environ.get("FLASH_ONLINE_FUZZ", "300"))
+SEED = int(os.environ.get("FLASH_ONLINE_FUZZ_SEED", "0"))
+
+
+def length(choose: random.Random) -> int:
+    """Mostly short, sometimes past a block's edge, rarely nothing."""
+    return choose.choice([0, 1, 2, 3, 7, *range(4, 40), 63, 64, 65, 100, 129, 160])
+
+
+def attention(choose: random.Random, seed: int) -> Attention:
+    groups = choose.choice([(1, 1, 1), (2, 2, 2), (3, 1, 1), (4, 2, 2), (4, 2, 1), (4, 4, 1), (6, 2, 3)])
+    queries, keys = length(choose), length(choose)
+    if queries * keys > 4000:
+        groups = (1, 1, 1)
+    layouts = tuple(choose.choice(LAYOUTS) if choose.random() < 0.5 else "contiguous" for _ in range(4))
+    bound = [None, None, 0, 1, 2, 5, 30, 64, 200]
+    options = {}
+    if choose.random() < 0.35:
+        options["causal"] = True
+    if choose.random() < 0.3:
+        options["window"] = (choose.choice(bound), choose.choice(bound))
+    if choose.random() < 0.4:
+        options["alignment"] = "lower_right"
+    if choose.random() < 0.2:
+        options["softcap"] = choose.choice([0.5, 2.0, 30.0])
+    if choose.random() < 0.2:
+        options["dropout_p"] = choose.choice([0.1, 0.5, 0.9])
+    if choose.random() < 0.3:
+        options["scale"] = choose.choice([0.0, -0.5, 0.1, 1.0, 4.0])
+    dtype = choose.choice(DTYPES)
+    width = choose.choice([0, 1, 3, 8, 16, 24, 33, 64])
+    return Attention(
+        dtype=dtype,
+        batch=choose.choice([(), (1,), (2,), (1, 2)]),
+        heads=groups,
+        lengths=(queries, keys),
+        widths=(width, choose.choice([width, width, 1, 5, 16, 40])),
+        layouts=layouts,
+        mask=choose.choice([None, None, None, "bool", "float", "-inf"]),
+        mask_shape=tuple(choose.choice([0, 1, 1]) for _ in range(4)),
+        mask_rank=choose.choice([9, 9, 3, 2, 1]),
+        mask_dtype=choose.choice([None, torch.float32]) if dtype.itemsize == 2 else None,
+        options=options,
+        alibi=choose.choice([0, 0, 0, 1, 2]),
+        sinks=choose.random() < 0.2,
+        size=choose.choice([1.0, 1.0, 0.1, 4.0]),
+        wanted=choose.choice(["qkvms", "qkvms", "qkvms", "q", "kv", "m", "s", ""]),
+        grad_lse=choose.random() < 0.4,
+        seed=seed,
+    )
+
+
+def rows(choose: random.Random, seed: int):
+    torch.manual_seed(seed)
+    rank = choose.choice([1, 2, 2, 3])
+    shape = [choose.choice([1, 2, 3, 5, 8]) for _ in range(rank)]
+    dim = choose.randrange(rank)
+    shape[dim] = choose.choice([1, 2, 5, 8, 15, 16, 17, 33, 64, 100, 257, 1030])
+    x = random_tensor(
+        *shape, dtype=choose.choice(DTYPES), layout=choose.choice(LAYOUTS), scale=choose.choice([0.1, 1.0, 5.0, 30.0])
+    )
+    x = (x + choose.choice([0, 0, 0, 50, -200])).requires_grad_() if choose.random() < 0.2 else x.requires_grad_()
+    name = choose.choice(["softmax", "log_softmax", "logsumexp", "topk_softmax", "cross_entropy", "cross_entropy"])
+    if name == "topk_softmax":
+        return name, (x, choose.randint(1, min(shape[dim], 40)), dim), {"renormalize": choose.random() < 0.5}
+    if name == "logsumexp":
+        return name, (x, dim), {"keepdim": choose.random() < 0.5}
+    if name != "cross_entropy":
+        return name, (x, dim), {"dtype": torch.float32} if choose.random() < 0.2 else {}
+    classes = shape[1] if rank > 1 else shape[0]
+    options = {
+        "reduction": choose.choice(["mean", "sum", "none"]),
+        "label_smoothing": choose.choice([0.0, 0.0, 0.1, 1.0]),
+        "z_loss": choose.choice([0.0, 0.0, 0.01]),
+        "return_lse": choose.random() < 0.5,
+    }
+    if choose.random() < 0.3:
+        options["weight"] = lay_out(torch.rand(classes).to(x.dtype) + 0.1, choose.choice(LAYOUTS))
+    if choose.random() < 0.3:
+        target = torch.rand(shape).to(x.dtype).requires_grad_(choose.random() < 0.5)
+    else:
+        target = torch.randint(0, classes, shape[:1] + shape[2:] if rank > 1 else ())
+        if target.dim() and target.numel() > 1 and choose.random() < 0.5:
+            options["ignore_index"] = choose.choice([-100, -1, classes + 3])
+            target[0] = options["ignore_index"]
+    return name, (x, lay_out(target.detach(), choose.choice(LAYOUTS)).requires_grad_(target.requires_grad)), options
+
+
+def test_fuzz():
+    for seed in range(SEED, SEED + COUNT):
+        choose = random.Random(seed)
+        try:
+            if choose.random() < 0.7:
+                problem = attention(choose, seed)
+                torch.manual_seed(seed)
+                problem.check()
+            else:
+                name, args, options = rows(choose, seed)
+                problem = name
+                compare_with_reference(name, *args, **options)
+        except Exception as failure:
+            again = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed} python -m pytest tests/test_fuzz.py"
+            raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure

@@ -1,0 +1,147 @@
+"""The command line: python -m flash_online info | demo | trace | bench."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash_online import _info
+from flash_online.__main__ import main
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def trace(capsys, *words):
+    """(the walk's rows, the rest of the output)"""
+    assert main(["trace", *words]) == 0
+    walk, rest = capsys.readouterr().out.split("\n\n", 2)[1:]
+    return [[float(cell) for cell in line.split()] for line in walk.splitlines()[1:]], rest
+
+
+# The rows worked by hand in docs/online_softmax.md, section 3: (x, m, factor, d) after each number.
+@pytest.mark.parametrize(
+    "row, walk",
+    [
+        ("1 3 2", [(1, 1, 0, 1), (3, 3, math.exp(-2), 1.135335), (2, 3, 1, 1.503215)]),
+        ("2 1 3", [(2, 2, 0, 1), (1, 2, 1, 1.367879), (3, 3, math.exp(-1), 1.503215)]),
+        ("-1 -inf 5", [(-1, -1, 0, 1), (-math.inf, -1, 1, 1), (5, 5, math.exp(-6), 1.002479)]),
+        ("-inf", [(-math.inf, -math.inf, 0, 0)]),
+        ("1 inf", [(1, 1, 0, 1), (math.inf, math.inf, 0, math.nan)]),
+        ("nan 1", [(math.nan, -math.inf, 0, math.nan), (1, 1, 0, math.nan)]),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--float64",)])
+def test_trace_prints_the_walk(capsys, row, walk, options):
+    rows, _ = trace(capsys, *options, *row.split())
+    assert len(rows) == len(walk)
+    for got, expected in zip(rows, walk, strict=True):
+        assert got == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ("1 2 3 4", "differ by 2 units in the last place"),  # the counterexample of docs/online_softmax.md, section 8
+        ("1 3 2", "agree to the last bit"),
+        ("100 101", "The naive softmax over- or underflows"),
+        ("nan 1", "A NaN in the row"),
+        ("1 inf", "+inf has no softmax"),
+        ("1e300 1", "+inf has no softmax"),  # infinite in float32
+        ("-inf -inf", "an empty row"),
+    ],
+)
+def test_trace_says_what_to_see(capsys, row, sentence):
+    assert sentence in trace(capsys, *row.split())[1]
+
+
+@pytest.mark.parametrize("words", [[], ["trace"], ["trace", "one"], ["trace", "--float64"], ["unknown"]])
+def test_bad_command_lines_exit_with_2(capsys, words):
+    assert main(words) == 2
+    assert "trace 1 3 2" in "".join(capsys.readouterr())
+
+
+def test_info_names_versions_kernels_and_devices(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    facts = _info.build_info()
+    for expected in (facts["version"], facts["compiler"], f"chosen: {facts['cpu']}", "CUDA", "cross_entropy"):
+        assert expected in out
+
+
+@pytest.mark.parametrize(
+    "capability, architectures, runs",
+    [
+        ((9, 0), ["9.0a"], True),
+        ((10, 0), ["9.0a"], False),  # architecture-specific code runs nowhere else
+        ((8, 6), ["8.0"], True),  # within a major version, upwards
+        ((8, 0), ["8.6"], False),
+        ((9, 0), ["8.0"], False),  # machine code does not cross major versions
+        ((12, 0), ["8.0+PTX"], True),  # PTX does
+        ((12, 0), ["9.0a+PTX"], False),
+        ((7, 5), ["8.0+PTX"], False),
+        ((9, 0), [], False),
+    ],
+)
+def test_which_gpus_a_build_runs_on(capability, architectures, runs):
+    assert (_info.why_not_on(capability, architectures) is None) == runs
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_demo_writes_its_files_and_reports_disagreement(capsys, monkeypatch, tmp_path, agree):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    from flash_online import _demo
+
+    if not agree:
+        monkeypatch.setattr(_demo, "LOSS_TOLERANCE", -1.0)
+    arguments = "--device cpu --lengths 48 64 --seconds 0 --steps 3 --batch 2 --context 32".split()
+    assert main(["demo", *arguments, "--out", str(tmp_path)]) == (0 if agree else 1)
+    out = capsys.readouterr().out
+    assert ("they agree" in out) == agree and ("DO NOT AGREE" in out) != agree
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+    numbers = json.loads((tmp_path / "demo.json").read_text())
+    assert {m["function"] for m in numbers["measurements"]} == {"attention", "softmax", "cross_entropy"}
+    assert all(m["error"] < 1e-4 for m in numbers["measurements"])
+    assert len(numbers["losses"]["torch"]) == len(numbers["losses"]["flash_online"]) == 3
+
+
+def test_bench_runs_one_small_case(tmp_path):
+    pytest.importorskip("tqdm")
+    path = tmp_path / "bench.json"
+    command = [
+        sys.executable,
+        "-m",
+        "flash_online",
+        "bench",
+        "cpu",
+        "--only",
+        "topk_softmax",
+        "--seconds",
+        "0",
+        "--rounds",
+        "1",
+    ]
+    subprocess.run([*command, "--json", str(path)], check=True, cwd=REPOSITORY, capture_output=True)
+    record = json.loads(path.read_text())
+    assert record["schema"] == 1 and len(record["results"]) == 2
+    assert {"forward_ms", "backward_ms", "step_extra_bytes", "error"} <= record["results"][0]["contestants"][
+        "flash_online"
+    ].keys()
+
+
+def test_bench_outside_a_checkout_says_so(capsys, monkeypatch, tmp_path):
+    from flash_online import __main__
+
+    monkeypatch.setattr(__main__, "__file__", str(tmp_path / "flash_online" / "__main__.py"))
+    assert main(["bench"]) == 1
+    assert "part of a checkout" in capsys.readouterr().err
+
+
+def test_readme_shows_the_committed_results():
+    command = [sys.executable, "benchmarks/report.py", "--check"]
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
