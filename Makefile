@@ -3,7 +3,7 @@ SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(s
 .PHONY: demo test bench lint
 
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
-test: .venv/built ; .venv/bin/python -m pytest $(ARGS)
+test: .venv/built ; .venv/bin/python -m pytest --timeout 900 $(ARGS)
 bench: .venv/built ; .venv/bin/python -m flash_online bench $(ARGS)
 lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc -type f)
 

@@ -31,7 +31,9 @@ def cell(entry: dict | None, best: bool) -> str:
 
 def tables(record: dict) -> list[str]:
     gpu = "instruction_set" not in record
-    where = f"{record['device']}, " + ("" if gpu else f"{record['threads']} threads, {record['instruction_set']}, ")
+    where = f"{record['device']}, " + (
+        "" if gpu else f"{record['threads']} thread{'s' * (record['threads'] > 1)}, {record['instruction_set']}, "
+    )
     lines = [f"**{where}torch {record['torch']}, commit {record['commit']}, {record['date']}**"]
     if record.get("load_at_start", 0) > 0.5:
         lines.append(f"(on a shared machine: load {record['load_at_start']} from others at the start)")

@@ -8,7 +8,6 @@ flash_online.attention(query, key, value, window=(256, 0), sinks=sinks)   # ever
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 
 from . import functional
 from ._ops import InvalidArgument, ops
@@ -46,7 +45,9 @@ def __getattr__(name: str):
     if name in ("reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     if name == "__version__":
-        return importlib.metadata.version(__name__)
+        from ._info import version
+
+        return version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

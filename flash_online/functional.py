@@ -25,6 +25,8 @@ ORIGINALS = {
     name: getattr(_torch, name) for name in ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy")
 }
 
+__all__ = [name for name in dir(_torch) if not name.startswith("_")]  # what torch's module gives to `import *`
+
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -154,7 +156,7 @@ def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: 
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's kind of error for it
     reason = refusal(name, input, dtype=dtype)
     if reason is not None:
-        return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 2, dtype)
+        return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 3, dtype)
     if dim is None:
         dim = _torch._get_softmax_dim(name, input.dim(), stacklevel + 1)
     return rows.softmax_of(name, input, dim, dtype, name == "log_softmax")

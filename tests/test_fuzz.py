@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from cases import DTYPES
 from oracle import Attention, compare_with_reference
@@ -118,3 +122,13 @@ def test_fuzz():
         except Exception as failure:
             again = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed} python -m pytest tests/test_fuzz.py"
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
+
+
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2"])
+def test_fuzz_on_a_lesser_instruction_set(instruction_set):
+    """The same sources, compiled for another processor: other vectors, other sums, the same tolerance."""
+    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set, "FLASH_ONLINE_FUZZ": str(COUNT // 5)}
+    test = f"{Path(__file__)}::test_fuzz"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"

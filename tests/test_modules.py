@@ -106,12 +106,10 @@ def test_override_reaches_the_modules_and_is_undone():
     assert TF.scaled_dot_product_attention is original
 
 
-transformers = pytest.importorskip("transformers")
-
-
 @pytest.fixture(scope="module")
 def llama():
     """Two layers, grouped heads, random weights: nothing is downloaded."""
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=48,

@@ -97,6 +97,24 @@ def test_modules_follow():
         assert (before.names, inside.names) == ([], [name])
 
 
+def test_compiled_modules_follow():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LogSoftmax(-1)).requires_grad_(False)
+    x = torch.randn(2, 4)
+    expected = model(x)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with flash_online.override():
+        torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(compiled(x), expected)  # torch's function again: the replacement is guarded on
+    assert [any("flash_online" in target for target in graph) for graph in graphs] == [True, False]
+
+
 def test_forwarding_inside_a_block_reaches_torch():
     """Not our function again, which stands in torch's place."""
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
@@ -110,6 +128,18 @@ def test_warnings_name_the_callers_line():
     with flash_online.override(), pytest.warns(UserWarning, match="Implicit dimension choice for softmax") as raised:
         TF.softmax(torch.randn(2, 3))
     assert raised[0].filename == __file__
+
+
+def test_warnings_of_forwarded_calls_do_too():
+    with pytest.warns(UserWarning, match="Implicit dimension choice for softmax") as raised:
+        F.softmax(torch.randn(2, 3).to("meta"))
+    assert raised[0].filename == __file__
+
+
+def test_star_import():
+    names = {}
+    exec("from flash_online.functional import *", names)
+    assert names["softmax"] is F.softmax and names["relu"] is TF.relu
 
 
 def test_all_threads_see_it_until_the_last_block_ends():

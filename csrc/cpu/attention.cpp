@@ -130,20 +130,21 @@ void multiply_scores(const AttentionProblem& problem, int64_t rows, int64_t coun
   const A scale = static_cast<A>(problem.scale);
   std::fill_n(score, rows * kKeys, A(0));
   multiply(rows, columns, problem.width, tile.query, width, 1, tile.key_transposed, kKeys, score, kKeys);
-  A largest = 0;
+  bool large[kQueries], any = false;  // by row, so that a query's result does not depend on the queries beside it
   for (int64_t i = 0; i < rows; ++i) {
     A* row = score + i * kKeys;
     for (int64_t j = 0; j < columns; ++j) row[j] *= scale;
-    largest = maximum(largest, reduce(columns, A(0), MagnitudeOf<A>{row}));
+    large[i] = reduce(columns, A(0), MagnitudeOf<A>{row}) > kLarge;
+    any = any || large[i];
   }
   if constexpr (std::is_same_v<E, float>) {
-    if (!(largest > kLarge)) return;
+    if (!any) return;
     for (int64_t i = 0; i < rows * width; ++i) tile.wide_query[i] = tile.query[i];
     for (int64_t i = 0; i < problem.width * kKeys; ++i) tile.wide_key_transposed[i] = tile.key_transposed[i];
     std::fill_n(tile.wide_score, rows * kKeys, 0.0);
     multiply(rows, columns, problem.width, tile.wide_query, width, 1, tile.wide_key_transposed, kKeys, tile.wide_score, kKeys);
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j)
+      for (int64_t j = 0; large[i] && j < columns; ++j)
         score[i * kKeys + j] = static_cast<float>(tile.wide_score[i * kKeys + j] * problem.scale);
   }
 }

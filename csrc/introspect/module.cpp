@@ -149,7 +149,8 @@ PYBIND11_MODULE(_introspect, m) {
       py::arg("library"), py::arg("float64"), py::arg("width"), py::arg("value_width"),
       "Bytes of scratch that one thread of attention's forward pass takes on the CPU.");
   m.def(
-      "row_scratch", [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },
+      "row_scratch",
+      [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },
       py::arg("library"), py::arg("float64"), py::arg("k") = 0,
       "Bytes of scratch that one thread of a row function's forward pass takes on the CPU; k is topk_softmax's.");
 }
