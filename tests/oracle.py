@@ -123,17 +123,24 @@ class Attention:
         if self.dtype in (torch.float16, torch.bfloat16):
             wide = run(reference.attention, lambda t: t.float() if t.is_floating_point() else t, True, **more)
 
+        fused = [run(torch_attention, lambda t: t.clone(), True)] if self._torch_has(grad_lse) else []
+
         assert ours["out"].dtype == self.dtype and ours["lse"].dtype == accumulator
         magnitude = self._magnitudes(inputs, grad_out)
         for name, result in ours.items():
             rounding = accumulator if name == "lse" else result.dtype
-            theirs = [wide[name]] if name == "lse" else [plain[name]]
+            theirs = [wide[name]] if name == "lse" else [plain[name], *(f[name] for f in fused)]
             expected = truth[name] if truth[name] is not None else torch.zeros_like(result)
             theirs = [t if t is not None else torch.zeros_like(result) for t in theirs]
             if name.startswith("grad"):
                 source = inputs[name.removeprefix("grad ")]
                 assert result.dtype == source.dtype and result.shape == source.shape, name
             assert_close_to_float64(result, theirs, expected, rounding, name=f"{name} of {self}", magnitude=magnitude[name])
+
+    def _torch_has(self, grad_lse) -> bool:
+        """Whether torch's own function can be asked for the same results: with a mask for what it has no option for."""
+        beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
+        return not (beyond or 0 in (*self.lengths, *self.widths) or self.dtype == torch.float64)
 
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
         """How large the terms are that each result is summed from; a sum of n random ones has sqrt(n) times their size."""
@@ -154,6 +161,27 @@ class Attention:
             "grad mask": score * shared,
             "grad sinks": score * math.sqrt(batch * queries),
         }
+
+
+def torch_attention(query, key, value, mask=None, alibi_slopes=None, *, scale=None, return_lse=True, **visibility):
+    """torch's scaled_dot_product_attention, by its fused kernel where that takes the call; no lse."""
+    heads, (queries, keys) = query.shape[-3], (query.shape[-2], key.shape[-2])
+    hidden = ~reference.visible(queries, keys, **visibility)
+    bias = query.new_zeros(queries, keys)
+    if alibi_slopes is not None:
+        shift = keys - queries if visibility.get("alignment") == "lower_right" else 0
+        distance = (torch.arange(queries).unsqueeze(1) + shift - torch.arange(keys)).abs()
+        bias = bias - alibi_slopes.to(query.dtype)[..., None, None] * distance
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = hidden | ~mask
+    elif mask is not None:
+        bias = bias + mask.to(query.dtype)
+    bias = bias.masked_fill(hidden, -math.inf)
+    bias = bias.expand(*query.shape[:-2], queries, keys).reshape(-1, heads, queries, keys)
+    q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (query, key, value))
+    k, v = k.repeat_interleave(heads // k.shape[1], 1), v.repeat_interleave(heads // v.shape[1], 1)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    return out.view(*query.shape[:-1], value.shape[-1]), out.new_zeros(())
 
 
 def _rms(tensor: torch.Tensor) -> float:

@@ -57,21 +57,25 @@ FLASH_ONLINE_HD T pivot(T max) {
   return max == -std::numeric_limits<T>::infinity() ? T(0) : max;
 }
 
-template <class T, class Base = Natural>
+// T is the type of sums and weights. Max may be wider: the maximum of scores that are themselves wider.
+template <class T, class Base = Natural, class Max = T>
 struct OnlineSoftmax {
-  T max = -std::numeric_limits<T>::infinity();
+  Max max = -std::numeric_limits<Max>::infinity();
   T sum = T(0);
 
   // What a quantity measured from the maximum `from` is multiplied by to be measured from `to` >= `from`.
-  FLASH_ONLINE_HD static T rescale(T from, T to) { return Base::exp(from - pivot(to)); }
+  FLASH_ONLINE_HD static T rescale(Max from, Max to) { return Base::exp(static_cast<T>(from - pivot(to))); }
 
-  // The weight of a score in this state: exp(score - max).
-  FLASH_ONLINE_HD T weight(T score) const { return Base::exp(score - pivot(max)); }
+  // The weight of a score in this state: exp(score - max). A score of a wider type is rounded after the difference alone.
+  template <class Score>
+  FLASH_ONLINE_HD T weight(Score score) const {
+    return Base::exp(static_cast<T>(score - pivot(max)));
+  }
 
   // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor that whatever else was
   // accumulated with the old weights (the output row of attention) must be multiplied by.
-  FLASH_ONLINE_HD T raise(T block_max) {
-    const T old = max;
+  FLASH_ONLINE_HD T raise(Max block_max) {
+    const Max old = max;
     max = maximum(old, block_max);
     const T factor = rescale(old, max);
     sum *= factor;
@@ -82,7 +86,7 @@ struct OnlineSoftmax {
   FLASH_ONLINE_HD void add(T block_sum) { sum += block_sum; }
 
   // Both steps for a single score; returns the factor of raise().
-  FLASH_ONLINE_HD T absorb(T score) {
+  FLASH_ONLINE_HD T absorb(Max score) {
     const T factor = raise(score);
     add(weight(score));
     return factor;
@@ -102,14 +106,15 @@ struct OnlineSoftmax {
   FLASH_ONLINE_HD T log_probability(T score) const { return (score - pivot(max)) - Base::log(sum); }
 
   // log(sum of exp(score)), in units of the base; -inf for the empty row.
-  FLASH_ONLINE_HD T lse() const { return max + Base::log(sum); }
+  FLASH_ONLINE_HD T lse() const { return static_cast<T>(max + Base::log(Max(sum))); }
 
   // What rounding lse() to T dropped: lse() + lse_low() is the logarithm to twice T's precision, so that a backward pass
-  // gets exp(score - lse) right for scores far from 0 (two-sum, Knuth). 0 where lse is not finite.
+  // gets exp(score - lse) right for scores far from 0. 0 where lse is not finite.
   FLASH_ONLINE_HD T lse_low() const {
-    const T log_sum = Base::log(sum), total = max + log_sum;
-    const T part = total - max;
-    const T low = (max - (total - part)) + (log_sum - part);
+    const Max log_sum = Base::log(Max(sum)), total = max + log_sum;
+    const Max part = total - max;  // two-sum (Knuth): the rounding of total itself, all there is to it where Max is T
+    const Max rest = (max - (total - part)) + (log_sum - part);
+    const T low = static_cast<T>((total - Max(static_cast<T>(total))) + rest);
     return low - low == T(0) ? low : T(0);
   }
 };

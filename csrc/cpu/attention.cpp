@@ -108,6 +108,8 @@ void store_rows(const A* tile, const MutableView4& view, int64_t batch, int64_t 
 template <class A>
 struct ScoreTile {
   A *query, *key, *key_transposed;  // [kQueries, width], [kKeys, width], [width, kKeys]
+  double* block_max;                // [kQueries], of a query's finished scores in this block of keys
+  bool* is_wide;                    // [kQueries], whether wide_score holds them instead
   double *wide_query, *wide_key_transposed, *wide_score;
 
   ScoreTile(const AttentionProblem& problem, Carver& carver) {
@@ -115,59 +117,33 @@ struct ScoreTile {
     query = carver.take<A>(kQueries * width);
     key = carver.take<A>(kKeys * width);
     key_transposed = carver.take<A>(problem.width * kKeys);
+    block_max = carver.take<double>(kQueries);
+    is_wide = carver.take<bool>(kQueries);
     wide_query = carver.take<double>(problem.dtype == DType::kFloat32 ? kQueries * width : 0);
     wide_key_transposed = carver.take<double>(problem.dtype == DType::kFloat32 ? problem.width * kKeys : 0);
     wide_score = carver.take<double>(problem.dtype == DType::kFloat32 ? kQueries * kKeys : 0);
   }
 };
 
-// score[rows, kKeys] = scale * query key^T of a tile. The exponential turns a score's absolute error, which grows with the
-// score, into a weight's relative one: scores of float32 inputs that are large are summed again in double.
-template <class E, class A>
-void multiply_scores(const AttentionProblem& problem, int64_t rows, int64_t count, const ScoreTile<A>& tile, A* score) {
-  constexpr A kLarge = 16;
-  const int64_t width = padded(problem.width), columns = padded(count);
-  const A scale = static_cast<A>(problem.scale);
-  std::fill_n(score, rows * kKeys, A(0));
-  multiply(rows, columns, problem.width, tile.query, width, 1, tile.key_transposed, kKeys, score, kKeys);
-  bool large[kQueries], any = false;  // by row, so that a query's result does not depend on the queries beside it
-  for (int64_t i = 0; i < rows; ++i) {
-    A* row = score + i * kKeys;
-    for (int64_t j = 0; j < columns; ++j) row[j] *= scale;
-    large[i] = reduce(columns, A(0), MagnitudeOf<A>{row}) > kLarge;
-    any = any || large[i];
-  }
-  if constexpr (std::is_same_v<E, float>) {
-    if (!any) return;
-    for (int64_t i = 0; i < rows * width; ++i) tile.wide_query[i] = tile.query[i];
-    for (int64_t i = 0; i < problem.width * kKeys; ++i) tile.wide_key_transposed[i] = tile.key_transposed[i];
-    std::fill_n(tile.wide_score, rows * kKeys, 0.0);
-    multiply(rows, columns, problem.width, tile.wide_query, width, 1, tile.wide_key_transposed, kKeys, tile.wide_score, kKeys);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; large[i] && j < columns; ++j)
-        score[i * kKeys + j] = static_cast<float>(tile.wide_score[i * kKeys + j] * problem.scale);
-  }
-}
-
 // One query's scores over keys [begin, begin + count), in place from scale * query . key to what the exponential takes; -inf in
 // the padding. With a softcap, `slope` (if any) receives its derivative.
-template <class A>
+template <class A, class Score>
 void finish_scores(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t query, int64_t begin, int64_t count,
-                   bool whole, A* score, A* slope) {
-  constexpr A kHidden = -std::numeric_limits<A>::infinity();
+                   bool whole, Score* score, A* slope) {
+  constexpr Score kHidden = -std::numeric_limits<Score>::infinity();
   if (problem.softcap > 0) {
-    const A cap = static_cast<A>(problem.softcap);
+    const Score cap = static_cast<Score>(problem.softcap);
     for (int64_t j = 0; j < count; ++j) {
-      const A bent = std::tanh(score[j] / cap);
+      const Score bent = std::tanh(score[j] / cap);
       score[j] = cap * bent;
-      if (slope) slope[j] = A(1) - bent * bent;
+      if (slope) slope[j] = static_cast<A>(Score(1) - bent * bent);
     }
   }
   if (problem.alibi_slopes) {
-    const A steepness =
+    const Score steepness =
         static_cast<const A*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
     const int64_t position = query + problem.visible.offset;
-    for (int64_t j = 0; j < count; ++j) score[j] -= steepness * static_cast<A>(std::abs(position - (begin + j)));
+    for (int64_t j = 0; j < count; ++j) score[j] -= steepness * static_cast<Score>(std::abs(position - (begin + j)));
   }
   if (problem.mask.data) {
     const int64_t* stride = problem.mask.stride;
@@ -178,7 +154,7 @@ void finish_scores(const AttentionProblem& problem, int64_t batch, int64_t head,
     } else {
       visit_floating<Float16, BFloat16>(problem.mask_dtype, [&]<class M>(Type<M>) {
         const M* bias = static_cast<const M*>(problem.mask.data) + start;
-        for (int64_t j = 0; j < count; ++j) score[j] += static_cast<A>(widen(bias[j * step]));
+        for (int64_t j = 0; j < count; ++j) score[j] += static_cast<Score>(widen(bias[j * step]));
       });
     }
   }
@@ -187,6 +163,47 @@ void finish_scores(const AttentionProblem& problem, int64_t batch, int64_t head,
     for (int64_t j = 0; j < count; ++j) score[j] = begin + j >= sees.begin && begin + j < sees.end ? score[j] : kHidden;
   }
   for (int64_t j = count; j < padded(count); ++j) score[j] = kHidden;
+}
+
+// A tile's finished scores, score[rows, kKeys], and their maxima. The exponential turns the absolute error of a score, which
+// grows with the score, into the relative one of a weight: where scores of float32 inputs are large, they are made in double, and
+// stay in wide_score until the maximum has been subtracted. By query, so that a result does not depend on its neighbours.
+template <class E, class A>
+void compute_scores(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t begin,
+                    int64_t count, const ScoreTile<A>& tile, A* score, A* slope) {
+  constexpr bool kMayBeWide = std::is_same_v<E, float>;
+  constexpr A kLarge = 16, kLowest = -std::numeric_limits<A>::infinity();
+  const bool whole = all_see(problem.visible, first, first + rows, begin, begin + count, problem.keys);
+  const int64_t width = padded(problem.width), columns = padded(count);
+  const A scale = static_cast<A>(problem.scale);
+  std::fill_n(score, rows * kKeys, A(0));
+  multiply(rows, columns, problem.width, tile.query, width, 1, tile.key_transposed, kKeys, score, kKeys);
+  bool any = false;
+  for (int64_t i = 0; i < rows; ++i) {
+    A *row = score + i * kKeys, *row_slope = slope ? slope + i * kKeys : nullptr;
+    for (int64_t j = 0; j < columns; ++j) row[j] *= scale;
+    const A largest = kMayBeWide ? reduce(columns, A(0), MagnitudeOf<A>{row}) : A(0);
+    finish_scores<A>(problem, batch, head, first + i, begin, count, whole, row, row_slope);
+    tile.block_max[i] = reduce(columns, kLowest, MaximumOf<A>{row});
+    // A score that overflows float32 is infinite, as in torch, and not a large one.
+    const double top = std::abs(tile.block_max[i]);
+    tile.is_wide[i] = kMayBeWide && (largest > kLarge || (top > kLarge && top < -kLowest)) && largest < -kLowest;
+    any = any || tile.is_wide[i];
+  }
+  if constexpr (kMayBeWide) {
+    if (!any) return;
+    std::copy_n(tile.query, rows * width, tile.wide_query);
+    std::copy_n(tile.key_transposed, problem.width * kKeys, tile.wide_key_transposed);
+    std::fill_n(tile.wide_score, rows * kKeys, 0.0);
+    multiply(rows, columns, problem.width, tile.wide_query, width, 1, tile.wide_key_transposed, kKeys, tile.wide_score, kKeys);
+    for (int64_t i = 0; i < rows; ++i) {
+      if (!tile.is_wide[i]) continue;
+      double* row = tile.wide_score + i * kKeys;
+      for (int64_t j = 0; j < columns; ++j) row[j] *= problem.scale;
+      finish_scores<A>(problem, batch, head, first + i, begin, count, whole, row, slope ? slope + i * kKeys : nullptr);
+      tile.block_max[i] = reduce(columns, -std::numeric_limits<double>::infinity(), MaximumOf<double>{row});
+    }
+  }
 }
 
 // Multiplies by 0 or 1 / (1 - dropout), key by key from `begin`, a multiple of 4.
@@ -224,17 +241,22 @@ int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / ti
 
 // ---- forward ----
 
-template <class A>
+// The state of a query: its maximum is as wide as its scores may be.
+template <class E>
+using QueryState =
+    OnlineSoftmax<Accumulator<E>, FastNatural, std::conditional_t<std::is_same_v<E, float>, double, Accumulator<E>>>;
+
+template <class E, class A = Accumulator<E>>
 struct ForwardScratch : ScoreTile<A> {
   A *value, *score, *out;
-  Softmax<A>* state;
+  QueryState<E>* state;
 
   ForwardScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<A>(problem, carver) {
     const int64_t value_width = padded(problem.value_width);
     value = carver.take<A>(kKeys * value_width);
     score = carver.take<A>(kQueries * kKeys);
     out = carver.take<A>(kQueries * value_width);
-    state = carver.take<Softmax<A>>(kQueries);
+    state = carver.take<QueryState<E>>(kQueries);
   }
 };
 
@@ -242,7 +264,7 @@ template <class E>
 void forward_tile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, std::byte* scratch) {
   using A = Accumulator<E>;
   Carver carver(scratch);
-  const ForwardScratch<A> tile(problem, carver);
+  const ForwardScratch<E> tile(problem, carver);
   const int64_t rows = std::min(kQueries, problem.queries - first), last = first + rows;
   const int64_t key_head = head / (problem.heads / problem.key_heads),
                 value_head = head / (problem.heads / problem.value_heads);
@@ -258,18 +280,22 @@ void forward_tile(const AttentionProblem& problem, int64_t batch, int64_t head, 
   const KeyRange range = keys_of_any(problem.visible, first, last, problem.keys);
   for (int64_t begin = range.begin / kKeys * kKeys; begin < range.end; begin += kKeys) {
     const int64_t count = std::min(kKeys, problem.keys - begin);
-    const bool whole = all_see(problem.visible, first, last, begin, begin + count, problem.keys);
     load_rows<E>(problem.key, batch, key_head, begin, count, problem.width, tile.key);
     transpose(tile.key, count, problem.width, tile.key_transposed);
     load_rows<E>(problem.value, batch, value_head, begin, count, problem.value_width, tile.value);
 
-    multiply_scores<E, A>(problem, rows, count, tile, tile.score);
+    compute_scores<E, A>(problem, batch, head, first, rows, begin, count, tile, tile.score, nullptr);
     for (int64_t i = 0; i < rows; ++i) {
       A* score = tile.score + i * kKeys;
-      finish_scores<A>(problem, batch, head, first + i, begin, count, whole, score, nullptr);
-      Softmax<A> state = tile.state[i];  // a copy: through the reference it might alias the scores, and the loop not vectorise
-      const A factor = state.raise(reduce(padded(count), -std::numeric_limits<A>::infinity(), MaximumOf<A>{score}));
-      for (int64_t j = 0; j < padded(count); ++j) score[j] = state.weight(score[j]);
+      QueryState<E> state = tile.state[i];  // a copy: through the reference it might alias the scores, and no loop vectorise
+      const A factor = state.raise(tile.block_max[i]);
+      const OnlineSoftmax<A, FastNatural> narrow_state{static_cast<A>(state.max)};
+      if (tile.is_wide[i])
+        for (int64_t j = 0; j < padded(count); ++j) score[j] = state.weight(tile.wide_score[i * kKeys + j]);
+      else if (narrow_state.max == state.max)  // the common case, and the faster loop
+        for (int64_t j = 0; j < padded(count); ++j) score[j] = narrow_state.weight(score[j]);
+      else
+        for (int64_t j = 0; j < padded(count); ++j) score[j] = state.weight(score[j]);
       state.add(reduce(padded(count), A(0), SumOf<A>{score}));
       tile.state[i] = state;
       if (factor != A(1)) {
@@ -294,7 +320,7 @@ void forward_tile(const AttentionProblem& problem, int64_t batch, int64_t head, 
 
 int64_t forward_scratch(const AttentionProblem& problem) {
   Carver carver(nullptr);
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) { ForwardScratch<Accumulator<E>>(problem, carver); });
+  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) { ForwardScratch<E>(problem, carver); });
   return carver.used();
 }
 
@@ -324,7 +350,7 @@ struct GradientScratch : ScoreTile<A> {
     value_transposed = carver.take<A>(problem.value_width * kKeys);
     weight = carver.take<A>(kQueries * kKeys);
     grad_score = carver.take<A>(kQueries * kKeys);
-    slope = carver.take<A>(kKeys);
+    slope = carver.take<A>(kQueries * kKeys);
     delta = carver.take<A>(kQueries);
   }
 };
@@ -355,18 +381,20 @@ void load_queries(const AttentionProblem& problem, const AttentionGradients& gra
 template <class E, class A>
 void score_gradients(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t begin,
                      int64_t count, bool of_product, const GradientScratch<A>& tile) {
-  const bool whole = all_see(problem.visible, first, first + rows, begin, begin + count, problem.keys);
   const int64_t row = (batch * problem.heads + head) * problem.queries + first;
-  multiply_scores<E, A>(problem, rows, count, tile, tile.weight);
+  compute_scores<E, A>(problem, batch, head, first, rows, begin, count, tile, tile.weight, tile.slope);
   std::fill_n(tile.grad_score, rows * kKeys, A(0));
   multiply(rows, padded(count), problem.value_width, tile.grad_out, padded(problem.value_width), 1, tile.value_transposed,
            kKeys, tile.grad_score, kKeys);
   for (int64_t i = 0; i < rows; ++i) {
     A *weight = tile.weight + i * kKeys, *grad = tile.grad_score + i * kKeys;
-    finish_scores<A>(problem, batch, head, first + i, begin, count, whole, weight, tile.slope);
     const A lse = pivot(static_cast<const A*>(problem.lse)[row + i]), low = static_cast<const A*>(problem.lse_low)[row + i];
     // score - lse is exact where it matters, near 0; lse_low then restores what rounding took from lse.
-    for (int64_t j = 0; j < padded(count); ++j) weight[j] = FastNatural::exp((weight[j] - lse) - low);
+    if (tile.is_wide[i])
+      for (int64_t j = 0; j < padded(count); ++j)
+        weight[j] = FastNatural::exp(static_cast<A>((tile.wide_score[i * kKeys + j] - lse) - low));
+    else
+      for (int64_t j = 0; j < padded(count); ++j) weight[j] = FastNatural::exp((weight[j] - lse) - low);
     const A delta = tile.delta[i];
     if (problem.dropout > 0) {
       A kept[kKeys];
@@ -380,7 +408,7 @@ void score_gradients(const AttentionProblem& problem, int64_t batch, int64_t hea
     if (!of_product) continue;
     const A scale = static_cast<A>(problem.scale);
     if (problem.softcap > 0)
-      for (int64_t j = 0; j < count; ++j) grad[j] *= tile.slope[j];
+      for (int64_t j = 0; j < count; ++j) grad[j] *= tile.slope[i * kKeys + j];
     for (int64_t j = 0; j < count; ++j) grad[j] *= scale;
   }
 }
@@ -415,6 +443,8 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   } else {
     load_rows<E>(gradients.grad_out, batch, head, first, rows, problem.value_width, tile.grad_out);
     load_rows<E>(problem.out, batch, head, first, rows, problem.value_width, tile.out);
+    // In the order of multiply(): where a query sees one key alone, delta is then the gradient of its weight to the last bit, and
+    // their difference 0.
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t e = 0; e < value_width; ++e) delta[i] += tile.grad_out[i * value_width + e] * tile.out[i * value_width + e];
   }

@@ -94,7 +94,7 @@ void bind_state(py::module_& m, const char* name) {
           },
           py::arg("scores"), "Adds a block of scores in the kernels' two steps; returns the factor.")
       .def("merge", &State::merge, py::arg("other"), "Adds the partial result of a disjoint set.")
-      .def("weight", &State::weight, py::arg("score"))
+      .def("weight", &State::template weight<T>, py::arg("score"))
       .def("log_probability", &State::log_probability, py::arg("score"))
       .def("inverse_sum", &State::inverse_sum)
       .def("inverse_sum_or_zero", &State::inverse_sum_or_zero)
