@@ -145,7 +145,9 @@ class Attention:
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
         """How large the terms are that each result is summed from; a sum of n random ones has sqrt(n) times their size."""
         (queries, keys), (width, value_width) = self.lengths, self.widths
-        score = _rms(inputs["value"]) * _rms(grad_out) * math.sqrt(max(value_width, 1)) + self.grad_lse
+        score = _rms(inputs["value"]) * _rms(grad_out) * math.sqrt(max(value_width, 1))
+        dropout_p = self.options.get("dropout_p", 0.0)
+        score = score / (1 - dropout_p if dropout_p < 1 else 1) + self.grad_lse
         scale = self.options.get("scale")
         scale = abs(scale if scale is not None else 1 / math.sqrt(width or 1))
         batch, rows = math.prod(self.batch), math.prod(self.batch) * self.heads[0] * queries

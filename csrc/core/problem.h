@@ -75,6 +75,7 @@ struct AttentionGradients {
   int64_t mask_size[4] = {};         // the mask's own shape: 1 where it is broadcast
   void* grad_sinks = nullptr;        // [batch, heads], accumulator type, contiguous; null: no sinks
   void* delta = nullptr;             // workspace: [batch, heads, queries], accumulator type, contiguous
+  double* wide_delta = nullptr;      // workspace: the same in double, for float32; else null
 };
 
 // Dropout's mask by itself.

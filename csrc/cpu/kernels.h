@@ -1,5 +1,5 @@
-// What csrc/ops may call on the CPU. Each instruction set fills one table from the same sources (attention.cpp; rows.cpp,
-// cross_entropy.cpp and topk.cpp; compiled once a set); dispatch.cpp picks the table, once a process.
+// What csrc/ops may call on the CPU. Each instruction set fills one table from the same sources (cpu_sources in CMakeLists.txt,
+// compiled once a set); dispatch.cpp picks the table, once a process.
 #pragma once
 
 #include "../core/problem.h"
@@ -9,7 +9,7 @@
 namespace flash_online::cpu {
 
 struct AttentionKernels {
-  int64_t (*forward_scratch)(const AttentionProblem&);   // bytes of scratch a worker needs
+  int64_t (*forward_scratch)(const AttentionProblem&);  // bytes of scratch a worker needs
   int64_t (*backward_scratch)(const AttentionProblem&);
   void (*forward)(const AttentionProblem&, const Executor&);
   void (*backward)(const AttentionProblem&, const AttentionGradients&, const Executor&);

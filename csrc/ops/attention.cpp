@@ -173,6 +173,7 @@ class Call {
     const Tensor* grad_mask = nullptr;
     const Tensor* grad_sinks = nullptr;  // [batch..., heads]
     const Tensor* delta = nullptr;       // [batch..., heads, queries]
+    const Tensor* wide_delta = nullptr;  // likewise
   };
   template <class Run>
   void for_each_problem(const Tensors& tensors, const Run& run) const {
@@ -193,7 +194,8 @@ class Call {
                                       tensors.grad_value,
                                       tensors.grad_mask,
                                       tensors.grad_sinks,
-                                      tensors.delta};
+                                      tensors.delta,
+                                      tensors.wide_delta};
     Batches batches;
     for (const Tensor* tensor : all) batches.add(tensor ? *tensor : in_.query, rank_ - 3);
     std::vector<int64_t> sizes = sizes_of(in_.query);
@@ -243,6 +245,7 @@ class Call {
         }
         if (all[14]) gradients.grad_sinks = start(14);
         gradients.delta = start(15);
+        if (all[16]) gradients.wide_delta = static_cast<double*>(start(16));
       }
       run(problem, gradients);
     }
@@ -313,6 +316,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
   Tensor head_sinks = empty(sinks ? heads_sizes : std::vector<int64_t>{0}, accumulator, query);
 
   const Tensor delta = empty(call.leading(), accumulator, query);
+  std::optional<Tensor> wide_delta;
+  if (type == ScalarType::Float) wide_delta = empty(call.leading(), ScalarType::Double, query);
   int64_t planes = 1;
   for (const int64_t size : heads_sizes) planes *= size;
   if (planes == 0 && mask_grad) torch::stable::zero_(grad_mask);  // the one gradient with elements that no work item reaches
@@ -329,7 +334,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
                          .grad_value = &grad_value,
                          .grad_mask = mask_grad ? &grad_mask : nullptr,
                          .grad_sinks = sinks ? &head_sinks : nullptr,
-                         .delta = &delta},
+                         .delta = &delta,
+                         .wide_delta = wide_delta ? &*wide_delta : nullptr},
                         [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
                           kernels.backward(problem, gradients, executor);
                         });
