@@ -12,9 +12,10 @@ import importlib
 from . import functional
 from ._ops import InvalidArgument, ops
 from .attention import attention, merge_attention
+from .losses import cross_entropy
 from .override import disable, enable, override
 from .plan import Plan, explain, strict
-from .rows import cross_entropy, log_softmax, logsumexp, softmax, topk_softmax
+from .rows import log_softmax, logsumexp, softmax, topk_softmax
 
 # Forward operators worth keeping under selective activation checkpointing: each costs a product of matrices to repeat.
 SAC_SAVE_OPS = [ops.attention_forward.default]

@@ -15,7 +15,7 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.nn import _reduction
 
-from . import _shapes, rows
+from . import _shapes, losses, rows
 from ._ops import InvalidArgument
 from .attention import _attend
 from .plan import forward_to_torch, refusal
@@ -185,13 +185,13 @@ def cross_entropy(
         )
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    reduction = rows.reduction_number(reduction)
-    rows.check_losses(input, target, weight, ignore_index, label_smoothing)
+    reduction = losses.reduction_number(reduction)
+    losses.check_losses(input, target, weight, ignore_index, label_smoothing)
     if weight is not None and not target.is_floating_point():
         weight_dtype, input_dtype = (torch.float32 if _shapes.autocasts(t) else t.dtype for t in (weight, input))
         if weight_dtype != input_dtype:
             raise InvalidArgument(f"weight: dtype {weight.dtype}, expected input's {input.dtype} beside class indices")
-    return rows.cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
+    return losses.cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
 
 
 def __getattr__(name: str):

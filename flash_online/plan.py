@@ -213,14 +213,14 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
 
 def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
     """Of a function that explain takes: the name that decisions go by, a title, our function and torch's original."""
-    from . import functional, rows  # not on import: they import this module
+    from . import functional, losses, rows  # not on import: they import this module
     from .attention import attention, merge_attention
 
     for name, original in functional.ORIGINALS.items():
         ours = getattr(functional, name)
         if function in (ours, original):
             return name, f"flash_online.functional.{name}", ours, original
-    for ours in (attention, merge_attention, *(getattr(rows, name) for name in rows.__all__)):
+    for ours in (attention, merge_attention, losses.cross_entropy, *(getattr(rows, name) for name in rows.__all__)):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
     raise InvalidArgument(

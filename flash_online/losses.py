@@ -1,0 +1,309 @@
+"""Cross-entropy with class weights, smoothing, probability targets and z-loss, by the online softmax: no table of
+probabilities, and closed-form first and second derivatives. Notation as in rows.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import _reduction
+
+from . import plan
+from ._autograd import differentiable, save_tensors, transforms_active
+from ._ops import InvalidArgument, accumulator_of, ops
+from ._shapes import autocasts
+from .rows import check_float, check_floating, check_int, check_tensor, inner_product, logsumexp_rows, softmax_rows
+
+
+class CrossEntropy:
+    """(input [N, C, ...], target, weight, ignore_index, label_smoothing) -> (loss, lse, row_weight), a number a row.
+
+    With a the row's target distribution, smoothed and weighted by class, and A its sum: loss = A lse - <a, x>.
+    """
+
+    @staticmethod
+    def run(input, target, weight, ignore_index, label_smoothing):
+        return ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
+
+    @staticmethod
+    def save(ctx, inputs, outputs):
+        input, target, weight, ctx.ignore_index, ctx.label_smoothing = inputs
+        save_tensors(ctx, input, target, weight)
+
+    @staticmethod
+    def backward(ctx, grad_loss, grad_lse, _):
+        input, target, weight = ctx.saved_tensors
+        grad_input, grad_target = _cross_entropy_backward(
+            grad_loss, grad_lse, input, target, weight, ctx.ignore_index, ctx.label_smoothing, ctx.needs_input_grad[1]
+        )
+        return grad_input, grad_target if ctx.needs_input_grad[1] else None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, u, target_u, *_):
+        input, target, weight = ctx.saved_tensors
+        row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        along_loss = along_lse = torch.zeros_like(row.total)
+        if u is not None:
+            u = u.to(row.p.dtype)
+            along_lse = (row.p * u).sum(1)
+            along_loss = row.unless_ignored(row.total * along_lse - (row.a * u).sum(1))
+        if target_u is not None and target.is_floating_point():  # functorch hands down zeros for indices
+            along_loss = along_loss - (target_u.to(row.p.dtype) * row.scale * row.log_p).sum(1)
+        return along_loss, along_lse, torch.zeros_like(row.total)
+
+
+class CrossEntropyBackward:
+    """(g A + h) p - g a, with g and h the cotangents of loss and lse; and -g log(p), scaled, for probability targets:
+    (grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad)."""
+
+    @staticmethod
+    def run(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad):
+        return ops.cross_entropy_backward.default(
+            grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad
+        )
+
+    @staticmethod
+    def save(ctx, inputs, outputs):
+        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.target_grad = inputs
+        save_tensors(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx, v, target_v):
+        g, h, input, target, weight = ctx.saved_tensors
+        row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        v = v.to(row.p.dtype)
+        mean = (row.p * v).sum(1)
+        for_g, for_h = row.unless_ignored(row.total * mean - (row.a * v).sum(1)), mean
+        for_input = row.times(row.unless_ignored(g * row.total) + h, row.p * (v - mean.unsqueeze(1)))
+        for_target = None
+        if ctx.needs_input_grad[3]:
+            for_target = (g.unsqueeze(1) * row.scale * (mean.unsqueeze(1) - v)).to(target.dtype)
+        if ctx.target_grad:
+            c = target_v.to(row.p.dtype) * row.scale
+            for_g = for_g - (c * row.log_p).sum(1)
+            for_input = for_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
+        return for_g, for_h, for_input.to(input.dtype), for_target, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, g_u, h_u, u, target_u, *_):
+        g, h, input, target, weight = ctx.saved_tensors
+        row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        along_input = torch.zeros_like(row.p)
+        along_target = torch.zeros_like(row.p) if ctx.target_grad else None
+        if g_u is not None:
+            g_u = row.unless_ignored(g_u)
+            along_input = along_input + row.times(g_u * row.total, row.p) - g_u.unsqueeze(1) * row.a
+            if ctx.target_grad:
+                along_target = along_target - g_u.unsqueeze(1) * row.scale * row.log_p
+        if h_u is not None:
+            along_input = along_input + row.times(h_u, row.p)
+        if u is not None:
+            u = u.to(row.p.dtype)
+            centred = u - inner_product(row.p, u, 1)
+            along_input = along_input + row.times(row.unless_ignored(g * row.total) + h, row.p * centred)
+            if ctx.target_grad:
+                along_target = along_target - g.unsqueeze(1) * row.scale * centred
+        if target_u is not None and target.is_floating_point():
+            c = target_u.to(row.p.dtype) * row.scale
+            along_input = along_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
+        return along_input.to(input.dtype), along_target.to(target.dtype) if ctx.target_grad else input.new_empty(0)
+
+
+class _Row:
+    """What a derivative in plain torch needs, in the accumulator type: p and log p [N, C, ...], the target distribution a
+    [N, C, ...] and its sum, and scale [C, 1...], what a's derivative in a probability is."""
+
+    def __init__(self, input, target, weight, ignore_index, label_smoothing):
+        dtype, classes = accumulator_of(input.dtype), input.shape[1]
+        self.log_p = softmax_rows(input, 1, True, dtype)
+        self.p = self.log_p.exp()
+        column = [-1] + [1] * (input.dim() - 2)
+        weights = 1.0 if weight is None else weight.reshape(column)
+        uniform = label_smoothing / classes if classes else 0.0
+        self.scale = weights * (1 - label_smoothing)
+        self.ignored = None
+        if target.is_floating_point():
+            self.a = target.to(dtype) * self.scale + uniform * weights
+        else:
+            self.ignored = target == ignore_index
+            hit = torch.arange(classes, device=input.device).reshape(column) == target.unsqueeze(1)
+            smooth = hit.to(dtype) * self.scale + uniform * weights
+            self.a = smooth.masked_fill(self.ignored.unsqueeze(1), 0)
+        self.total = self.a.sum(1)
+
+    def unless_ignored(self, rows: Tensor) -> Tensor:
+        return rows if self.ignored is None else rows.masked_fill(self.ignored, 0)
+
+    def times(self, rows: Tensor, classes: Tensor) -> Tensor:
+        """rows * classes; but 0 where an ignored row is multiplied by 0, since its logits may hold anything."""
+        product = rows.unsqueeze(1) * classes
+        if self.ignored is None:
+            return product
+        return product.masked_fill((self.ignored & (rows == 0)).unsqueeze(1), 0)
+
+
+_cross_entropy = differentiable(CrossEntropy)
+_cross_entropy_backward = differentiable(CrossEntropyBackward)
+
+
+def _cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
+    """CrossEntropy, with torch's errors for a target out of range and for a weight that wants a gradient."""
+    wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+    if wants_grad and not target.is_floating_point():
+        raise InvalidArgument("weight: requires_grad is True, but beside class indices no gradient flows to it; detach it")
+    if weight is not None and target.is_floating_point() and (wants_grad or transforms_active()):
+        return _weighted_probabilities_loss(input, target, weight, label_smoothing)
+    if weight is not None:
+        weight = weight.to(accumulator_of(input.dtype)).contiguous()
+    if torch.compiler.is_compiling():
+        return _cross_entropy(input, target, weight, ignore_index, label_smoothing)
+    try:
+        return _cross_entropy(input, target, weight, ignore_index, label_smoothing)
+    except RuntimeError as error:
+        if "out of bounds" in str(error):
+            raise IndexError(str(error)) from None
+        raise
+
+
+def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
+    """CrossEntropy for probability targets in plain torch operations over our log_softmax: the one case where torch gives a
+    gradient to the class weights."""
+    dtype = accumulator_of(input.dtype)
+    column = [-1] + [1] * (input.dim() - 2)
+    uniform = label_smoothing / input.shape[1] if input.shape[1] else 0.0
+    a = (target.to(dtype) * (1 - label_smoothing) + uniform) * weight.to(dtype).reshape(column)
+    loss = -(a * softmax_rows(input, 1, True, dtype)).sum(1)
+    return loss, logsumexp_rows(input, 1), torch.ones_like(loss)
+
+
+def check_losses(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:
+    """Raises what torch raises for tensors and options that do not fit together."""
+    for name, tensor in (("input", input), ("target", target), ("weight", weight)):
+        if not (name == "weight" and tensor is None):
+            check_tensor(name, tensor)
+    ignore_index = check_int("ignore_index", ignore_index)
+    if check_float("label_smoothing", label_smoothing) > 1:
+        raise InvalidArgument(f"label_smoothing: {label_smoothing}, expected 0 to 1")
+    check_floating("cross_entropy: input", input.dtype)
+    for name, tensor in (("target", target), ("weight", weight)):
+        if tensor is not None and tensor.device != input.device:
+            raise InvalidArgument(f"{name}: on {tensor.device}, expected input's device {input.device}")
+    shape = list(input.shape)
+    if target.shape == input.shape:
+        if not target.is_floating_point():
+            raise InvalidArgument(
+                f"target: of input's shape {shape}, so class probabilities; dtype {target.dtype}, expected floating"
+            )
+        if ignore_index >= 0:
+            raise InvalidArgument(
+                f"ignore_index: {ignore_index}, but beside class probabilities nothing can be ignored; leave it out"
+            )
+        if input.dim() == 0:
+            raise IndexError("input: a scalar has no class dimension; expected [C], [N, C] or [N, C, ...]")
+    else:
+        expected = [1] if input.dim() == 1 else shape[:1] + shape[2:]
+        if input.dim() == 0 or (list(target.shape) != expected and not (input.dim() == 1 and target.dim() == 0)):
+            raise InvalidArgument(
+                f"target: shape {list(target.shape)}, expected beside an input of shape {shape} "
+                f"{[] if input.dim() <= 1 else expected} for class indices or {shape} for class probabilities"
+            )
+        if target.dtype not in (torch.int64, torch.uint8):
+            raise InvalidArgument(f"target: dtype {target.dtype}, expected int64 or uint8 for class indices")
+    if weight is not None:
+        classes = shape[0] if input.dim() == 1 else shape[1]
+        if weight.dim() != 1 or weight.shape[0] != classes:
+            raise InvalidArgument(f"weight: shape {list(weight.shape)}, expected one for each of the {classes} classes")
+        if not weight.is_floating_point():
+            raise InvalidArgument(f"weight: dtype {weight.dtype}, expected a floating one")
+
+
+def reduction_number(reduction: str) -> int:
+    """torch's number of a reduction: see reduction_number."""
+    if reduction not in ("none", "mean", "sum", "elementwise_mean"):
+        raise InvalidArgument(f"reduction: {reduction!r}, expected 'none', 'mean' or 'sum'")
+    return _reduction.get_enum(reduction)
+
+
+def cross_entropy_of(
+    input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype
+) -> Tensor | tuple[Tensor, Tensor]:
+    """cross_entropy after the checks and the decision that our kernel runs; reduction: see reduction_number."""
+    probabilities = target.shape == input.shape
+    ignore_index = check_int("ignore_index", ignore_index)
+    label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # also for a negative one or a NaN, as in torch
+    if dtype is None and autocasts(input):  # cross_entropy is on the float32 list of every device
+        dtype = torch.float32
+    result_dtype = input.dtype if dtype is None else dtype
+    if probabilities:
+        common = torch.promote_types(input.dtype, target.dtype)
+        if dtype is None:
+            result_dtype = common if weight is None else torch.promote_types(common, weight.dtype)
+        input, target = input.to(common), target.to(common)
+        rows = input.shape[:1] + input.shape[2:] if input.dim() > 1 else ()
+    else:
+        target = target.to(torch.int64)
+        rows = target.shape
+    alone = input.dim() == 1
+    if alone:
+        input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
+    # No output is marked as without derivative, since a mark does not survive torch.func.vmap; row_weight's is dropped here.
+    loss, lse, row_weight = _cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
+
+    ignored, z_term = None, None
+    if z_loss != 0:
+        if not probabilities:  # masked before it is squared, so that an ignored row of NaN has the gradient 0 and not 0 * NaN
+            ignored = target == ignore_index
+        z_term = z_loss * (lse if ignored is None else lse.masked_fill(ignored, 0)).square()
+    if reduction == 0:
+        result = loss if z_term is None else loss + z_term
+        if alone:
+            result = result.squeeze(0)
+    elif reduction == 2:
+        result = loss.sum() if z_term is None else (loss + z_term).sum()
+    else:
+        count = loss.numel() if input.shape[1] != 0 else 0  # of a loss without classes torch's mean is NaN
+        result = loss.sum() / (count if probabilities else row_weight.detach().sum())
+        if z_term is not None:
+            result = result + z_term.sum() / (count if ignored is None else loss.numel() - ignored.sum())
+    result = result.to(result_dtype)
+    return (result, lse.reshape(rows)) if return_lse else result
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    return_lse: bool = False,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The cross-entropy of logits and targets, in one read of the logits and without a table of probabilities.
+
+    input: logits [C], [N, C] or [N, C, ...], any strides; float16, bfloat16, float32 or float64. target: class indices (int64
+    or uint8) of the shape without C, or class probabilities of input's shape. weight: [C], floating. `ignore_index`,
+    `reduction` ("mean", "sum", "none"), `label_smoothing` and the deprecated `size_average`, `reduce` as in
+    torch.nn.functional.cross_entropy. An ignored row has gradient 0 whatever its logits hold.
+
+    z_loss: adds z_loss * lse^2 for each row that is not ignored; "mean" divides that term by the number of such rows, without
+    class weights. dtype: the loss's; the input's if None. return_lse: also return lse, the logsumexp of each row's logits,
+    of the shape of class indices, in float32 (float64 for float64 logits); differentiable.
+
+    Raises IndexError for a target out of range, InvalidArgument for tensors and options that do not fit together,
+    NotImplementedError for tensors that no kernel takes. Milakov and Gimelshein, arXiv 1805.02867; the z-loss is that of
+    Chowdhery et al., arXiv 2204.02311, section 5.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    reduction = reduction_number(reduction)
+    check_losses(input, target, weight, ignore_index, label_smoothing)
+    plan.require_kernel("cross_entropy", input, target, weight)
+    if dtype is not None:
+        check_floating("cross_entropy: result", dtype)
+    z_loss = check_float("z_loss", z_loss)
+    return cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, return_lse, z_loss, dtype)
