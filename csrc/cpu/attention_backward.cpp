@@ -226,10 +226,11 @@ void backward_group(const AttentionProblem& problem, const AttentionGradients& g
 template <class A>
 void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch, int64_t head) {
   const int64_t row = (batch * problem.heads + head) * problem.queries;
-  A sum = 0;
+  double sum = 0;
   for (int64_t i = row; i < row + problem.queries; ++i)
-    sum -= sink_weight<A>(problem, head, i) * static_cast<const A*>(gradients.delta)[i];
-  static_cast<A*>(gradients.grad_sinks)[batch * problem.heads + head] = sum;
+    sum -= sink_weight<A>(problem, head, i) *
+           (gradients.wide_delta ? gradients.wide_delta[i] : static_cast<double>(static_cast<const A*>(gradients.delta)[i]));
+  static_cast<A*>(gradients.grad_sinks)[batch * problem.heads + head] = static_cast<A>(sum);
 }
 
 // One tile of the mask's gradient: the gradients of all scores that its elements were added to, summed in registers' reach
