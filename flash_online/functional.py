@@ -13,7 +13,6 @@ import math
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor
-from torch.nn import _reduction
 
 from . import _shapes, losses, rows
 from ._ops import InvalidArgument
@@ -183,9 +182,7 @@ def cross_entropy(
             *("cross_entropy", reason, ORIGINALS["cross_entropy"]),
             *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
         )
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    reduction = losses.reduction_number(reduction)
+    reduction = losses.reduction_number(reduction, size_average, reduce)
     losses.check_losses(input, target, weight, ignore_index, label_smoothing)
     if weight is not None and not target.is_floating_point():
         weight_dtype, input_dtype = (torch.float32 if _shapes.autocasts(t) else t.dtype for t in (weight, input))

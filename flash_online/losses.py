@@ -217,8 +217,10 @@ def check_losses(input: Tensor, target: Tensor, weight: Tensor | None, ignore_in
             raise InvalidArgument(f"weight: dtype {weight.dtype}, expected a floating one")
 
 
-def reduction_number(reduction: str) -> int:
-    """torch's number of a reduction: see reduction_number."""
+def reduction_number(reduction: str, size_average: bool | None, reduce: bool | None) -> int:
+    """torch's number of a reduction: 0 none, 1 mean, 2 sum; the deprecated flags, where given, decide."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "mean", "sum", "elementwise_mean"):
         raise InvalidArgument(f"reduction: {reduction!r}, expected 'none', 'mean' or 'sum'")
     return _reduction.get_enum(reduction)
@@ -298,9 +300,7 @@ def cross_entropy(
     NotImplementedError for tensors that no kernel takes. Milakov and Gimelshein, arXiv 1805.02867; the z-loss is that of
     Chowdhery et al., arXiv 2204.02311, section 5.
     """
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    reduction = reduction_number(reduction)
+    reduction = reduction_number(reduction, size_average, reduce)
     check_losses(input, target, weight, ignore_index, label_smoothing)
     plan.require_kernel("cross_entropy", input, target, weight)
     if dtype is not None:

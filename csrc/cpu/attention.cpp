@@ -104,15 +104,11 @@ void forward(const AttentionProblem& problem, const Executor& executor) {
 }
 
 void dropout_mask(const DropoutProblem& problem, const Executor& executor) {
-  const Philox philox(problem.rng[0], problem.rng[1]);
-  const uint64_t threshold = drop_threshold(problem.dropout);
   for_each_item(executor, problem.batch * problem.heads * problem.queries, [&](int64_t row, std::byte*) {
     const int64_t plane = row / problem.queries, query = problem.query_begin + row % problem.queries;
-    for (int64_t j = 0; j < problem.keys; j += 4) {
-      uint32_t word[4];
-      philox.words(plane / problem.heads, plane % problem.heads, query, j / 4, word);
-      for (int64_t l = 0; l < 4 && j + l < problem.keys; ++l) problem.keep[row * problem.keys + j + l] = word[l] >= threshold;
-    }
+    bool* keep = problem.keep + row * problem.keys;
+    for_each_kept(problem.rng, problem.dropout, plane / problem.heads, plane % problem.heads, query, 0, problem.keys,
+                  [&](int64_t j, bool kept) { keep[j] = kept; });
   });
 }
 

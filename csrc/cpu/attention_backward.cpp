@@ -62,11 +62,11 @@ void score_gradients(const AttentionProblem& problem, int64_t batch, int64_t hea
                      int64_t count, bool of_product, const GradientScratch<A>& tile, double* weight_sum = nullptr) {
   const int64_t row = (batch * problem.heads + head) * problem.queries + first;
   const int64_t value_width = padded(problem.value_width), columns = padded(count);
-  compute_scores<E, A>(problem, batch, head, first, rows, begin, count, tile, tile.weight, tile.slope);
+  const bool any_wide = compute_scores<E, A>(problem, batch, head, first, rows, begin, count, tile, tile.weight, tile.slope);
   std::fill_n(tile.grad_score, rows * kKeys, A(0));
   multiply(rows, columns, problem.value_width, tile.grad_out, value_width, 1, tile.value_transposed, kKeys, tile.grad_score,
            kKeys);
-  if (std::find(tile.is_wide, tile.is_wide + rows, true) != tile.is_wide + rows) {
+  if (any_wide) {
     // Large scores mostly leave one weight near 1, whose gradient and delta nearly cancel: these, too, in double.
     std::copy_n(tile.grad_out, rows * value_width, tile.wide_grad_out);
     std::copy_n(tile.value_transposed, problem.value_width * kKeys, tile.wide_value_transposed);
@@ -85,15 +85,22 @@ void score_gradients(const AttentionProblem& problem, int64_t batch, int64_t hea
       for (int64_t j = 0; j < columns; ++j) weight[j] = FastNatural::exp((weight[j] - lse) - low);
     if (weight_sum) weight_sum[i] += reduce(columns, 0.0, SumOf<double, A>{weight});
 
+    double* wide_grad_weight = tile.wide_grad_weight + i * kKeys;
     A kept[kKeys];
-    std::fill_n(kept, columns, A(1));
-    if (problem.dropout > 0) drop<A>(problem, batch, head, first + i, begin, count, kept);
+    if (problem.dropout > 0) {
+      std::fill_n(kept, columns, A(1));
+      drop<A>(problem, batch, head, first + i, begin, count, kept);
+      if (tile.is_wide[i])
+        for (int64_t j = 0; j < columns; ++j) wide_grad_weight[j] *= kept[j];
+      else
+        for (int64_t j = 0; j < columns; ++j) grad[j] *= kept[j];
+    }
     if (tile.is_wide[i]) {
-      const double *grad_weight = tile.wide_grad_weight + i * kKeys, delta = tile.wide_delta[i];
-      for (int64_t j = 0; j < columns; ++j) grad[j] = weight[j] * static_cast<A>(grad_weight[j] * kept[j] - delta);
+      const double delta = tile.wide_delta[i];
+      for (int64_t j = 0; j < columns; ++j) grad[j] = weight[j] * static_cast<A>(wide_grad_weight[j] - delta);
     } else {
       const A delta = tile.delta[i];
-      for (int64_t j = 0; j < columns; ++j) grad[j] = weight[j] * (grad[j] * kept[j] - delta);
+      for (int64_t j = 0; j < columns; ++j) grad[j] = weight[j] * (grad[j] - delta);
     }
     if (problem.dropout > 0)
       for (int64_t j = 0; j < columns; ++j) weight[j] *= kept[j];
@@ -130,6 +137,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   const int64_t row = (batch * problem.heads + head) * problem.queries + first;
   A* narrow_delta = static_cast<A*>(gradients.delta) + row;
   double delta[kQueries] = {}, weight_sum[kQueries] = {};
+  // A delta of 0 makes score_gradients, below, give weight * grad_weight, the terms of delta.
   std::fill_n(narrow_delta, rows, A(0));
   if (gradients.wide_delta) std::fill_n(gradients.wide_delta + row, rows, 0.0);
   if (gradients.grad_mask.data || gradients.grad_sinks) {

@@ -165,8 +165,9 @@ void finish_scores(const AttentionProblem& problem, int64_t batch, int64_t head,
 // A tile's finished scores, score[rows, kKeys], and their maxima. The exponential turns the absolute error of a score, which
 // grows with the score, into the relative one of a weight: where scores of float32 inputs are large, they are made in double,
 // and stay in wide_score until the maximum has been subtracted. By query, so that a result does not depend on its neighbours.
+// Returns whether any query's are.
 template <class E, class A>
-void compute_scores(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t begin,
+bool compute_scores(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t begin,
                     int64_t count, const ScoreTile<A>& tile, A* score, A* slope) {
   constexpr bool kMayBeWide = std::is_same_v<E, float>;
   constexpr A kLarge = 8, kLowest = -std::numeric_limits<A>::infinity();
@@ -188,7 +189,7 @@ void compute_scores(const AttentionProblem& problem, int64_t batch, int64_t head
     any = any || tile.is_wide[i];
   }
   if constexpr (kMayBeWide) {
-    if (!any) return;
+    if (!any) return false;
     std::copy_n(tile.query, rows * width, tile.wide_query);
     std::copy_n(tile.key_transposed, problem.width * kKeys, tile.wide_key_transposed);
     std::fill_n(tile.wide_score, rows * kKeys, 0.0);
@@ -201,19 +202,28 @@ void compute_scores(const AttentionProblem& problem, int64_t batch, int64_t head
       tile.block_max[i] = reduce(columns, -std::numeric_limits<double>::infinity(), MaximumOf<double>{row});
     }
   }
+  return any;
 }
 
-// Multiplies by 0 or 1 / (1 - dropout), key by key from `begin`, a multiple of 4.
-template <class A>
-void drop(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t query, int64_t begin, int64_t count, A* x) {
-  const Philox philox(problem.rng[0], problem.rng[1]);
-  const uint64_t threshold = drop_threshold(problem.dropout);
-  const A survivor = problem.dropout < 1 ? A(1) / static_cast<A>(1 - problem.dropout) : A(0);
+// Calls weight(j, kept) for the keys begin + j, 0 <= j < count, of a query; begin is a multiple of 4.
+template <class Weight>
+FLASH_ONLINE_INLINE void for_each_kept(const int64_t* rng, double dropout, int64_t batch, int64_t head, int64_t query,
+                                       int64_t begin, int64_t count, const Weight& weight) {
+  const Philox philox(rng[0], rng[1]);
+  const uint64_t threshold = drop_threshold(dropout);
   for (int64_t j = 0; j < count; j += 4) {
     uint32_t word[4];
-    philox.words(problem.batch_begin + batch, head, query, (begin + j) / 4, word);
-    for (int64_t l = 0; l < 4 && j + l < count; ++l) x[j + l] *= word[l] >= threshold ? survivor : A(0);
+    philox.words(batch, head, query, (begin + j) / 4, word);
+    for (int64_t l = 0; l < 4 && j + l < count; ++l) weight(j + l, word[l] >= threshold);
   }
+}
+
+// Multiplies a query's weights by 0 or 1 / (1 - dropout).
+template <class A>
+void drop(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t query, int64_t begin, int64_t count, A* x) {
+  const A survivor = problem.dropout < 1 ? A(1) / static_cast<A>(1 - problem.dropout) : A(0);
+  for_each_kept(problem.rng, problem.dropout, problem.batch_begin + batch, head, query, begin, count,
+                [&](int64_t j, bool kept) { x[j] *= kept ? survivor : A(0); });
 }
 
 inline int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
