@@ -271,7 +271,7 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
     if introspect is None:
         return "flash_online's CPU kernel", {}
     facts = introspect.build_info(str(LIBRARY))
-    better = ("avx512", "avx2", "portable")
+    better = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
     better = better[: better.index(facts["cpu"])]
     forced = os.environ.get("FLASH_ONLINE_CPU")
     refused = {}

@@ -136,7 +136,7 @@ def test_works_where_no_gpu_is_visible(tmp_path):
     run_program(tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_each_instruction_set_can_be_forced(tmp_path, info, instruction_set):
     sets = info["instruction_sets"]
     if instruction_set not in sets or sets.index(instruction_set) > sets.index(info["cpu"]):

@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "config.h"
 
@@ -45,6 +46,15 @@ struct Binary {
   FLASH_ONLINE_HD static float log(float x) { return ::log2f(x); }
 };
 
+// -infinity; in every lane, if T is a vector of numbers (of GCC's vector extension).
+template <class T>
+FLASH_ONLINE_HD T lowest() {
+  if constexpr (std::is_arithmetic_v<T>)
+    return -std::numeric_limits<T>::infinity();
+  else
+    return T{} - std::numeric_limits<std::remove_reference_t<decltype(T{}[0])>>::infinity();
+}
+
 template <class T>
 FLASH_ONLINE_HD T maximum(T a, T b) {
   return b > a ? b : a;  // a NaN in b is not taken: see the conventions above
@@ -54,14 +64,15 @@ FLASH_ONLINE_HD T maximum(T a, T b) {
 // and exp(-inf - -inf) would be NaN.
 template <class T>
 FLASH_ONLINE_HD T pivot(T max) {
-  return max == -std::numeric_limits<T>::infinity() ? T(0) : max;
+  return max == lowest<T>() ? T{} : max;
 }
 
-// T is the type of sums and weights. Max may be wider: the maximum of scores that are themselves wider.
+// T is the type of sums and weights. Max may be wider: the maximum of scores that are themselves wider. T may also be a vector
+// of numbers: as many states, side by side.
 template <class T, class Base = Natural, class Max = T>
 struct OnlineSoftmax {
-  Max max = -std::numeric_limits<Max>::infinity();
-  T sum = T(0);
+  Max max = lowest<Max>();
+  T sum = T{};
 
   // What a quantity measured from the maximum `from` is multiplied by to be measured from `to` >= `from`.
   FLASH_ONLINE_HD static T rescale(Max from, Max to) { return Base::exp(static_cast<T>(from - pivot(to))); }
@@ -99,8 +110,8 @@ struct OnlineSoftmax {
   }
 
   // 1 / sum; for the empty row, infinity (softmax, 0 * inf: NaN) or 0 (attention: nothing to attend to gives 0).
-  FLASH_ONLINE_HD T inverse_sum() const { return T(1) / sum; }
-  FLASH_ONLINE_HD T inverse_sum_or_zero() const { return sum == T(0) ? T(0) : T(1) / sum; }
+  FLASH_ONLINE_HD T inverse_sum() const { return 1 / sum; }
+  FLASH_ONLINE_HD T inverse_sum_or_zero() const { return sum == T{} ? T{} : 1 / sum; }
 
   // log of a score's probability: score - lse, but without the rounding of a large lse.
   FLASH_ONLINE_HD T log_probability(T score) const { return (score - pivot(max)) - Base::log(sum); }

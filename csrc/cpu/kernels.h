@@ -31,12 +31,13 @@ struct RowKernels {
 };
 
 struct Kernels {
-  const char* name;  // of the instruction set: "portable", "avx2", "avx512"
+  const char* name;  // of the instruction set: "portable", "avx2", "avx512", "avx512_bf16", "amx"
   AttentionKernels attention;
   RowKernels rows;
 };
 
-// The kernels for this processor. FLASH_ONLINE_CPU=portable|avx2|avx512, read once, takes a lesser set, for tests.
+// The kernels for this processor. FLASH_ONLINE_CPU=portable|avx2|avx512|avx512_bf16|amx, read once, takes a lesser set, for
+// tests.
 const Kernels& kernels();
 
 }  // namespace flash_online::cpu

@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "../core/online_softmax.h"
 #include "../core/problem.h"
 
@@ -59,38 +63,6 @@ FLASH_ONLINE_INLINE T narrow(Accumulator<T> x) {
   }
 }
 
-// A base of exponentials whose float exp has no branch and no call, so that a loop over it vectorises. exp(x) = 2^n e^r with
-// n = round(x log2 e), |r| <= ln 2 / 2, e^r by its Taylor series to r^7: within 1 ulp, tested over all exponents. Results
-// under 2^-126 are rounded as subnormals; exp(-inf) = 0, exp(inf) = inf, NaN stays.
-struct FastNatural {
-  static FLASH_ONLINE_INLINE float exp(float x) {
-    const float clamped = x < -110.f ? -110.f : x > 100.f ? 100.f : x;  // NaN fails both and passes through
-    const float shifted = clamped * 1.44269504f + 12582912.f;           // 1.5 * 2^23: the last digit counts ones
-    const float n = shifted - 12582912.f;
-    const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; n * the first is exact
-    float series = 1.f / 5040;
-    series = series * r + 1.f / 720;
-    series = series * r + 1.f / 120;
-    series = series * r + 1.f / 24;
-    series = series * r + 1.f / 6;
-    series = series * r + 0.5f;
-    series = series * r + 1.f;
-    series = series * r + 1.f;
-    // 2^n in two factors, as n reaches from -159 to 144 and a float's exponent does not.
-    const int32_t exponent = static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - 0x4b400000u), half = exponent >> 1;
-    const auto power = [](int32_t e) { return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23); };
-    return series * power(half) * power(exponent - half);
-  }
-  static FLASH_ONLINE_INLINE double exp(double x) { return std::exp(x); }
-  template <class T>
-  static FLASH_ONLINE_INLINE T log(T x) {
-    return std::log(x);
-  }
-};
-
-template <class T>
-using Softmax = OnlineSoftmax<T, FastNatural>;
-
 // One vector register's worth of T, loaded and stored at any alignment of T.
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -105,7 +77,151 @@ struct VectorOf {
   typedef T unaligned __attribute__((vector_size(kVectorBytes), aligned(alignof(T)), may_alias));
 };
 template <class T>
+using Vector = typename VectorOf<T>::type;
+template <class T>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class T>
+FLASH_ONLINE_INLINE Vector<T> load_vector(const T* from) {
+  return *reinterpret_cast<const typename VectorOf<T>::unaligned*>(from);
+}
+template <class T>
+FLASH_ONLINE_INLINE void store_vector(T* to, Vector<T> x) {
+  *reinterpret_cast<typename VectorOf<T>::unaligned*>(to) = x;
+}
+template <class T>
+FLASH_ONLINE_INLINE Vector<T> broadcast(T x) {
+  return x - Vector<T>{};  // x + {} would turn -0 into 0
+}
+
+// kLanes<float> elements of 16 bits, as the storage sees them.
+struct HalfVectorOf {
+  typedef uint16_t type __attribute__((vector_size(kVectorBytes / 2)));
+  typedef uint16_t unaligned __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+};
+
+// load_vector and store_vector of a lane's worth of elements of any type, widened and narrowed (ties to even) on the way.
+FLASH_ONLINE_INLINE Vector<float> load_widened(const float* from) { return load_vector(from); }
+FLASH_ONLINE_INLINE Vector<double> load_widened(const double* from) { return load_vector(from); }
+FLASH_ONLINE_INLINE Vector<float> load_widened(const BFloat16* from) {
+  // By instruction where GCC's own conversion takes the half in two pieces.
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(wide) << 16);
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(wide) << 16);
+#else
+  const HalfVectorOf::type half = *reinterpret_cast<const HalfVectorOf::unaligned*>(from);
+  return reinterpret_cast<Vector<float>>(__builtin_convertvector(half, Vector<uint32_t>) << 16);
+#endif
+}
+FLASH_ONLINE_INLINE Vector<float> load_widened(const Float16* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vector<float>>(
+      _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  return reinterpret_cast<Vector<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Vector<float> wide;
+  for (int l = 0; l < kLanes<float>; ++l) wide[l] = widen(from[l]);
+  return wide;
+#endif
+}
+FLASH_ONLINE_INLINE void store_narrowed(float* to, Vector<float> x) { store_vector(to, x); }
+FLASH_ONLINE_INLINE void store_narrowed(double* to, Vector<double> x) { store_vector(to, x); }
+FLASH_ONLINE_INLINE void store_narrowed(BFloat16* to, Vector<float> x) {
+#if defined(__AVX512BF16__)
+  const __m256bh half = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+  __builtin_memcpy(to, &half, sizeof half);
+#else
+  const Vector<uint32_t> bits = reinterpret_cast<Vector<uint32_t>>(x);
+  const Vector<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Vector<uint32_t> result = (bits & 0x7fffffffu) > 0x7f800000u ? Vector<uint32_t>{} + 0x7fc0u : rounded;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(result)));
+#else
+  *reinterpret_cast<HalfVectorOf::unaligned*>(to) = __builtin_convertvector(result, HalfVectorOf::type);
+#endif
+#endif
+}
+FLASH_ONLINE_INLINE void store_narrowed(Float16* to, Vector<float> x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtps_ph(0xffff, reinterpret_cast<__m512>(x), 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<__m256>(x), 0));
+#else
+  for (int l = 0; l < kLanes<float>; ++l) to[l] = narrow<Float16>(x[l]);
+#endif
+}
+
+// The larger of each pair of lanes; b's where either is NaN. One instruction, which ?: is not.
+FLASH_ONLINE_INLINE Vector<float> largest(Vector<float> a, Vector<float> b) {
+#if defined(__AVX512F__)
+  // The masked forms: GCC 12 warns of the plain ones' own undefined operand.
+  return reinterpret_cast<Vector<float>>(_mm512_maskz_max_ps(0xffff, reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vector<float>>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Vector<float>>(_mm_max_ps(reinterpret_cast<__m128>(a), reinterpret_cast<__m128>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// A base of exponentials whose float exp has no branch and no call. exp(x) = 2^n e^r with n = round(x log2 e),
+// |r| <= ln 2 / 2 and e^r = 1 + r + r^2 q(r), where q is of degree 4 and minimax: 3e-9 from e^r, so that rounding alone is
+// left, within 1 ulp (1.2 in a set without FMA), tested over all exponents. Results under 2^-126 are rounded as subnormals;
+// exp(-inf) = 0, NaN stays. exp(inf) is inf of a number, NaN in a vector of them, where nothing asks for it: a score less its
+// maximum is never inf.
+struct FastNatural {
+  static constexpr float kLeast = -110.f, kMost = 100.f;      // beyond these a result is 0 or inf
+  static constexpr float kLog2e = 1.44269504f, kRound = 12582912.f;  // 1.5 * 2^23: the last digit counts ones
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * the first is exact
+
+  template <class V>
+  static FLASH_ONLINE_INLINE V of_remainder(V r) {
+    V q = 0.001381454f * r + 0.008368745f;
+    q = q * r + 0.04166839f;
+    q = q * r + 0.16666521f;
+    q = q * r + 0.49999994f;
+    q = q * r + 1.f;
+    return q * r + 1.f;
+  }
+  static FLASH_ONLINE_INLINE float exp(float x) {
+    const float clamped = x < kLeast ? kLeast : x > kMost ? kMost : x;  // NaN fails both and passes through
+    const float shifted = clamped * kLog2e + kRound, n = shifted - kRound;
+    // 2^n in two factors, as n reaches from -159 to 144 and a float's exponent does not.
+    const int32_t exponent = static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - 0x4b400000u), half = exponent >> 1;
+    const auto power = [](int32_t e) { return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23); };
+    return of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
+  }
+  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) {
+    const Vector<float> clamped = largest(broadcast(kLeast), x);
+    const Vector<float> shifted = clamped * kLog2e + kRound, n = shifted - kRound;
+    const Vector<float> scaled = of_remainder((clamped - n * kLn2High) - n * kLn2Low);
+#if defined(__AVX512F__)
+    return reinterpret_cast<Vector<float>>(
+        _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(scaled), reinterpret_cast<__m512>(n)));
+#else
+    const Vector<int32_t> exponent = reinterpret_cast<Vector<int32_t>>(shifted) - 0x4b400000, half = exponent >> 1;
+    const auto power = [](Vector<int32_t> e) { return reinterpret_cast<Vector<float>>((e + 127) << 23); };
+    return scaled * power(half) * power(exponent - half);
+#endif
+  }
+  static FLASH_ONLINE_INLINE double exp(double x) { return std::exp(x); }
+  static FLASH_ONLINE_INLINE Vector<double> exp(Vector<double> x) {
+    for (int l = 0; l < kLanes<double>; ++l) x[l] = std::exp(x[l]);
+    return x;
+  }
+  template <class T>
+  static FLASH_ONLINE_INLINE T log(T x) {
+    return std::log(x);
+  }
+};
+
+template <class T>
+using Softmax = OnlineSoftmax<T, FastNatural>;
 
 // A length rounded up to whole vectors of the widest set, so that scratch has the same shape in every set.
 constexpr int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
