@@ -285,14 +285,23 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
 
 
 def _scratch(operator: str, arguments: tuple) -> int:
-    """Bytes of scratch that a forward operator takes at most, with every thread at work; 0 where nobody can tell."""
+    """Bytes that a forward operator takes at most beside its results, with every thread at work; 0 where nobody can tell."""
     introspect = _introspection()
     if introspect is None or operator == "attention_merge":
         return 0
-    first = arguments[0]
-    float64 = first.dtype == torch.float64
+    first, threads = arguments[0], torch.get_num_threads()
     if operator == "attention_forward":
-        bytes_a_thread = introspect.attention_scratch(str(LIBRARY), float64, first.shape[-1], arguments[2].shape[-1])
-    else:
-        bytes_a_thread = introspect.row_scratch(str(LIBRARY), float64, arguments[1] if operator.startswith("topk") else 0)
-    return bytes_a_thread * torch.get_num_threads()
+        query, key, value, mask = arguments[:4]
+        return introspect.attention_memory(
+            str(LIBRARY),
+            str(query.dtype).removeprefix("torch."),
+            *(tuple(tensor.shape) for tensor in (query, key, value)),
+            *(tensor.stride() for tensor in (key, value)),
+            "" if mask is None else str(mask.dtype).removeprefix("torch."),
+            arguments[-1],
+            threads,
+        )
+    bytes_a_thread = introspect.row_scratch(
+        str(LIBRARY), first.dtype == torch.float64, arguments[1] if operator.startswith("topk") else 0
+    )
+    return bytes_a_thread * threads

@@ -9,106 +9,274 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The state of a query: its maximum is as wide as its scores may be.
+// Keys and values as the products take them: the tensors themselves where that can be, else copies that every tile of queries
+// shares. Paired values lie as blocks of kKeys of their transpose, [padded(value_width), kKeys].
 template <class E>
-using QueryState =
-    OnlineSoftmax<Accumulator<E>, FastNatural, std::conditional_t<std::is_same_v<E, float>, double, Accumulator<E>>>;
+struct KeyMemory {
+  using F = Factor<E>;
+  F *key = nullptr, *value = nullptr;
+  int64_t key_rows = 0, key_pitch = 0, value_pitch = 0;
 
-template <class E, class A = Accumulator<E>>
-struct ForwardScratch : ScoreTile<A> {
-  A *value, *score, *out;
-  QueryState<E>* state;
+  KeyMemory(const AttentionProblem& problem, Carver& carver) {
+    key_rows = round_up(problem.keys, kKeys);
+    key_pitch = pitch_of<F>(problem.width);
+    value_pitch = kPaired<F> ? padded(problem.value_width) : problem.value_width;
+    if (!lies_as_rows<E>(problem.key, problem.keys, problem.width))
+      key = carver.take<F>(problem.batch * problem.key_heads * key_rows * key_pitch);
+    if (kPaired<F> || !lies_as_rows<E>(problem.value, problem.keys, problem.value_width))
+      value = carver.take<F>(problem.batch * problem.value_heads * key_rows * value_pitch);
+  }
 
-  ForwardScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<A>(problem, carver) {
-    const int64_t value_width = padded(problem.value_width);
-    value = carver.take<A>(kKeys * value_width);
-    score = carver.take<A>(kQueries * kKeys);
-    out = carver.take<A>(kQueries * value_width);
-    state = carver.take<QueryState<E>>(kQueries);
+  F* key_block(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin) const {
+    return key + ((batch * problem.key_heads + head) * key_rows + begin) * key_pitch;
+  }
+  F* value_block(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin) const {
+    return value + ((batch * problem.value_heads + head) * key_rows + begin) * value_pitch;
   }
 };
 
 template <class E>
-void forward_tile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, std::byte* scratch) {
-  using A = Accumulator<E>;
-  Carver carver(scratch);
-  const ForwardScratch<E> tile(problem, carver);
-  const int64_t rows = std::min(kQueries, problem.queries - first), last = first + rows;
-  const int64_t key_head = head / (problem.heads / problem.key_heads),
-                value_head = head / (problem.heads / problem.value_heads);
-  const int64_t value_width = padded(problem.value_width);
+struct PackScratch {
+  Factor<E>*rows = nullptr, *pairs = nullptr;
 
-  load_rows<E>(problem.query, batch, head, first, rows, problem.width, tile.query);
-  std::fill_n(tile.out, rows * value_width, A(0));
-  for (int64_t i = 0; i < rows; ++i) {
-    tile.state[i] = {};
-    if (problem.sinks) tile.state[i].absorb(static_cast<const A*>(problem.sinks)[head]);
+  PackScratch(const AttentionProblem& problem, Carver& carver) {
+    if (!kPaired<Factor<E>>) return;
+    rows = carver.take<Factor<E>>(kKeys * padded(problem.value_width));
+    pairs = carver.take<Factor<E>>(kKeys * padded(problem.value_width));
   }
+};
 
-  const KeyRange range = keys_of_any(problem.visible, first, last, problem.keys);
-  for (int64_t begin = range.begin / kKeys * kKeys; begin < range.end; begin += kKeys) {
-    const int64_t count = std::min(kKeys, problem.keys - begin);
-    load_rows<E>(problem.key, batch, key_head, begin, count, problem.width, tile.key);
-    transpose(tile.key, count, problem.width, tile.key_transposed);
-    load_rows<E>(problem.value, batch, value_head, begin, count, problem.value_width, tile.value);
-
-    compute_scores<E, A>(problem, batch, head, first, rows, begin, count, tile, tile.score, nullptr);
-    for (int64_t i = 0; i < rows; ++i) {
-      A* score = tile.score + i * kKeys;
-      QueryState<E> state = tile.state[i];  // a copy: through the reference it might alias the scores, and no loop vectorise
-      const A factor = state.raise(tile.block_max[i]);
-      const OnlineSoftmax<A, FastNatural> narrow_state{static_cast<A>(state.max)};
-      if (tile.is_wide[i])
-        for (int64_t j = 0; j < padded(count); ++j) score[j] = state.weight(tile.wide_score[i * kKeys + j]);
-      else if (narrow_state.max == state.max)  // the common case, and the faster loop
-        for (int64_t j = 0; j < padded(count); ++j) score[j] = narrow_state.weight(score[j]);
-      else
-        for (int64_t j = 0; j < padded(count); ++j) score[j] = state.weight(score[j]);
-      state.add(reduce(padded(count), A(0), SumOf<A>{score}));
-      tile.state[i] = state;
-      if (factor != A(1)) {
-        A* out = tile.out + i * value_width;
-        for (int64_t e = 0; e < value_width; ++e) out[e] *= factor;
-      }
-      if (problem.dropout > 0) drop<A>(problem, batch, head, first + i, begin, count, score);
-    }
-    multiply(rows, value_width, count, tile.score, kKeys, 1, tile.value, value_width, tile.out, value_width);
+// Copies block `block` of the keys, and of the values.
+template <class E>
+void pack_block(const AttentionProblem& problem, const KeyMemory<E>& memory, int64_t batch, int64_t head, int64_t block,
+                std::byte* scratch) {
+  using F = Factor<E>;
+  const int64_t begin = block * kKeys, count = std::min(kKeys, problem.keys - begin);
+  if (memory.key && head < problem.key_heads)
+    load_rows<E>(matrix_of<const E>(problem.key, batch, head, begin), count, problem.width,
+                 memory.key_block(problem, batch, head, begin), kKeys, memory.key_pitch);
+  if (!memory.value || head >= problem.value_heads) return;
+  const auto from = matrix_of<const E>(problem.value, batch, head, begin);
+  F* to = memory.value_block(problem, batch, head, begin);
+  if constexpr (kPaired<F>) {
+    Carver carver(scratch);
+    const PackScratch<E> pack(problem, carver);
+    load_rows<E>(from, count, problem.value_width, pack.rows, kKeys, memory.value_pitch);
+    transpose_pairs(pack.rows, kKeys, memory.value_pitch, pack.pairs, to, kKeys);
+  } else {
+    load_rows<E>(from, count, problem.value_width, to, count, memory.value_pitch);
   }
-
-  const int64_t row = (batch * problem.heads + head) * problem.queries + first;
-  for (int64_t i = 0; i < rows; ++i) {
-    const A inverse = tile.state[i].inverse_sum_or_zero();
-    A* out = tile.out + i * value_width;
-    for (int64_t e = 0; e < value_width; ++e) out[e] *= inverse;
-    static_cast<A*>(problem.lse)[row + i] = tile.state[i].lse();
-    static_cast<A*>(problem.lse_low)[row + i] = tile.state[i].lse_low();
-  }
-  store_rows<E>(tile.out, problem.out, batch, head, first, rows, problem.value_width);
 }
 
-int64_t forward_scratch(const AttentionProblem& problem) {
-  Carver carver(nullptr);
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) { ForwardScratch<E>(problem, carver); });
-  return carver.used();
+template <class E>
+struct ForwardScratch : ScoreTile<E> {
+  using A = Accumulator<E>;
+  using F = Factor<E>;
+  F* weight_pairs;  // [kKeys / 2, kQueries] pairs
+  A* out;  // [padded(value_width), kQueries]
+  A *max, *sum, *factor, *shift;  // [kQueries]: the states; what the sums so far are multiplied by; what is subtracted
+  bool* has_been_wide;  // [kQueries]: wide_max holds the state's maximum, which is no float
+  double* wide_max;
+  A* kept;  // [kKeys, kQueries], of dropout
+
+  ForwardScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<E>(problem, carver) {
+    weight_pairs = carver.take<F>(kPaired<F> ? kKeys * kQueries : 0);
+    out = carver.take<A>(padded(problem.value_width) * kQueries);
+    max = carver.take<A>(kQueries);
+    sum = carver.take<A>(kQueries);
+    factor = carver.take<A>(kQueries);
+    shift = carver.take<A>(kQueries);
+    has_been_wide = carver.take<bool>(kQueries);
+    wide_max = carver.take<double>(kQueries);
+    kept = carver.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
+  }
+};
+
+// A state whose maximum is as wide as scores may be.
+template <class A>
+using WideState = OnlineSoftmax<A, FastNatural, double>;
+
+// Raises the states of a tile to a block's maxima: max, sum, factor, and shift, what is subtracted from the block's scores.
+template <class E>
+void raise_states(const QueryTile& query, int64_t count, const ForwardScratch<E>& tile) {
+  using A = Accumulator<E>;
+  const auto is_wide = [&](int64_t i) { return ScoreTile<E>::kMayBeWide && (tile.is_wide[i] || tile.has_been_wide[i]); };
+  for (int64_t i = 0; i < query.rows; ++i)
+    if (is_wide(i)) {
+      WideState<A> state{tile.has_been_wide[i] ? tile.wide_max[i] : tile.max[i], tile.sum[i]};
+      tile.factor[i] = state.raise(tile.is_wide[i] ? tile.wide_block_max[i] : tile.block_max[i]);
+      tile.wide_max[i] = state.max;
+      tile.sum[i] = state.sum;
+      settle_scores(i, count, tile, pivot(state.max));
+    }
+  for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
+    Softmax<Vector<A>> state{load_vector(tile.max + l), load_vector(tile.sum + l)};
+    Vector<A> factor = state.raise(load_vector(tile.block_max + l)), shift = pivot(state.max);
+    for (int i = 0; i < kLanes<A>; ++i)
+      if (ScoreTile<E>::kMayBeWide && is_wide(l + i))
+        factor[i] = tile.factor[l + i], shift[i] = A(0), state.sum[i] = tile.sum[l + i], tile.has_been_wide[l + i] = true;
+    store_vector(tile.factor + l, factor);
+    store_vector(tile.shift + l, shift);
+    store_vector(tile.max + l, state.max);
+    store_vector(tile.sum + l, state.sum);
+  }
+}
+
+// Turns a block's scores into weights, in place or as pairs, and adds them to the states.
+template <class E>
+void absorb_block(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                  const ForwardScratch<E>& tile) {
+  using A = Accumulator<E>;
+  using F = Factor<E>;
+  using State = Softmax<Vector<A>>;
+  raise_states(query, count, tile);
+
+  const bool pairs_at_once = kPaired<F> && problem.dropout == 0;
+  const int64_t paired_count = round_up(count, kDepthStep<F>);
+  for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
+    const State state{load_vector(tile.shift + l), load_vector(tile.sum + l)};
+    Vector<A> part[4] = {};  // short sums, one after another in time but not in each other's way
+    A* score = tile.score + l;
+    const auto weigh = [&](int64_t k, int lane) {
+      const Vector<A> weight = state.weight(load_vector(score + k * kQueries));
+      part[lane] += weight;
+      return weight;
+    };
+    if constexpr (kPaired<F>) {
+      if (pairs_at_once) {
+        int64_t k = 0;
+        for (; k + 4 <= count; k += 4) {
+          const Vector<A> first = weigh(k, 0), second = weigh(k + 1, 1);
+          store_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
+          const Vector<A> third = weigh(k + 2, 2), fourth = weigh(k + 3, 3);
+          store_pairs(tile.weight_pairs + (k + 2) * kQueries + 2 * l, third, fourth);
+        }
+        for (; k < paired_count; k += 2) {
+          const Vector<A> first = k < count ? weigh(k, 0) : Vector<A>{}, second = k + 1 < count ? weigh(k + 1, 1) : Vector<A>{};
+          store_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
+        }
+      }
+    }
+    if (!pairs_at_once) {
+      int64_t k = 0;
+      for (; k + 4 <= count; k += 4)
+        for (int lane = 0; lane < 4; ++lane) store_vector(score + (k + lane) * kQueries, weigh(k + lane, lane));
+      for (; k < count; ++k) store_vector(score + k * kQueries, weigh(k, 0));
+    }
+    State whole = state;
+    whole.add((part[0] + part[1]) + (part[2] + part[3]));
+    store_vector(tile.sum + l, whole.sum);
+  }
+
+  if (problem.dropout > 0) {
+    draw_dropout(problem, query, begin, count, tile.kept);
+    for_each_vector(tile.score, count, query.columns,
+                    [&](Vector<A> x, int64_t k, int64_t l) { return x * load_vector(tile.kept + k * kQueries + l); });
+    if constexpr (kPaired<F>) make_pairs(tile.score, count, paired_count, query.columns, kQueries, tile.weight_pairs);
+  }
+}
+
+template <class E>
+void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, const QueryTile& query, std::byte* scratch) {
+  using A = Accumulator<E>;
+  using F = Factor<E>;
+  [[maybe_unused]] const TileRegisters registers;
+  Carver carver(scratch);
+  ForwardScratch<E> tile(problem, carver);
+  const int64_t key_head = query.head / (problem.heads / problem.key_heads),
+                value_head = query.head / (problem.heads / problem.value_heads);
+  const int64_t value_rows = round_up(problem.value_width, kRowStep<F>);
+
+  load_lanes<E>(problem.query, query, problem.width, tile.query, tile.rows_copy);
+  Softmax<A> start;
+  if (problem.sinks) start.absorb(static_cast<const A*>(problem.sinks)[query.head]);
+  std::fill_n(tile.max, kQueries, start.max);
+  std::fill_n(tile.sum, kQueries, start.sum);
+  std::fill_n(tile.has_been_wide, kQueries, false);
+
+  bool empty = true;
+  const KeyRange range = keys_of_any(problem.visible, query.first, query.last(), problem.keys);
+  for_each_block(range, 0, problem.keys, [&](int64_t begin, int64_t count) {
+    if (!load_mask(problem, query, begin, count, tile.mask)) return;
+    const auto key = matrix_of<const E>(problem.key, query.batch, key_head, begin),
+               value = matrix_of<const E>(problem.value, query.batch, value_head, begin);
+    RowsOf<F> keys{memory.key ? memory.key_block(problem, query.batch, key_head, begin) : nullptr, memory.key_pitch};
+    RowsOf<F> values{nullptr, memory.value_pitch};
+    if constexpr (std::is_same_v<E, F>) {
+      if (!memory.key) keys = {key.data, key.row_stride};
+      if (!memory.value) values = {value.data, value.row_stride};
+    }
+    compute_scores(problem, query, begin, count, keys, tile, static_cast<A*>(nullptr));
+    absorb_block(problem, query, begin, count, tile);
+
+    const Into into = empty ? Into::kReplace : Into::kRescaleAndAdd;
+    empty = false;
+    if constexpr (kPaired<F>) {
+      const int64_t block = begin / kKeys * kKeys;
+      const F* columns = memory.value_block(problem, query.batch, value_head, block) + begin - block;
+      product(into, value_rows, query.columns, round_up(count, kDepthStep<F>), columns, kKeys, 1, tile.weight_pairs, kQueries,
+              tile.out, kQueries, tile.factor);
+    } else {
+      if (memory.value) values.data = memory.value_block(problem, query.batch, value_head, begin);
+      product(into, value_rows, query.columns, count, values.data, 1, values.pitch, tile.score, kQueries, tile.out, kQueries,
+              tile.factor);
+    }
+  });
+  if (empty) std::fill_n(tile.out, value_rows * kQueries, A(0));
+
+  const int64_t number = query.number(problem);
+  for (int64_t i = 0; i < query.rows; ++i) {
+    // In double, so that lse and lse_low together hold more than the digits of a float.
+    const WideState<A> state{tile.has_been_wide[i] ? tile.wide_max[i] : tile.max[i], tile.sum[i]};
+    static_cast<A*>(problem.lse)[number + i] = state.lse();
+    static_cast<A*>(problem.lse_low)[number + i] = state.lse_low();
+  }
+  for (int64_t i = 0; i < query.columns; ++i) tile.factor[i] = Softmax<A>{tile.max[i], tile.sum[i]}.inverse_sum_or_zero();
+  store_columns<E>(tile.out, kQueries, tile.factor, query.rows, problem.value_width,
+                   matrix_of<E>(problem.out, query.batch, query.head, query.first));
+}
+
+Memory forward_memory(const AttentionProblem& problem) {
+  Carver scratch(nullptr), pack(nullptr), shared(nullptr);
+  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
+    ForwardScratch<E>(problem, scratch);
+    PackScratch<E>(problem, pack);
+    KeyMemory<E>(problem, shared);
+  });
+  return {std::max(scratch.used(), pack.used()), shared.used()};
 }
 
 void forward(const AttentionProblem& problem, const Executor& executor) {
-  const int64_t tiles = tiles_of(problem.queries, kQueries);
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
-    for_each_item(executor, problem.batch * problem.heads * tiles, [&](int64_t item, std::byte* scratch) {
-      // Late tiles first: under causal visibility they are the longest.
-      const int64_t tile = tiles - 1 - item / (problem.batch * problem.heads), rest = item % (problem.batch * problem.heads);
-      forward_tile<E>(problem, rest / problem.heads, rest % problem.heads, tile * kQueries, scratch);
+    Carver shared(executor.shared);
+    const KeyMemory<E> memory(problem, shared);
+    const int64_t heads = std::max(problem.key_heads, problem.value_heads), blocks = tiles_of(problem.keys, kKeys);
+    if (memory.key || memory.value)
+      for_each_item(executor, problem.batch * heads * blocks, [&](int64_t item, std::byte* scratch) {
+        const int64_t plane = item / blocks;
+        pack_block<E>(problem, memory, plane / heads, plane % heads, item % blocks, scratch);
+      });
+    const int64_t planes = problem.batch * problem.heads, tiles = tiles_of(problem.queries, kQueries);
+    for_each_item(executor, planes * tiles, [&](int64_t item, std::byte* scratch) {
+      // A head's tiles follow one another, as they read the same keys; late ones first, the longest under causal visibility.
+      const int64_t plane = item / tiles, tile = tiles - 1 - item % tiles;
+      forward_tile<E>(problem, memory, QueryTile(problem, plane / problem.heads, plane % problem.heads, tile * kQueries),
+                      scratch);
     });
   });
 }
 
 void dropout_mask(const DropoutProblem& problem, const Executor& executor) {
+  const Philox philox(problem.rng[0], problem.rng[1]);
+  const uint64_t threshold = drop_threshold(problem.dropout);
   for_each_item(executor, problem.batch * problem.heads * problem.queries, [&](int64_t row, std::byte*) {
     const int64_t plane = row / problem.queries, query = problem.query_begin + row % problem.queries;
     bool* keep = problem.keep + row * problem.keys;
-    for_each_kept(problem.rng, problem.dropout, plane / problem.heads, plane % problem.heads, query, 0, problem.keys,
-                  [&](int64_t j, bool kept) { keep[j] = kept; });
+    for (int64_t k = 0; k < problem.keys; k += 4) {
+      uint32_t word[4];
+      philox.words(plane / problem.heads, plane % problem.heads, query, k / 4, word);
+      for (int64_t j = 0; j < 4 && k + j < problem.keys; ++j) keep[k + j] = word[j] >= threshold;
+    }
   });
 }
 
@@ -116,8 +284,8 @@ void dropout_mask(const DropoutProblem& problem, const Executor& executor) {
 
 extern const AttentionKernels attention_kernels;
 const AttentionKernels attention_kernels = {
-    .forward_scratch = forward_scratch,
-    .backward_scratch = backward_scratch,
+    .forward_memory = forward_memory,
+    .backward_memory = backward_memory,
     .forward = forward,
     .backward = backward,
     .dropout_mask = dropout_mask,

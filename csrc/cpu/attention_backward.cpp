@@ -1,115 +1,143 @@
 // Attention on the CPU, backward: gradients of query, key and value, of the mask and of sinks. Scores are made again, a tile at
 // a time. FlashAttention (arXiv 2205.14135, appendix B.4), keys in the outer loop.
 //
-// Work items: the heads that share keys and values; a tile of the mask. An item writes its own results alone.
+// A work item is a span of the keys of the heads that share them. It alone writes the gradients of its keys and values; to
+// those of a tile of queries the items add in the order of their keys, each in its turn. So results do not depend on threads.
+#include <atomic>
 #include <numeric>
+#include <thread>
 
 #include "attention_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The tiles that both backward passes recompute scores with.
-template <class A>
-struct GradientScratch : ScoreTile<A> {
-  A *grad_out, *out, *value, *value_transposed, *weight, *grad_score, *slope, *delta;
-  double *wide_grad_out, *wide_value_transposed, *wide_grad_weight, *wide_delta;
+// The tiles that every pass recomputes scores with.
+template <class E>
+struct GradientScratch : ScoreTile<E> {
+  using A = Accumulator<E>;
+  using F = Factor<E>;
+  F* grad_out;  // [pitch_of(value_width), kQueries]
+  F *key_copy, *value_copy;  // [kKeys, pitch_of(width)], [kKeys, pitch_of(value_width)], for rows_of
+  A *grad, *slope, *kept;  // [kKeys, kQueries]: the weights' gradients, then the scores'; of softcap; of dropout
+  A *lse, *lse_low, *delta, *shift;  // [kQueries]
+  double *wide_grad_out, *wide_value, *wide_grad, *wide_delta;
 
-  GradientScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<A>(problem, carver) {
-    const int64_t value_width = padded(problem.value_width);
-    grad_out = carver.take<A>(kQueries * value_width);
-    out = carver.take<A>(kQueries * value_width);
-    value = carver.take<A>(kKeys * value_width);
-    value_transposed = carver.take<A>(problem.value_width * kKeys);
-    weight = carver.take<A>(kQueries * kKeys);
-    grad_score = carver.take<A>(kQueries * kKeys);
-    slope = carver.take<A>(kQueries * kKeys);
+  GradientScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<E>(problem, carver) {
+    grad_out = carver.take<F>(pitch_of<F>(problem.value_width) * kQueries);
+    key_copy = carver.take<F>(kKeys * pitch_of<F>(problem.width));
+    value_copy = carver.take<F>(kKeys * pitch_of<F>(problem.value_width));
+    grad = carver.take<A>(kKeys * kQueries);
+    slope = carver.take<A>(problem.softcap > 0 ? kKeys * kQueries : 0);
+    kept = carver.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
+    lse = carver.take<A>(kQueries);
+    lse_low = carver.take<A>(kQueries);
     delta = carver.take<A>(kQueries);
-    const bool may_be_wide = problem.dtype == DType::kFloat32;
-    wide_grad_out = carver.take<double>(may_be_wide ? kQueries * value_width : 0);
-    wide_value_transposed = carver.take<double>(may_be_wide ? problem.value_width * kKeys : 0);
-    wide_grad_weight = carver.take<double>(may_be_wide ? kQueries * kKeys : 0);
+    shift = carver.take<A>(kQueries);
+    constexpr bool may_be_wide = ScoreTile<E>::kMayBeWide;
+    wide_grad_out = carver.take<double>(may_be_wide ? problem.value_width * kQueries : 0);
+    wide_value = carver.take<double>(may_be_wide ? problem.value_width * kKeys : 0);
+    wide_grad = carver.take<double>(may_be_wide ? kKeys * kQueries : 0);
     wide_delta = carver.take<double>(kQueries);
   }
 };
 
-template <class E, class A>
-void load_keys(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
-               const GradientScratch<A>& tile) {
-  load_rows<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.width, tile.key);
-  transpose(tile.key, count, problem.width, tile.key_transposed);
-  load_rows<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.value_width,
-               tile.value);
-  transpose(tile.value, count, problem.value_width, tile.value_transposed);
+template <class E>
+RowsOf<Factor<E>> key_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
+                              Factor<E>* copy) {
+  return rows_of<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.width, copy);
 }
 
-// Queries [first, first + rows) and the gradients of their results. delta is the part of a score's gradient that its whole row
-// shares, the sum over keys of weight * grad_weight - grad_lse; see fill_delta.
-template <class E, class A>
-void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch, int64_t head,
-                  int64_t first, int64_t rows, const GradientScratch<A>& tile) {
-  load_rows<E>(problem.query, batch, head, first, rows, problem.width, tile.query);
-  load_rows<E>(gradients.grad_out, batch, head, first, rows, problem.value_width, tile.grad_out);
-  const int64_t row = (batch * problem.heads + head) * problem.queries + first;
-  std::copy_n(static_cast<const A*>(gradients.delta) + row, rows, tile.delta);
-  if (gradients.wide_delta) std::copy_n(gradients.wide_delta + row, rows, tile.wide_delta);
+template <class E>
+RowsOf<Factor<E>> value_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
+                                Factor<E>* copy) {
+  return rows_of<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.value_width,
+                    copy);
 }
 
-// weight = the (dropped) attention weights of a tile; grad_score = the gradient of the scores that the exponential took, times,
-// if `of_product`, that of query . key. weight_sum, if any, is increased by the sum of each query's weights before dropout.
-template <class E, class A>
-void score_gradients(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t begin,
-                     int64_t count, bool of_product, const GradientScratch<A>& tile, double* weight_sum = nullptr) {
-  const int64_t row = (batch * problem.heads + head) * problem.queries + first;
-  const int64_t value_width = padded(problem.value_width), columns = padded(count);
-  const bool any_wide = compute_scores<E, A>(problem, batch, head, first, rows, begin, count, tile, tile.weight, tile.slope);
-  std::fill_n(tile.grad_score, rows * kKeys, A(0));
-  multiply(rows, columns, problem.value_width, tile.grad_out, value_width, 1, tile.value_transposed, kKeys, tile.grad_score,
-           kKeys);
-  if (any_wide) {
-    // Large scores mostly leave one weight near 1, whose gradient and delta nearly cancel: these, too, in double.
-    std::copy_n(tile.grad_out, rows * value_width, tile.wide_grad_out);
-    std::copy_n(tile.value_transposed, problem.value_width * kKeys, tile.wide_value_transposed);
-    std::fill_n(tile.wide_grad_weight, rows * kKeys, 0.0);
-    multiply(rows, columns, problem.value_width, tile.wide_grad_out, value_width, 1, tile.wide_value_transposed, kKeys,
-             tile.wide_grad_weight, kKeys);
+// A tile's queries, the gradients of their results, and delta: the part of a score's gradient that its whole row shares, the
+// sum over keys of weight * grad_weight - grad_lse; see fill_delta.
+template <class E>
+void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
+                  const GradientScratch<E>& tile) {
+  using A = Accumulator<E>;
+  load_lanes<E>(problem.query, query, problem.width, tile.query, tile.rows_copy);
+  load_lanes<E>(gradients.grad_out, query, problem.value_width, tile.grad_out, tile.rows_copy);
+  const int64_t number = query.number(problem);
+  for (int64_t i = 0; i < query.columns; ++i) {
+    const bool there = i < query.rows;
+    tile.lse[i] = there ? pivot(static_cast<const A*>(problem.lse)[number + i]) : A(0);
+    tile.lse_low[i] = there ? static_cast<const A*>(problem.lse_low)[number + i] : A(0);
+    tile.delta[i] = there ? static_cast<const A*>(gradients.delta)[number + i] : A(0);
+    tile.wide_delta[i] = there && gradients.wide_delta ? gradients.wide_delta[number + i] : 0;
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    A *weight = tile.weight + i * kKeys, *grad = tile.grad_score + i * kKeys;
-    const A lse = pivot(static_cast<const A*>(problem.lse)[row + i]), low = static_cast<const A*>(problem.lse_low)[row + i];
+}
+
+// score = the (dropped) attention weights of a tile; grad = the gradient of the scores that the exponential took or, if
+// `of_product`, of scale * query . key. weight_sum, if any, is increased by the sum of each query's weights before dropout.
+// False if the tile is hidden: nothing has been made then.
+template <class E, class A = Accumulator<E>, class F = Factor<E>>
+bool score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
+                     RowsOf<F> value, bool of_product, GradientScratch<E>& tile, double* weight_sum = nullptr) {
+  if (!load_mask(problem, query, begin, count, tile.mask)) return false;
+  const bool sloped = of_product && problem.softcap > 0;
+  const bool any_wide = compute_scores(problem, query, begin, count, key, tile, sloped ? tile.slope : nullptr);
+  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.value_width), value.data,
+          value.pitch, 1, tile.grad_out, kQueries, tile.grad, kQueries);
+  if (problem.dropout > 0) draw_dropout(problem, query, begin, count, tile.kept);
+
+  std::copy_n(tile.lse, query.columns, tile.shift);
+  A shared[kQueries];
+  std::copy_n(tile.delta, query.columns, shared);
+  if constexpr (ScoreTile<E>::kMayBeWide) {
+    if (any_wide) {
+      // Large scores mostly leave one weight near 1, whose gradient and delta nearly cancel: these, too, in double.
+      for (int64_t i = 0; i < problem.value_width * kQueries; ++i) tile.wide_grad_out[i] = tile.grad_out[i];
+      load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.value_width, tile.wide_value, count,
+                   problem.value_width);
+      product(Into::kReplace, count, query.columns, problem.value_width, tile.wide_value, problem.value_width, 1,
+              tile.wide_grad_out, kQueries, tile.wide_grad, kQueries);
+      for (int64_t i = 0; i < query.rows; ++i) {
+        if (!tile.is_wide[i]) continue;
+        settle_scores(i, count, tile, tile.lse[i]);
+        tile.shift[i] = A(0);
+        for (int64_t k = 0; k < count; ++k) {
+          const int64_t place = k * kQueries + i;
+          const double factor = problem.dropout > 0 ? tile.kept[place] : 1;
+          tile.grad[place] = static_cast<A>(tile.wide_grad[place] * factor - tile.wide_delta[i]);
+        }
+        shared[i] = A(0);
+      }
+    }
+  }
+
+  for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
     // score - lse is exact where it matters, near 0; lse_low then restores what rounding took from lse.
-    if (tile.is_wide[i])
-      for (int64_t j = 0; j < columns; ++j)
-        weight[j] = FastNatural::exp(static_cast<A>((tile.wide_score[i * kKeys + j] - lse) - low));
-    else
-      for (int64_t j = 0; j < columns; ++j) weight[j] = FastNatural::exp((weight[j] - lse) - low);
-    if (weight_sum) weight_sum[i] += reduce(columns, 0.0, SumOf<double, A>{weight});
-
-    double* wide_grad_weight = tile.wide_grad_weight + i * kKeys;
-    A kept[kKeys];
-    if (problem.dropout > 0) {
-      std::fill_n(kept, columns, A(1));
-      drop<A>(problem, batch, head, first + i, begin, count, kept);
-      if (tile.is_wide[i])
-        for (int64_t j = 0; j < columns; ++j) wide_grad_weight[j] *= kept[j];
-      else
-        for (int64_t j = 0; j < columns; ++j) grad[j] *= kept[j];
+    const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l), delta = load_vector(shared + l);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t place = k * kQueries + l;
+      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) - lse) - low), grad = load_vector(tile.grad + place);
+      if (weight_sum)
+        for (int i = 0; i < kLanes<A>; ++i) weight_sum[l + i] += weight[i];
+      if (problem.dropout > 0) {
+        const Vector<A> kept = load_vector(tile.kept + place);
+        if (any_wide)
+          for (int i = 0; i < kLanes<A>; ++i) grad[i] *= tile.is_wide[l + i] ? A(1) : kept[i];
+        else
+          grad *= kept;
+        grad = weight * (grad - delta);
+        weight *= kept;
+      } else {
+        grad = weight * (grad - delta);
+      }
+      if (sloped) grad *= load_vector(tile.slope + place);
+      store_vector(tile.score + place, weight);
+      store_vector(tile.grad + place, grad);
     }
-    if (tile.is_wide[i]) {
-      const double delta = tile.wide_delta[i];
-      for (int64_t j = 0; j < columns; ++j) grad[j] = weight[j] * static_cast<A>(wide_grad_weight[j] - delta);
-    } else {
-      const A delta = tile.delta[i];
-      for (int64_t j = 0; j < columns; ++j) grad[j] = weight[j] * (grad[j] - delta);
-    }
-    if (problem.dropout > 0)
-      for (int64_t j = 0; j < columns; ++j) weight[j] *= kept[j];
-    if (!of_product) continue;
-    const A scale = static_cast<A>(problem.scale);
-    if (problem.softcap > 0)
-      for (int64_t j = 0; j < count; ++j) grad[j] *= tile.slope[i * kKeys + j];
-    for (int64_t j = 0; j < count; ++j) grad[j] *= scale;
   }
+  for (int64_t k = 0; query.rows < query.columns && k < count; ++k)  // the padding, where products run over queries
+    for (int64_t i = query.rows; i < query.columns; ++i) tile.score[k * kQueries + i] = tile.grad[k * kQueries + i] = A(0);
+  return true;
 }
 
 // The weight that a head's sink has among the scores of the query that `row` counts over batches, heads and queries.
@@ -119,115 +147,273 @@ A sink_weight(const AttentionProblem& problem, int64_t head, int64_t row) {
   return FastNatural::exp((static_cast<const A*>(problem.sinks)[head] - lse) - low);
 }
 
-bool meet(const Visibility& visible, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t keys) {
-  const KeyRange range = keys_of_any(visible, first, last, keys);
-  return range.begin < end && begin < range.end;
-}
-
 // delta of a tile of queries, by grad_out . out, which equals the sum over keys but for the rounding of out. The gradients of a
 // mask and of sinks add up whole rows, where that rounding does not average out (the sum over a row's scores is 0 without
 // sinks): for them the sum is taken over the keys themselves, two matrix products more.
 template <class E>
-void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch, int64_t head,
-                int64_t first, std::byte* scratch) {
+void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
+                std::byte* scratch) {
   using A = Accumulator<E>;
+  [[maybe_unused]] const TileRegisters registers;
   Carver carver(scratch);
-  const GradientScratch<A> tile(problem, carver);
-  const int64_t rows = std::min(kQueries, problem.queries - first), value_width = padded(problem.value_width);
-  const int64_t row = (batch * problem.heads + head) * problem.queries + first;
-  A* narrow_delta = static_cast<A*>(gradients.delta) + row;
+  GradientScratch<E> tile(problem, carver);
+  const int64_t number = query.number(problem);
+  A* narrow_delta = static_cast<A*>(gradients.delta) + number;
   double delta[kQueries] = {}, weight_sum[kQueries] = {};
   // A delta of 0 makes score_gradients, below, give weight * grad_weight, the terms of delta.
-  std::fill_n(narrow_delta, rows, A(0));
-  if (gradients.wide_delta) std::fill_n(gradients.wide_delta + row, rows, 0.0);
+  std::fill_n(narrow_delta, query.rows, A(0));
+  if (gradients.wide_delta) std::fill_n(gradients.wide_delta + number, query.rows, 0.0);
   if (gradients.grad_mask.data || gradients.grad_sinks) {
-    load_queries<E>(problem, gradients, batch, head, first, rows, tile);
-    const KeyRange range = keys_of_any(problem.visible, first, first + rows, problem.keys);
-    for (int64_t begin = range.begin / kKeys * kKeys; begin < range.end; begin += kKeys) {
-      const int64_t count = std::min(kKeys, problem.keys - begin);
-      load_keys<E>(problem, batch, head, begin, count, tile);
-      score_gradients<E, A>(problem, batch, head, first, rows, begin, count, false, tile, weight_sum);
-      for (int64_t i = 0; i < rows; ++i) delta[i] += reduce(padded(count), 0.0, SumOf<double, A>{tile.grad_score + i * kKeys});
-    }
-    for (int64_t i = 0; i < rows; ++i) {
+    load_queries(problem, gradients, query, tile);
+    const KeyRange range = keys_of_any(problem.visible, query.first, query.last(), problem.keys);
+    for_each_block(range, 0, problem.keys, [&](int64_t begin, int64_t count) {
+      const auto key = key_rows_of<E>(problem, query.batch, query.head, begin, count, tile.key_copy),
+                 value = value_rows_of<E>(problem, query.batch, query.head, begin, count, tile.value_copy);
+      if (!score_gradients(problem, query, begin, count, key, value, false, tile, weight_sum)) return;
+      for (int64_t k = 0; k < count; ++k)
+        for (int64_t i = 0; i < query.columns; ++i) delta[i] += tile.grad[k * kQueries + i];
+    });
+    for (int64_t i = 0; i < query.rows; ++i) {
       // The weights add up to 1 but for their rounding, which divides out.
-      if (problem.sinks) weight_sum[i] += sink_weight<A>(problem, head, row + i);
+      if (problem.sinks) weight_sum[i] += sink_weight<A>(problem, query.head, number + i);
       if (weight_sum[i] != 0) delta[i] /= weight_sum[i];
       narrow_delta[i] = static_cast<A>(delta[i]);
     }
   } else {
-    load_rows<E>(gradients.grad_out, batch, head, first, rows, problem.value_width, tile.grad_out);
-    load_rows<E>(problem.out, batch, head, first, rows, problem.value_width, tile.out);
-    // In the order of multiply(): where a query sees one key alone, delta is then the gradient of its weight to the last bit,
+    // In the order of product(): where a query sees one key alone, delta is then the gradient of its weight to the last bit,
     // and their difference 0.
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t e = 0; e < value_width; ++e) {
-        const A grad = tile.grad_out[i * value_width + e], out = tile.out[i * value_width + e];
-        narrow_delta[i] += grad * out;
-        delta[i] += static_cast<double>(grad) * out;
+    constexpr int64_t kColumns = 32;
+    A grad_out[kColumns * kQueries], out[kColumns * kQueries], sum[kQueries] = {};
+    auto grad_rows = matrix_of<const E>(gradients.grad_out, query.batch, query.head, query.first),
+         out_rows = matrix_of<const E>(problem.out, query.batch, query.head, query.first);
+    for (int64_t begin = 0; begin < problem.value_width; begin += kColumns) {
+      const int64_t columns = std::min(kColumns, problem.value_width - begin);
+      load_columns<E>(grad_rows, query.rows, columns, grad_out, kQueries);
+      load_columns<E>(out_rows, query.rows, columns, out, kQueries);
+      grad_rows.data += columns * grad_rows.column_stride;
+      out_rows.data += columns * out_rows.column_stride;
+      for (int64_t e = 0; e < columns; ++e) {
+        for (int64_t l = 0; l < query.columns; l += kLanes<A>)
+          store_vector(sum + l,
+                       load_vector(sum + l) + load_vector(grad_out + e * kQueries + l) * load_vector(out + e * kQueries + l));
+        if (gradients.wide_delta)
+          for (int64_t i = 0; i < query.columns; ++i)
+            delta[i] += static_cast<double>(grad_out[e * kQueries + i]) * out[e * kQueries + i];
       }
+    }
+    std::copy_n(sum, query.rows, narrow_delta);
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    const A grad_lse = gradients.grad_lse ? static_cast<const A*>(gradients.grad_lse)[row + i] : A(0);
+  for (int64_t i = 0; i < query.rows; ++i) {
+    const A grad_lse = gradients.grad_lse ? static_cast<const A*>(gradients.grad_lse)[number + i] : A(0);
     narrow_delta[i] -= grad_lse;
-    if (gradients.wide_delta) gradients.wide_delta[row + i] = delta[i] - grad_lse;
+    if (gradients.wide_delta) gradients.wide_delta[number + i] = delta[i] - grad_lse;
   }
 }
 
-// The heads that share keys or values form a group: one work item, which owns the gradients of its keys and values.
+// The heads that share keys or values form a group.
 int64_t groups_of(const AttentionProblem& problem) { return std::gcd(problem.key_heads, problem.value_heads); }
 
-template <class A>
-struct BackwardScratch : GradientScratch<A> {
-  A *grad_query, *grad_key, *grad_value;  // [queries, width] of a head; [heads of the group, keys, width]
+// How many keys an item owns: many, since all queries are loaded again for each item; but few enough that there are items for
+// every thread. Decided by the problem alone, as the order of sums depends on it.
+int64_t span_of(const AttentionProblem& problem) {
+  constexpr int64_t kItems = 16;
+  int64_t span = 4 * kKeys;
+  while (span > kKeys && problem.batch * groups_of(problem) * tiles_of(problem.keys, span) < kItems) span /= 2;
+  return span;
+}
 
-  BackwardScratch(const AttentionProblem& problem, Carver& carver) : GradientScratch<A>(problem, carver) {
-    const int64_t groups = groups_of(problem);
-    grad_query = carver.take<A>(problem.queries * padded(problem.width));
-    grad_key = carver.take<A>(problem.key_heads / groups * problem.keys * padded(problem.width));
-    grad_value = carver.take<A>(problem.value_heads / groups * problem.keys * padded(problem.value_width));
+// The gradients of all queries while they are summed: for each tile [padded(width), kQueries], and how many items have added.
+template <class E>
+struct QueryGradients {
+  using A = Accumulator<E>;
+  A* sum;
+  std::atomic<int32_t>* turn;
+  int64_t tiles, tile_size;
+
+  QueryGradients(const AttentionProblem& problem, Carver& carver) {
+    tiles = tiles_of(problem.queries, kQueries);
+    tile_size = padded(problem.width) * kQueries;
+    sum = carver.take<A>(problem.batch * problem.heads * tiles * tile_size);
+    turn = carver.take<std::atomic<int32_t>>(problem.batch * problem.heads * tiles);
+  }
+  int64_t index(const AttentionProblem& problem, const QueryTile& query) const {
+    return (query.batch * problem.heads + query.head) * tiles + query.first / kQueries;
+  }
+
+  // Adds an item's part of a tile, after the `before` items with lower keys; null for nothing to add. They have all been
+  // started before this one, and wait for lower ones only, so that one of them always runs.
+  void add(const AttentionProblem& problem, const QueryTile& query, int32_t before, const A* part) const {
+    const int64_t tile = index(problem, query);
+    while (turn[tile].load(std::memory_order_acquire) != before) std::this_thread::yield();
+    A* to = sum + tile * tile_size;
+    if (before == 0) {
+      if (part)
+        std::copy_n(part, tile_size, to);
+      else
+        std::fill_n(to, tile_size, A(0));
+    } else if (part) {
+      for (int64_t i = 0; i < tile_size; ++i) to[i] += part[i];
+    }
+    turn[tile].store(before + 1, std::memory_order_release);
   }
 };
 
 template <class E>
-void backward_group(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch, int64_t group,
-                    std::byte* scratch) {
+struct BackwardScratch : GradientScratch<E> {
   using A = Accumulator<E>;
+  using F = Factor<E>;
+  F *keys, *values;  // rows of a span, for rows_of: [span, pitch_of(width)], [span, pitch_of(value_width)]
+  F* key_columns;  // paired: [span / kKeys, padded(width), kKeys]
+  F *key_padded, *pairs;  // paired: [kKeys, padded(width)], twice
+  F *query_rows, *grad_out_rows;  // [kQueries, padded(width)], [kQueries, padded(value_width)], paired by columns
+  F* unpaired_rows;  // paired: [kQueries, padded(either width)]
+  F *weight_rows, *grad_rows, *grad_pairs;  // paired: [kKeys, kQueries], the same, [kKeys / 2, kQueries] pairs
+  A* grad_query;  // [padded(width), kQueries]
+  A *grad_key, *grad_value;  // [heads of the group, span, padded(width)]
+
+  BackwardScratch(const AttentionProblem& problem, Carver& carver) : GradientScratch<E>(problem, carver) {
+    const int64_t groups = groups_of(problem), span = span_of(problem);
+    const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
+    keys = carver.take<F>(span * pitch_of<F>(problem.width));
+    values = carver.take<F>(span * pitch_of<F>(problem.value_width));
+    constexpr int64_t paired = kPaired<F> ? 1 : 0;
+    key_columns = carver.take<F>(paired * span * width);
+    key_padded = carver.take<F>(paired * kKeys * width);
+    pairs = carver.take<F>(paired * kKeys * width);
+    query_rows = carver.take<F>(kQueries * width);
+    grad_out_rows = carver.take<F>(kQueries * value_width);
+    unpaired_rows = carver.take<F>(paired * kQueries * std::max(width, value_width));
+    weight_rows = carver.take<F>(paired * kKeys * kQueries);
+    grad_rows = carver.take<F>(paired * kKeys * kQueries);
+    grad_pairs = carver.take<F>(paired * kKeys * kQueries);
+    grad_query = carver.take<A>(width * kQueries);
+    grad_key = carver.take<A>(problem.key_heads / groups * span * width);
+    grad_value = carver.take<A>(problem.value_heads / groups * span * value_width);
+  }
+};
+
+// A tile's rows as the right factor of a product over queries: [queries, padded(width)], paired by columns.
+template <class E>
+RowsOf<Factor<E>> right_rows(const ConstView4& view, const QueryTile& query, int64_t width, Factor<E>* copy,
+                             [[maybe_unused]] Factor<E>* unpaired) {
+  using F = Factor<E>;
+  const auto from = matrix_of<const E>(view, query.batch, query.head, query.first);
+  const int64_t pitch = padded(width);
+  if constexpr (kPaired<F>) {
+    const int64_t rows = round_up(query.rows, kDepthStep<F>);
+    load_rows<E>(from, query.rows, width, unpaired, rows, pitch);
+    pair_rows(unpaired, rows, pitch, copy);
+  } else {
+    if constexpr (std::is_same_v<E, F>)
+      if (from.column_stride == 1 && width == pitch) return {from.data, from.row_stride};
+    load_rows<E>(from, query.rows, width, copy, query.rows, pitch);
+  }
+  return {copy, pitch};
+}
+
+// The gradients that a tile of scores adds: of its keys and values, and grad_query, of its queries.
+template <class E>
+void add_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t count, int64_t key_in_span, bool first,
+                   RowsOf<Factor<E>> key, RowsOf<Factor<E>> query_rows, RowsOf<Factor<E>> grad_out_rows,
+                   Accumulator<E>* grad_key, Accumulator<E>* grad_value, const BackwardScratch<E>& tile) {
+  using F = Factor<E>;
+  const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
+  const Into into = first ? Into::kReplace : Into::kAdd;
+  grad_key += key_in_span * width;
+  grad_value += key_in_span * value_width;
+  if constexpr (kPaired<F>) {
+    const int64_t rows = round_up(count, kRowStep<F>), depth = round_up(query.rows, kDepthStep<F>);
+    narrow_rows(tile.score, count, rows, query.columns, depth, kQueries, tile.weight_rows);
+    narrow_rows(tile.grad, count, rows, query.columns, depth, kQueries, tile.grad_rows);
+    make_pairs(tile.grad, count, round_up(count, kDepthStep<F>), query.columns, kQueries, tile.grad_pairs);
+    product(Into::kAdd, rows, value_width, depth, tile.weight_rows, kQueries, 1, grad_out_rows.data, grad_out_rows.pitch,
+            grad_value, value_width);
+    product(Into::kAdd, rows, width, depth, tile.grad_rows, kQueries, 1, query_rows.data, query_rows.pitch, grad_key, width);
+    const int64_t block = key_in_span / kKeys * kKeys;
+    product(into, width, query.columns, round_up(count, kDepthStep<F>), tile.key_columns + block * width + key_in_span - block,
+            kKeys, 1, tile.grad_pairs, kQueries, tile.grad_query, kQueries);
+  } else {
+    product(Into::kAdd, count, value_width, query.rows, tile.score, kQueries, 1, grad_out_rows.data, grad_out_rows.pitch,
+            grad_value, value_width);
+    product(Into::kAdd, count, width, query.rows, tile.grad, kQueries, 1, query_rows.data, query_rows.pitch, grad_key, width);
+    product(into, problem.width, query.columns, count, key.data, 1, key.pitch, tile.grad, kQueries, tile.grad_query, kQueries);
+  }
+}
+
+template <class E>
+void backward_span(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryGradients<E>& sums,
+                   int64_t batch, int64_t group, int64_t index, std::byte* scratch) {
+  using A = Accumulator<E>;
+  using F = Factor<E>;
+  [[maybe_unused]] const TileRegisters registers;
   Carver carver(scratch);
-  const BackwardScratch<A> tile(problem, carver);
+  BackwardScratch<E> tile(problem, carver);
   const int64_t groups = groups_of(problem), heads = problem.heads / groups;
   const int64_t key_heads = problem.key_heads / groups, value_heads = problem.value_heads / groups;
   const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
-  std::fill_n(tile.grad_key, key_heads * problem.keys * width, A(0));
-  std::fill_n(tile.grad_value, value_heads * problem.keys * value_width, A(0));
+  const int64_t span = span_of(problem), start = index * span, end = std::min(start + span, problem.keys);
+  std::fill_n(tile.grad_key, key_heads * span * width, A(0));
+  std::fill_n(tile.grad_value, value_heads * span * value_width, A(0));
 
   for (int64_t member = 0; member < heads; ++member) {
     const int64_t head = group * heads + member;
-    A* grad_key = tile.grad_key + member / (heads / key_heads) * problem.keys * width;
-    A* grad_value = tile.grad_value + member / (heads / value_heads) * problem.keys * value_width;
-    std::fill_n(tile.grad_query, problem.queries * width, A(0));
-    for (int64_t begin = 0; begin < problem.keys; begin += kKeys) {
-      const int64_t count = std::min(kKeys, problem.keys - begin);
-      load_keys<E>(problem, batch, head, begin, count, tile);
-      for (int64_t first = 0; first < problem.queries; first += kQueries) {
-        const int64_t rows = std::min(kQueries, problem.queries - first);
-        if (!meet(problem.visible, first, first + rows, begin, begin + count, problem.keys)) continue;
-        load_queries<E>(problem, gradients, batch, head, first, rows, tile);
-        score_gradients<E, A>(problem, batch, head, first, rows, begin, count, true, tile);
-        multiply(count, value_width, rows, tile.weight, 1, kKeys, tile.grad_out, value_width, grad_value + begin * value_width,
-                 value_width);
-        multiply(count, width, rows, tile.grad_score, 1, kKeys, tile.query, width, grad_key + begin * width, width);
-        multiply(rows, width, count, tile.grad_score, kKeys, 1, tile.key, width, tile.grad_query + first * width, width);
-      }
+    A* grad_key = tile.grad_key + member / (heads / key_heads) * span * width;
+    A* grad_value = tile.grad_value + member / (heads / value_heads) * span * value_width;
+    const auto keys = key_rows_of<E>(problem, batch, head, start, end - start, tile.keys),
+               values = value_rows_of<E>(problem, batch, head, start, end - start, tile.values);
+    if constexpr (kPaired<F>) {
+      if (member % (heads / key_heads) == 0)
+        for (int64_t begin = start; begin < end; begin += kKeys) {
+          const auto from = matrix_of<const E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin);
+          load_rows<E>(from, std::min(kKeys, end - begin), problem.width, tile.key_padded, kKeys, width);
+          transpose_pairs(tile.key_padded, kKeys, width, tile.pairs, tile.key_columns + (begin - start) * width, kKeys);
+        }
     }
-    store_rows<E>(tile.grad_query, gradients.grad_query, batch, head, 0, problem.queries, problem.width);
+    for (int64_t first = 0; first < problem.queries; first += kQueries) {
+      const QueryTile query(problem, batch, head, first);
+      const KeyRange range = keys_of_any(problem.visible, first, query.last(), problem.keys);
+      if (range.begin >= range.end || range.begin >= end || range.end <= start) continue;
+      RowsOf<F> query_rows{}, grad_out_rows{};
+      bool loaded = false, empty = true;
+      for_each_block(range, start, end, [&](int64_t begin, int64_t count) {
+        if (!loaded) {
+          load_queries(problem, gradients, query, tile);
+          query_rows = right_rows<E>(problem.query, query, problem.width, tile.query_rows, tile.unpaired_rows);
+          grad_out_rows = right_rows<E>(gradients.grad_out, query, problem.value_width, tile.grad_out_rows, tile.unpaired_rows);
+          loaded = true;
+        }
+        const RowsOf<F> key{keys.data + (begin - start) * keys.pitch, keys.pitch},
+            value{values.data + (begin - start) * values.pitch, values.pitch};
+        if (!score_gradients(problem, query, begin, count, key, value, true, tile)) return;
+        add_gradients(problem, query, count, begin - start, empty, key, query_rows, grad_out_rows, grad_key, grad_value, tile);
+        empty = false;
+      });
+      sums.add(problem, query, static_cast<int32_t>(index - range.begin / span), empty ? nullptr : tile.grad_query);
+    }
   }
+  const A scale = static_cast<A>(problem.scale);
   for (int64_t h = 0; h < key_heads; ++h)
-    store_rows<E>(tile.grad_key + h * problem.keys * width, gradients.grad_key, batch, group * key_heads + h, 0, problem.keys,
-                  problem.width);
+    store_rows<E>(tile.grad_key + h * span * width, width, scale, end - start, problem.width,
+                  matrix_of<E>(gradients.grad_key, batch, group * key_heads + h, start));
   for (int64_t h = 0; h < value_heads; ++h)
-    store_rows<E>(tile.grad_value + h * problem.keys * value_width, gradients.grad_value, batch, group * value_heads + h, 0,
-                  problem.keys, problem.value_width);
+    store_rows<E>(tile.grad_value + h * span * value_width, value_width, A(1), end - start, problem.value_width,
+                  matrix_of<E>(gradients.grad_value, batch, group * value_heads + h, start));
+}
+
+template <class E>
+void store_query_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryGradients<E>& sums,
+                          const QueryTile& query) {
+  using A = Accumulator<E>;
+  const auto to = matrix_of<E>(gradients.grad_query, query.batch, query.head, query.first);
+  const int64_t tile = sums.index(problem, query);
+  if (sums.turn[tile].load(std::memory_order_relaxed) == 0) {  // no key is seen: nobody has written the sums
+    for (int64_t i = 0; i < query.rows; ++i)
+      for (int64_t e = 0; e < problem.width; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(A(0));
+    return;
+  }
+  A scale[kQueries];
+  std::fill_n(scale, kQueries, static_cast<A>(problem.scale));
+  store_columns<E>(sums.sum + tile * sums.tile_size, kQueries, scale, query.rows, problem.width, to);
 }
 
 // A sink joins the denominator alone: its gradient is the sum over queries of its weight times grad_lse - grad_out . out.
@@ -243,12 +429,12 @@ void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gr
 
 // One tile of the mask's gradient: the gradients of all scores that its elements were added to, summed in registers' reach
 // instead of in a tensor of all scores. Costs two matrix products more, needs no memory but the gradient itself.
-template <class A>
-struct MaskScratch : GradientScratch<A> {
-  A* sum;
+template <class E>
+struct MaskScratch : GradientScratch<E> {
+  Accumulator<E>* sum;  // [kKeys, kQueries]
 
-  MaskScratch(const AttentionProblem& problem, Carver& carver) : GradientScratch<A>(problem, carver) {
-    sum = carver.take<A>(kQueries * kKeys);
+  MaskScratch(const AttentionProblem& problem, Carver& carver) : GradientScratch<E>(problem, carver) {
+    sum = carver.take<Accumulator<E>>(kKeys * kQueries);
   }
 };
 
@@ -256,85 +442,97 @@ template <class E>
 void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t mask_batch,
                         int64_t mask_head, int64_t first_tile, int64_t first_block, std::byte* scratch) {
   using A = Accumulator<E>;
+  [[maybe_unused]] const TileRegisters registers;
   Carver carver(scratch);
-  const MaskScratch<A> tile(problem, carver);
+  MaskScratch<E> tile(problem, carver);
   const int64_t* size = gradients.mask_size;
   const bool every_batch = size[0] == 1, every_head = size[1] == 1, every_query = size[2] == 1, every_key = size[3] == 1;
-  std::fill_n(tile.sum, kQueries * kKeys, A(0));
+  std::fill_n(tile.sum, kKeys * kQueries, A(0));
 
+  const int64_t first_key = every_key ? 0 : first_block * kKeys,
+                last_key = every_key ? problem.keys : std::min(problem.keys, first_key + kKeys);
+  const int64_t first_query = every_query ? 0 : first_tile * kQueries,
+                last_query = every_query ? problem.queries : std::min(problem.queries, first_query + kQueries);
   for (int64_t batch = every_batch ? 0 : mask_batch; batch < (every_batch ? problem.batch : mask_batch + 1); ++batch)
     for (int64_t head = every_head ? 0 : mask_head; head < (every_head ? problem.heads : mask_head + 1); ++head)
-      for (int64_t begin = every_key ? 0 : first_block * kKeys;
-           begin < (every_key ? problem.keys : std::min(problem.keys, (first_block + 1) * kKeys)); begin += kKeys) {
-        const int64_t count = std::min(kKeys, problem.keys - begin);
-        load_keys<E>(problem, batch, head, begin, count, tile);
-        for (int64_t first = every_query ? 0 : first_tile * kQueries;
-             first < (every_query ? problem.queries : std::min(problem.queries, (first_tile + 1) * kQueries));
-             first += kQueries) {
-          const int64_t rows = std::min(kQueries, problem.queries - first);
-          if (!meet(problem.visible, first, first + rows, begin, begin + count, problem.keys)) continue;
-          load_queries<E>(problem, gradients, batch, head, first, rows, tile);
-          score_gradients<E, A>(problem, batch, head, first, rows, begin, count, false, tile);
-          for (int64_t i = 0; i < rows; ++i) {
-            A* sum = tile.sum + (every_query ? 0 : i * kKeys);
-            const A* grad = tile.grad_score + i * kKeys;
-            if (every_key)
-              sum[0] += reduce(padded(count), A(0), SumOf<A>{grad});
-            else
-              for (int64_t j = 0; j < count; ++j) sum[j] += grad[j];
+      for (int64_t first = first_query; first < last_query; first += kQueries) {
+        const QueryTile query(problem, batch, head, first);
+        bool loaded = false;
+        const KeyRange range = keys_of_any(problem.visible, first, query.last(), problem.keys);
+        for_each_block(range, first_key, last_key, [&](int64_t begin, int64_t count) {
+          if (!loaded) load_queries(problem, gradients, query, tile);
+          loaded = true;
+          const auto key = key_rows_of<E>(problem, batch, head, begin, count, tile.key_copy),
+                     value = value_rows_of<E>(problem, batch, head, begin, count, tile.value_copy);
+          if (!score_gradients(problem, query, begin, count, key, value, false, tile)) return;
+          for (int64_t k = 0; k < count; ++k) {
+            A* sum = tile.sum + (every_key ? 0 : (begin - first_key + k) * kQueries);
+            for (int64_t l = 0; l < query.columns; l += kLanes<A>)
+              store_vector(sum + l, load_vector(sum + l) + load_vector(tile.grad + k * kQueries + l));
           }
-        }
+        });
       }
 
   const MutableView4& to = gradients.grad_mask;
-  const int64_t rows = every_query ? 1 : std::min(kQueries, problem.queries - first_tile * kQueries);
-  const int64_t columns = every_key ? 1 : std::min(kKeys, problem.keys - first_block * kKeys);
+  const int64_t rows = last_query - first_query, columns = last_key - first_key;
   visit_floating<Float16, BFloat16>(gradients.grad_mask_dtype, [&]<class M>(Type<M>) {
     M* base = static_cast<M*>(to.data) + mask_batch * to.stride[0] + mask_head * to.stride[1] +
               first_tile * kQueries * to.stride[2] + first_block * kKeys * to.stride[3];
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) {
-        M& element = base[i * to.stride[2] + j * to.stride[3]];
+    for (int64_t i = 0; i < (every_query ? 1 : rows); ++i)
+      for (int64_t k = 0; k < (every_key ? 1 : columns); ++k) {
+        A sum = tile.sum[k * kQueries + i];
+        if (every_query)
+          for (int64_t lane = 1; lane < std::min(kQueries, rows); ++lane) sum += tile.sum[k * kQueries + lane];
+        M& element = base[i * to.stride[2] + k * to.stride[3]];
         const auto before = gradients.add_to_grad_mask ? widen(element) : Accumulator<M>(0);
-        element = narrow<M>(before + static_cast<Accumulator<M>>(tile.sum[i * kKeys + j]));
+        element = narrow<M>(before + static_cast<Accumulator<M>>(sum));
       }
   });
 }
 
 }  // namespace
 
-int64_t backward_scratch(const AttentionProblem& problem) {
-  int64_t bytes = 0;
+Memory backward_memory(const AttentionProblem& problem) {
+  Carver backward(nullptr), mask(nullptr), shared(nullptr);
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
-    Carver backward(nullptr), mask(nullptr);
-    BackwardScratch<Accumulator<E>>(problem, backward);
-    MaskScratch<Accumulator<E>>(problem, mask);
-    bytes = std::max(backward.used(), mask.used());
+    BackwardScratch<E>(problem, backward);
+    MaskScratch<E>(problem, mask);
+    QueryGradients<E>(problem, shared);
   });
-  return bytes;
+  return {std::max(backward.used(), mask.used()), shared.used()};
 }
 
 void backward(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor) {
   const int64_t groups = groups_of(problem), planes = problem.batch * problem.heads,
-                query_tiles = tiles_of(problem.queries, kQueries);
+                tiles = tiles_of(problem.queries, kQueries), spans = tiles_of(problem.keys, span_of(problem));
+  const auto tile_of = [&](int64_t item) {
+    const int64_t plane = item / tiles;
+    return QueryTile(problem, plane / problem.heads, plane % problem.heads, item % tiles * kQueries);
+  };
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
-    for_each_item(executor, planes * query_tiles, [&](int64_t item, std::byte* scratch) {
-      const int64_t plane = item / query_tiles;
-      fill_delta<E>(problem, gradients, plane / problem.heads, plane % problem.heads, item % query_tiles * kQueries, scratch);
+    Carver shared(executor.shared);
+    const QueryGradients<E> sums(problem, shared);
+    for_each_item(executor, planes * tiles, [&](int64_t item, std::byte* scratch) {
+      const QueryTile query = tile_of(item);
+      sums.turn[sums.index(problem, query)].store(0, std::memory_order_relaxed);
+      fill_delta<E>(problem, gradients, query, scratch);
     });
-    for_each_item(executor, problem.batch * groups, [&](int64_t item, std::byte* scratch) {
-      backward_group<E>(problem, gradients, item / groups, item % groups, scratch);
+    // Spans outside, so that items of one head, which add to the same queries, seldom run at the same time.
+    for_each_item(executor, spans * problem.batch * groups, [&](int64_t item, std::byte* scratch) {
+      const int64_t plane = item % (problem.batch * groups);
+      backward_span<E>(problem, gradients, sums, plane / groups, plane % groups, item / (problem.batch * groups), scratch);
     });
+    for_each_item(executor, planes * tiles,
+                  [&](int64_t item, std::byte*) { store_query_gradient<E>(problem, gradients, sums, tile_of(item)); });
     if (gradients.grad_sinks)
       for_each_item(executor, planes, [&](int64_t item, std::byte*) {
         sink_gradient<Accumulator<E>>(problem, gradients, item / problem.heads, item % problem.heads);
       });
     if (gradients.grad_mask.data) {
       const int64_t* size = gradients.mask_size;
-      const int64_t tiles = size[2] == 1 ? 1 : tiles_of(size[2], kQueries),
-                    blocks = size[3] == 1 ? 1 : tiles_of(size[3], kKeys);
-      for_each_item(executor, size[0] * size[1] * tiles * blocks, [&](int64_t item, std::byte* scratch) {
-        const int64_t plane = item / (tiles * blocks), rest = item % (tiles * blocks);
+      const int64_t rows = size[2] == 1 ? 1 : tiles_of(size[2], kQueries), blocks = size[3] == 1 ? 1 : tiles_of(size[3], kKeys);
+      for_each_item(executor, size[0] * size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
+        const int64_t plane = item / (rows * blocks), rest = item % (rows * blocks);
         mask_gradient_tile<E>(problem, gradients, plane / size[1], plane % size[1], rest / blocks, rest % blocks, scratch);
       });
     }

@@ -1,5 +1,8 @@
 // What attention's passes share: scratch, tiles of the inputs, and the scores of a tile, forward and backward the same to the
 // last bit.
+//
+// A tile of scores is [keys, queries]: the queries are the lanes of its vectors, so that a maximum, a sum and a rescaling are
+// vector by vector, and keys and values enter the products as they lie in memory.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +13,14 @@
 #include "../core/philox.h"
 #include "../core/visit.h"
 #include "executor.h"
+#include "layout.h"
+#include "mask_tile.h"
+#include "product.h"
 #include "simd.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-constexpr int64_t kQueries = 64, kKeys = 64;
-constexpr int64_t kPartial = 16;  // sums and maxima run in this many lanes in every instruction set
-
-// Hands out pieces of a worker's scratch; over a null base it only counts bytes.
+// Hands out pieces of scratch; over a null base it only counts bytes.
 class Carver {
  public:
   explicit Carver(std::byte* base) : base_(base) {}
@@ -34,202 +37,266 @@ class Carver {
   int64_t used_ = 0;
 };
 
-template <class A, class F>
-FLASH_ONLINE_INLINE A reduce(int64_t count, A start, const F& step) {
-  A lane[kPartial];
-  for (int64_t l = 0; l < kPartial; ++l) lane[l] = start;
-  for (int64_t j = 0; j < count; j += kPartial)
-    for (int64_t l = 0; l < kPartial; ++l) lane[l] = step(lane[l], j + l);
-  for (int64_t width = kPartial / 2; width > 0; width /= 2)
-    for (int64_t l = 0; l < width; ++l) lane[l] = step.join(lane[l], lane[l + width]);
-  return lane[0];
+// Keys or values of one head as rows that a product takes: in the tensor itself where it can be, else a copy.
+template <class F>
+struct RowsOf {
+  const F* data;
+  int64_t pitch;
+};
+
+// The pitch of rows of a width, as products read them.
+template <class F>
+constexpr int64_t pitch_of(int64_t width) {
+  return round_up(width, kDepthStep<F>);
 }
 
-template <class A>
-struct MaximumOf {
-  const A* x;
-  FLASH_ONLINE_INLINE A operator()(A so_far, int64_t j) const { return maximum(so_far, x[j]); }
-  FLASH_ONLINE_INLINE A join(A a, A b) const { return maximum(a, b); }
-};
+// Whether a product can take rows of the tensor where they lie.
+template <class E>
+bool lies_as_rows(const ConstView4& view, int64_t rows, int64_t width) {
+  using F = Factor<E>;
+  return std::is_same_v<E, F> && view.stride[3] == 1 && width % kDepthStep<F> == 0 && rows % kRowStep<F> == 0 &&
+         (!kPaired<F> || view.stride[2] % 2 == 0);
+}
 
-template <class A>
-struct MagnitudeOf {
-  const A* x;
-  FLASH_ONLINE_INLINE A operator()(A so_far, int64_t j) const { return maximum(so_far, x[j] < 0 ? -x[j] : x[j]); }
-  FLASH_ONLINE_INLINE A join(A a, A b) const { return maximum(a, b); }
-};
+// Rows [first, first + rows) of a head, copied only if they must be; `copy` holds round_up(rows, kRowStep) of them.
+template <class E>
+RowsOf<Factor<E>> rows_of(const ConstView4& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t width,
+                          Factor<E>* copy) {
+  using F = Factor<E>;
+  const auto from = matrix_of<E>(view, batch, head, first);
+  if constexpr (std::is_same_v<E, F>)
+    if (lies_as_rows<E>(view, rows, width)) return {from.data, from.row_stride};
+  const int64_t pitch = pitch_of<F>(width);
+  load_rows<E>(from, rows, width, copy, round_up(rows, kRowStep<F>), pitch);
+  return {copy, pitch};
+}
 
-template <class Sum, class A = Sum>
-struct SumOf {
-  const A* x;
-  FLASH_ONLINE_INLINE Sum operator()(Sum so_far, int64_t j) const { return so_far + x[j]; }
-  FLASH_ONLINE_INLINE Sum join(Sum a, Sum b) const { return a + b; }
-};
-
-// tile[rows, padded(columns)] = a piece of a matrix, widened; 0 in the padding.
-template <class E, class A, class Pointer>
-void load_rows(const View4<Pointer>& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns, A* tile) {
-  const E* base = static_cast<const E*>(view.data) + batch * view.stride[0] + head * view.stride[1] + first * view.stride[2];
-  const int64_t pitch = padded(columns);
-  for (int64_t i = 0; i < rows; ++i) {
-    const E* row = base + i * view.stride[2];
-    A* to = tile + i * pitch;
-    if (view.stride[3] == 1)
-      for (int64_t e = 0; e < columns; ++e) to[e] = widen(row[e]);
-    else
-      for (int64_t e = 0; e < columns; ++e) to[e] = widen(row[e * view.stride[3]]);
-    for (int64_t e = columns; e < pitch; ++e) to[e] = A(0);
+// Rows of a head as the right factor of a product, to[pitch_of(width), kQueries]: the queries in the lanes. `rows_copy`, of
+// kQueries rows, is for pairs alone.
+template <class E>
+void load_lanes(const ConstView4& view, const QueryTile& query, int64_t width, Factor<E>* to, Factor<E>* rows_copy) {
+  using F = Factor<E>;
+  const auto from = matrix_of<E>(view, query.batch, query.head, query.first);
+  if constexpr (kPaired<F>) {
+    load_rows<E>(from, query.rows, width, rows_copy, query.columns, pitch_of<F>(width));
+    pair_columns(rows_copy, query.columns, pitch_of<F>(width), to, kQueries);
+  } else {
+    load_columns<E>(from, query.rows, width, to, kQueries);
   }
 }
 
-// tile[columns, kKeys] = the transpose of tile[rows, padded(columns)], rows <= kKeys; 0 in the padding.
-template <class A>
-void transpose(const A* from, int64_t rows, int64_t columns, A* to) {
-  const int64_t pitch = padded(columns), used = padded(rows);
-  for (int64_t e = 0; e < columns; ++e) {
-    for (int64_t j = 0; j < rows; ++j) to[e * kKeys + j] = from[j * pitch + e];
-    for (int64_t j = rows; j < used; ++j) to[e * kKeys + j] = A(0);
-  }
-}
-
-template <class E, class A>
-void store_rows(const A* tile, const MutableView4& view, int64_t batch, int64_t head, int64_t first, int64_t rows,
-                int64_t columns) {
-  E* base = static_cast<E*>(view.data) + batch * view.stride[0] + head * view.stride[1] + first * view.stride[2];
-  const int64_t pitch = padded(columns);
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t e = 0; e < columns; ++e) base[i * view.stride[2] + e * view.stride[3]] = narrow<E>(tile[i * pitch + e]);
-}
-
-// What the scores of a tile are made from.
-template <class A>
+// What the scores of a tile are made from, and they.
+template <class E>
 struct ScoreTile {
-  A *query, *key, *key_transposed;  // [kQueries, width], [kKeys, width], [width, kKeys]
-  double* block_max;                // [kQueries], of a query's finished scores in this block of keys
-  bool* is_wide;                    // [kQueries], whether wide_score holds them instead
-  double *wide_query, *wide_key_transposed, *wide_score;
+  using A = Accumulator<E>;
+  using F = Factor<E>;
+  static constexpr bool kMayBeWide = std::is_same_v<E, float>;
+
+  F *query, *rows_copy;   // [pitch_of(width), kQueries]; for load_lanes
+  A* score;               // [kKeys, kQueries]
+  A* block_max;           // [kQueries], of a query's finished scores in this block of keys, unless they are wide
+  MaskTile<A> mask;
+  bool* is_wide;          // [kQueries], whether wide_score holds a query's scores instead
+  double *wide_query, *wide_key, *wide_score,
+      *wide_block_max;  // [width, kQueries], [kKeys, width], [kKeys, kQueries], [kQueries]
 
   ScoreTile(const AttentionProblem& problem, Carver& carver) {
-    const int64_t width = padded(problem.width);
-    query = carver.take<A>(kQueries * width);
-    key = carver.take<A>(kKeys * width);
-    key_transposed = carver.take<A>(problem.width * kKeys);
-    block_max = carver.take<double>(kQueries);
+    query = carver.take<F>(pitch_of<F>(problem.width) * kQueries);
+    rows_copy = carver.take<F>(kPaired<F> ? kQueries * pitch_of<F>(std::max(problem.width, problem.value_width)) : 0);
+    score = carver.take<A>(kKeys * kQueries);
+    block_max = carver.take<A>(kQueries);
+    mask.seen = carver.take<uint64_t>(kKeys);
+    const bool biased = problem.mask.data && problem.mask_dtype != DType::kBool;
+    mask.bias = carver.take<A>(biased ? kKeys * kQueries : 0);
     is_wide = carver.take<bool>(kQueries);
-    wide_query = carver.take<double>(problem.dtype == DType::kFloat32 ? kQueries * width : 0);
-    wide_key_transposed = carver.take<double>(problem.dtype == DType::kFloat32 ? problem.width * kKeys : 0);
-    wide_score = carver.take<double>(problem.dtype == DType::kFloat32 ? kQueries * kKeys : 0);
+    wide_query = carver.take<double>(kMayBeWide ? problem.width * kQueries : 0);
+    wide_key = carver.take<double>(kMayBeWide ? problem.width * kKeys : 0);
+    wide_score = carver.take<double>(kMayBeWide ? kKeys * kQueries : 0);
+    wide_block_max = carver.take<double>(kMayBeWide ? kQueries : 0);
   }
 };
 
-// One query's scores over keys [begin, begin + count), in place from scale * query . key to what the exponential takes; -inf in
-// the padding. With a softcap, `slope` (if any) receives its derivative.
-template <class A, class Score>
-void finish_scores(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t query, int64_t begin, int64_t count,
-                   bool whole, Score* score, A* slope) {
-  constexpr Score kHidden = -std::numeric_limits<Score>::infinity();
-  if (problem.softcap > 0) {
-    const Score cap = static_cast<Score>(problem.softcap);
-    for (int64_t j = 0; j < count; ++j) {
-      const Score bent = std::tanh(score[j] / cap);
-      score[j] = cap * bent;
-      if (slope) slope[j] = static_cast<A>(Score(1) - bent * bent);
-    }
-  }
-  if (problem.alibi_slopes) {
-    const Score steepness =
-        static_cast<const A*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
-    const int64_t position = query + problem.visible.offset;
-    for (int64_t j = 0; j < count; ++j) score[j] -= steepness * static_cast<Score>(std::abs(position - (begin + j)));
-  }
-  if (problem.mask.data) {
-    const int64_t* stride = problem.mask.stride;
-    const int64_t start = batch * stride[0] + head * stride[1] + query * stride[2] + begin * stride[3], step = stride[3];
-    if (problem.mask_dtype == DType::kBool) {
-      const bool* take = static_cast<const bool*>(problem.mask.data) + start;
-      for (int64_t j = 0; j < count; ++j) score[j] = take[j * step] ? score[j] : kHidden;
-    } else {
-      visit_floating<Float16, BFloat16>(problem.mask_dtype, [&]<class M>(Type<M>) {
-        const M* bias = static_cast<const M*>(problem.mask.data) + start;
-        for (int64_t j = 0; j < count; ++j) score[j] += static_cast<Score>(widen(bias[j * step]));
-      });
-    }
-  }
-  if (!whole) {
-    const KeyRange sees = keys_of(problem.visible, query, problem.keys);
-    for (int64_t j = 0; j < count; ++j) score[j] = begin + j >= sees.begin && begin + j < sees.end ? score[j] : kHidden;
-  }
-  for (int64_t j = count; j < padded(count); ++j) score[j] = kHidden;
+// Calls f(vector, key, lane) for every vector of a tile, a column of vectors at a time, and stores what it returns.
+template <class T, class F>
+FLASH_ONLINE_INLINE void for_each_vector(T* tile, int64_t count, int64_t columns, const F& f) {
+  for (int64_t l = 0; l < columns; l += kLanes<T>)
+    for (int64_t k = 0; k < count; ++k) store_vector(tile + k * kQueries + l, f(load_vector(tile + k * kQueries + l), k, l));
 }
 
-// A tile's finished scores, score[rows, kKeys], and their maxima. The exponential turns the absolute error of a score, which
-// grows with the score, into the relative one of a weight: where scores of float32 inputs are large, they are made in double,
-// and stay in wide_score until the maximum has been subtracted. By query, so that a result does not depend on its neighbours.
-// Returns whether any query's are.
-template <class E, class A>
-bool compute_scores(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t begin,
-                    int64_t count, const ScoreTile<A>& tile, A* score, A* slope) {
-  constexpr bool kMayBeWide = std::is_same_v<E, float>;
-  constexpr A kLarge = 8, kLowest = -std::numeric_limits<A>::infinity();
-  const bool whole = all_see(problem.visible, first, first + rows, begin, begin + count, problem.keys);
-  const int64_t width = padded(problem.width), columns = padded(count);
-  const A scale = static_cast<A>(problem.scale);
-  std::fill_n(score, rows * kKeys, A(0));
-  multiply(rows, columns, problem.width, tile.query, width, 1, tile.key_transposed, kKeys, score, kKeys);
-  bool any = false;
-  for (int64_t i = 0; i < rows; ++i) {
-    A *row = score + i * kKeys, *row_slope = slope ? slope + i * kKeys : nullptr;
-    for (int64_t j = 0; j < columns; ++j) row[j] *= scale;
-    const A largest = kMayBeWide ? reduce(columns, A(0), MagnitudeOf<A>{row}) : A(0);
-    finish_scores<A>(problem, batch, head, first + i, begin, count, whole, row, row_slope);
-    tile.block_max[i] = reduce(columns, kLowest, MaximumOf<A>{row});
-    // A score that overflows float32 is infinite, as in torch, and not a large one.
-    const double top = std::abs(tile.block_max[i]);
-    tile.is_wide[i] = kMayBeWide && (largest > kLarge || (top > kLarge && top < -kLowest)) && largest < -kLowest;
-    any = any || tile.is_wide[i];
+// tanh, within 2 ulp: odd polynomial near 0 (the minimax of Cephes' tanhf), by an exponential elsewhere.
+FLASH_ONLINE_INLINE Vector<float> hyperbolic_tangent(Vector<float> x) {
+  const Vector<float> size = x < 0.f ? -x : x, bounded = size > 20.f ? broadcast(20.f) : size, square = x * x;
+  Vector<float> p = -5.70498872745e-3f * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const Vector<float> far = 1.f - 2.f / (FastNatural::exp(bounded + bounded) + 1.f);
+  return size < 0.625f ? p * square * x + x : (x < 0.f ? -far : far);
+}
+FLASH_ONLINE_INLINE Vector<double> hyperbolic_tangent(Vector<double> x) {
+  for (int l = 0; l < kLanes<double>; ++l) x[l] = std::tanh(x[l]);
+  return x;
+}
+
+// A tile's scores, in place, from scale * query . key to what the exponential takes; hidden ones become -inf. With a softcap,
+// `slope` (if any) receives its derivative, for all queries or the chosen ones.
+template <class A, class Score>
+void finish_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                   const MaskTile<A>& mask, Score* score, A* slope, const bool* chosen = nullptr) {
+  if (problem.softcap > 0) {
+    const Score cap = static_cast<Score>(problem.softcap);
+    for_each_vector(score, count, query.columns, [&](Vector<Score> x, int64_t k, int64_t l) {
+      const Vector<Score> bent = hyperbolic_tangent(x / cap);
+      if (slope)
+        for (int i = 0; i < kLanes<Score>; ++i)
+          if (!chosen || chosen[l + i]) slope[k * kQueries + l + i] = static_cast<A>(1 - bent[i] * bent[i]);
+      return cap * bent;
+    });
   }
-  if constexpr (kMayBeWide) {
-    if (!any) return false;
-    std::copy_n(tile.query, rows * width, tile.wide_query);
-    std::copy_n(tile.key_transposed, problem.width * kKeys, tile.wide_key_transposed);
-    std::fill_n(tile.wide_score, rows * kKeys, 0.0);
-    multiply(rows, columns, problem.width, tile.wide_query, width, 1, tile.wide_key_transposed, kKeys, tile.wide_score, kKeys);
-    for (int64_t i = 0; i < rows; ++i) {
-      if (!tile.is_wide[i]) continue;
-      double* row = tile.wide_score + i * kKeys;
-      for (int64_t j = 0; j < columns; ++j) row[j] *= problem.scale;
-      finish_scores<A>(problem, batch, head, first + i, begin, count, whole, row, slope ? slope + i * kKeys : nullptr);
-      tile.block_max[i] = reduce(columns, -std::numeric_limits<double>::infinity(), MaximumOf<double>{row});
+  if (problem.alibi_slopes) {
+    const Score steepness = static_cast<const A*>(
+        problem.alibi_slopes)[query.batch * problem.alibi_stride[0] + query.head * problem.alibi_stride[1]];
+    const int64_t ahead = query.first + problem.visible.offset - begin;  // of the first query, beyond the first key
+    Vector<Score> lane;
+    for (int i = 0; i < kLanes<Score>; ++i) lane[i] = static_cast<Score>(i);
+    for_each_vector(score, count, query.columns, [&](Vector<Score> x, int64_t k, int64_t l) {
+      const Vector<Score> distance = lane + static_cast<Score>(ahead + l - k);
+      return x - steepness * (distance < 0 ? -distance : distance);
+    });
+  }
+  if (mask.biased)
+    for_each_vector(score, count, query.columns, [&](Vector<Score> x, int64_t k, int64_t l) {
+      const A* bias = mask.bias + k * kQueries + l;
+      if constexpr (std::is_same_v<A, Score>)
+        x += load_vector(bias);
+      else
+        for (int i = 0; i < kLanes<Score>; ++i) x[i] += bias[i];
+      return x;
+    });
+  if (mask.hides)
+    for_each_vector(score, count, query.columns,
+                    [&](Vector<Score> x, int64_t k, int64_t l) { return hide<Score>(x, mask.seen[k] >> l); });
+}
+
+template <class T>
+FLASH_ONLINE_INLINE Vector<T> largest_of(Vector<T> a, Vector<T> b) {
+  if constexpr (std::is_same_v<T, float>)
+    return largest(b, a);
+  else
+    return maximum(a, b);
+}
+
+// The largest of each query's scores.
+template <class Score, class A>
+FLASH_ONLINE_INLINE void maxima(const Score* score, int64_t count, int64_t columns, A* block_max) {
+  for (int64_t l = 0; l < columns; l += kLanes<Score>) {
+    Vector<Score> even = lowest<Vector<Score>>(), odd = even;
+    int64_t k = 0;
+    for (; k + 2 <= count; k += 2) {
+      even = largest_of<Score>(even, load_vector(score + k * kQueries + l));
+      odd = largest_of<Score>(odd, load_vector(score + (k + 1) * kQueries + l));
     }
+    if (k < count) even = largest_of<Score>(even, load_vector(score + k * kQueries + l));
+    even = largest_of<Score>(even, odd);
+    for (int i = 0; i < kLanes<Score>; ++i) block_max[l + i] = static_cast<A>(even[i]);
+  }
+}
+
+// A tile's finished scores and their maxima, for keys [begin, begin + count), whose rows are `key`, after load_mask. The
+// exponential turns the absolute error of a score, which grows with the score, into the relative one of a weight: where scores
+// of float inputs are large, they are made in double, and stay in wide_score until the maximum has been subtracted. By query,
+// so that a result does not depend on its neighbours. Returns whether any query's are.
+template <class E, class A = Accumulator<E>, class F = Factor<E>>
+bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
+                    const ScoreTile<E>& tile, A* slope) {
+  constexpr A kLarge = 8;
+  const bool plain = problem.softcap <= 0 && !problem.alibi_slopes && !tile.mask.biased && !tile.mask.hides;
+  const A scale = static_cast<A>(problem.scale);
+  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.width), key.data, key.pitch, 1,
+          tile.query, kQueries, tile.score, kQueries);
+
+  A most[kQueries], least[kQueries];  // of the products alone
+  for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
+    Vector<A> high = lowest<Vector<A>>(), low = high;
+    A* score = tile.score + l;
+    for (int64_t k = 0; k < count; ++k, score += kQueries) {
+      // Stored before anything is subtracted: contracted into one operation, the same score would round differently elsewhere.
+      const Vector<A> scaled = load_vector(score) * scale;
+      high = largest_of<A>(high, scaled);
+      if constexpr (ScoreTile<E>::kMayBeWide) low = largest_of<A>(low, -scaled);
+      store_vector(score, scaled);
+    }
+    store_vector(most + l, high);
+    if constexpr (ScoreTile<E>::kMayBeWide) store_vector(least + l, low);
+  }
+  if (plain) {
+    std::copy_n(most, query.columns, tile.block_max);
+  } else {
+    finish_scores<A>(problem, query, begin, count, tile.mask, tile.score, slope);
+    maxima(tile.score, count, query.columns, tile.block_max);
+  }
+
+  bool any = false;
+  if constexpr (ScoreTile<E>::kMayBeWide) {
+    for (int64_t i = 0; i < query.columns; ++i) {
+      const A largest = most[i] > least[i] ? most[i] : least[i], top = std::abs(tile.block_max[i]);
+      // A score that overflows float is infinite, as in torch, and not a large one.
+      const bool wide = ((largest > kLarge) | ((top > kLarge) & (top < -lowest<A>()))) & (largest < -lowest<A>());
+      tile.is_wide[i] = wide & (i < query.rows);
+      any |= tile.is_wide[i];
+    }
+    if (!any) return false;
+    for (int64_t i = 0; i < problem.width * kQueries; ++i) tile.wide_query[i] = tile.query[i];
+    load_rows<A>(Matrix<const A>{key.data, key.pitch, 1}, count, problem.width, tile.wide_key, count, problem.width);
+    product(Into::kReplace, count, query.columns, problem.width, tile.wide_key, problem.width, 1, tile.wide_query, kQueries,
+            tile.wide_score, kQueries);
+    for_each_vector(tile.wide_score, count, query.columns,
+                    [&](Vector<double> x, int64_t, int64_t) { return x * problem.scale; });
+    finish_scores<A>(problem, query, begin, count, tile.mask, tile.wide_score, slope, tile.is_wide);
+    maxima(tile.wide_score, count, query.columns, tile.wide_block_max);
   }
   return any;
 }
 
-// Calls weight(j, kept) for the keys begin + j, 0 <= j < count, of a query; begin is a multiple of 4.
-template <class Weight>
-FLASH_ONLINE_INLINE void for_each_kept(const int64_t* rng, double dropout, int64_t batch, int64_t head, int64_t query,
-                                       int64_t begin, int64_t count, const Weight& weight) {
-  const Philox philox(rng[0], rng[1]);
-  const uint64_t threshold = drop_threshold(dropout);
-  for (int64_t j = 0; j < count; j += 4) {
-    uint32_t word[4];
-    philox.words(batch, head, query, (begin + j) / 4, word);
-    for (int64_t l = 0; l < 4 && j + l < count; ++l) weight(j + l, word[l] >= threshold);
+// Moves the scores of query i, if they are wide, into the tile's scores, less what the exponential would subtract.
+template <class E>
+void settle_scores(int64_t i, int64_t count, const ScoreTile<E>& tile, double subtract) {
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t place = k * kQueries + i;
+    tile.score[place] = static_cast<Accumulator<E>>((tile.is_wide[i] ? tile.wide_score[place] : tile.score[place]) - subtract);
   }
 }
 
-// Multiplies a query's weights by 0 or 1 / (1 - dropout).
+// factor[count, kQueries] = 0 where dropout drops the key's weight, 1 / (1 - dropout) where it does not. begin is a multiple of
+// 4: four keys share a draw.
 template <class A>
-void drop(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t query, int64_t begin, int64_t count, A* x) {
+__attribute__((noinline)) void draw_dropout(const AttentionProblem& problem, const QueryTile& query, int64_t begin,
+                                            int64_t count, A* factor) {
+  const Philox philox(problem.rng[0], problem.rng[1]);
+  const uint64_t threshold = drop_threshold(problem.dropout);
   const A survivor = problem.dropout < 1 ? A(1) / static_cast<A>(1 - problem.dropout) : A(0);
-  for_each_kept(problem.rng, problem.dropout, problem.batch_begin + batch, head, query, begin, count,
-                [&](int64_t j, bool kept) { x[j] *= kept ? survivor : A(0); });
+  for (int64_t k = 0; k < count; k += 4)
+    for (int64_t i = 0; i < query.columns; ++i) {
+      uint32_t word[4];
+      philox.words(problem.batch_begin + query.batch, query.head, query.first + i, (begin + k) / 4, word);
+      for (int64_t j = 0; j < 4; ++j) factor[(k + j) * kQueries + i] = word[j] >= threshold ? survivor : A(0);
+    }
 }
 
 inline int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
 
+// Calls f(begin, count) for blocks of the keys [range.begin, range.end) within [first, last), cut at multiples of kKeys.
+template <class F>
+FLASH_ONLINE_INLINE void for_each_block(KeyRange range, int64_t first, int64_t last, const F& f) {
+  const int64_t end = std::min(range.end, last);
+  for (int64_t begin = std::max(range.begin / kKeyStep * kKeyStep, first), next; begin < end; begin = next) {
+    next = std::min(begin / kKeys * kKeys + kKeys, end);
+    f(begin, next - begin);
+  }
+}
+
 // The kernels of attention_backward.cpp and merge.cpp, which attention.cpp puts into the table of the instruction set.
-int64_t backward_scratch(const AttentionProblem& problem);
+Memory backward_memory(const AttentionProblem& problem);
 void backward(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor);
 void merge(const MergeProblem& problem, const Executor& executor);
 void merge_backward(const MergeProblem& problem, const MergeGradients& gradients, const Executor& executor);

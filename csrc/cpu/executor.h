@@ -7,11 +7,17 @@
 
 namespace flash_online::cpu {
 
+// Bytes that a kernel wants, multiples of 64: for each worker its own, and one piece that all workers share.
+struct Memory {
+  int64_t scratch = 0, shared = 0;
+};
+
 struct Executor {
   int64_t workers = 1;  // run() calls body(context, worker) for 0 <= worker < workers, in parallel or not
   void (*run)(int64_t workers, void (*body)(void* context, int64_t worker), void* context) = nullptr;
   std::byte* scratch = nullptr;    // workers * scratch_bytes, aligned to 64 bytes
   int64_t scratch_bytes = 0;       // a worker's share, a multiple of 64
+  std::byte* shared = nullptr;     // of all workers, aligned to 64 bytes
 };
 
 // Calls item(index, scratch) for every index below `items`. A free worker takes the next index, so uneven items (causal

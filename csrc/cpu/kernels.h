@@ -9,8 +9,8 @@
 namespace flash_online::cpu {
 
 struct AttentionKernels {
-  int64_t (*forward_scratch)(const AttentionProblem&);  // bytes of scratch a worker needs
-  int64_t (*backward_scratch)(const AttentionProblem&);
+  Memory (*forward_memory)(const AttentionProblem&);
+  Memory (*backward_memory)(const AttentionProblem&);
   void (*forward)(const AttentionProblem&, const Executor&);
   void (*backward)(const AttentionProblem&, const AttentionGradients&, const Executor&);
   void (*dropout_mask)(const DropoutProblem&, const Executor&);

@@ -19,6 +19,7 @@
 #endif
 
 #define FLASH_ONLINE_INLINE inline __attribute__((always_inline))
+#define FLASH_ONLINE_LAMBDA_INLINE __attribute__((always_inline))
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
@@ -92,6 +93,19 @@ FLASH_ONLINE_INLINE void store_vector(T* to, Vector<T> x) {
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> broadcast(T x) {
   return x - Vector<T>{};  // x + {} would turn -0 into 0
+}
+
+// All lanes from memory: one instruction, and no arithmetic on what may be two numbers of 16 bits.
+template <class T>
+FLASH_ONLINE_INLINE Vector<T> broadcast_from(const T* from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    return reinterpret_cast<Vector<T>>(_mm512_set1_ps(*reinterpret_cast<const float*>(from)));
+  else
+    return reinterpret_cast<Vector<T>>(_mm512_set1_pd(*reinterpret_cast<const double*>(from)));
+#else
+  return broadcast(*from);
+#endif
 }
 
 // kLanes<float> elements of 16 bits, as the storage sees them.
@@ -176,6 +190,7 @@ FLASH_ONLINE_INLINE Vector<float> largest(Vector<float> a, Vector<float> b) {
 // maximum is never inf.
 struct FastNatural {
   static constexpr float kLeast = -110.f, kMost = 100.f;      // beyond these a result is 0 or inf
+  static constexpr float kLeastNormal = -87.3365447f;         // the logarithm of 2^-126
   static constexpr float kLog2e = 1.44269504f, kRound = 12582912.f;  // 1.5 * 2^23: the last digit counts ones
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * the first is exact
 
@@ -196,17 +211,21 @@ struct FastNatural {
     const auto power = [](int32_t e) { return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23); };
     return of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
   }
+  // In a vector, results under 2^-126 are 0: a lane with a subnormal result would cost the processor a hundred cycles, and
+  // every hidden score has one.
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) {
-    const Vector<float> clamped = largest(broadcast(kLeast), x);
-    const Vector<float> shifted = clamped * kLog2e + kRound, n = shifted - kRound;
-    const Vector<float> scaled = of_remainder((clamped - n * kLn2High) - n * kLn2Low);
+    const Vector<float> shifted = x * kLog2e + kRound, n = shifted - kRound;
+    const Vector<float> scaled = of_remainder((x - n * kLn2High) - n * kLn2Low);
 #if defined(__AVX512F__)
+    const __mmask16 normal = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(kLeastNormal), _CMP_NLT_UQ);
     return reinterpret_cast<Vector<float>>(
-        _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(scaled), reinterpret_cast<__m512>(n)));
+        _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(scaled), reinterpret_cast<__m512>(n)));
 #else
-    const Vector<int32_t> exponent = reinterpret_cast<Vector<int32_t>>(shifted) - 0x4b400000, half = exponent >> 1;
+    const auto tiny = x < kLeastNormal;
+    const Vector<int32_t> exponent = (reinterpret_cast<Vector<int32_t>>(shifted) - 0x4b400000) & ~tiny, half = exponent >> 1;
     const auto power = [](Vector<int32_t> e) { return reinterpret_cast<Vector<float>>((e + 127) << 23); };
-    return scaled * power(half) * power(exponent - half);
+    return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<int32_t>>(scaled * power(half) * power(exponent - half)) &
+                                           ~tiny);
 #endif
   }
   static FLASH_ONLINE_INLINE double exp(double x) { return std::exp(x); }
@@ -222,49 +241,5 @@ struct FastNatural {
 
 template <class T>
 using Softmax = OnlineSoftmax<T, FastNatural>;
-
-// A length rounded up to whole vectors of the widest set, so that scratch has the same shape in every set.
-constexpr int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
-
-// c[Rows, Vectors * lanes] += a[Rows, depth] b[depth, Vectors * lanes], summed in registers. The sum starts at 0 and meets c
-// once, at its end: a long row of products added to c one by one would lose digits with every tile.
-template <int Rows, int Vectors, class T>
-FLASH_ONLINE_INLINE void multiply_tile(int64_t depth, const T* a, int64_t a_row, int64_t a_column, const T* b, int64_t b_row,
-                                       T* c, int64_t c_row) {
-  using Vector = typename VectorOf<T>::type;
-  using Unaligned = typename VectorOf<T>::unaligned;
-  Vector sum[Rows][Vectors];
-  for (int i = 0; i < Rows; ++i)
-    for (int v = 0; v < Vectors; ++v) sum[i][v] = Vector{};
-  for (int64_t k = 0; k < depth; ++k) {
-    Vector row[Vectors];
-    for (int v = 0; v < Vectors; ++v) row[v] = *reinterpret_cast<const Unaligned*>(b + k * b_row + v * kLanes<T>);
-    for (int i = 0; i < Rows; ++i)
-      for (int v = 0; v < Vectors; ++v) sum[i][v] += a[i * a_row + k * a_column] * row[v];
-  }
-  for (int i = 0; i < Rows; ++i)
-    for (int v = 0; v < Vectors; ++v) *reinterpret_cast<Unaligned*>(c + i * c_row + v * kLanes<T>) += sum[i][v];
-}
-
-template <int Vectors, class T>
-FLASH_ONLINE_INLINE void multiply_columns(int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_column, const T* b,
-                                          int64_t b_row, T* c, int64_t c_row) {
-  constexpr int kRows = 6;  // with the widest Vectors below, 12 (16 registers) or 24 (32 registers) hold sums
-  int64_t i = 0;
-  for (; i + kRows <= rows; i += kRows)
-    multiply_tile<kRows, Vectors>(depth, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row);
-  for (; i < rows; ++i) multiply_tile<1, Vectors>(depth, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row);
-}
-
-// c[rows, columns] += a[rows, depth] b[depth, columns]; a has any strides, b and c have contiguous rows; columns is padded().
-template <class T>
-__attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_row,
-                                        int64_t a_column, const T* b, int64_t b_row, T* c, int64_t c_row) {
-  constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
-  int64_t j = 0;
-  for (; j + kWide * kLanes<T> <= columns; j += kWide * kLanes<T>)
-    multiply_columns<kWide>(rows, depth, a, a_row, a_column, b + j, b_row, c + j, c_row);
-  for (; j < columns; j += kLanes<T>) multiply_columns<1>(rows, depth, a, a_row, a_column, b + j, b_row, c + j, c_row);
-}
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -4,12 +4,15 @@
 
 #include <cstdint>
 
+#include "../core/problem.h"
+
 namespace flash_online {
 
 struct Api {
   const char* (*build_info)();  // JSON: what was built, by what, for what
-  // Bytes of scratch that a worker of a CPU kernel's forward pass takes, one worker a thread at most.
-  int64_t (*attention_scratch)(bool float64, int64_t width, int64_t value_width);
+  // Bytes that a CPU kernel's forward pass takes beside its results: attention's in all, with `workers` of them, one a thread
+  // at most; a row function's for a worker. Of the problem, sizes, strides and what is not null count.
+  int64_t (*attention_memory)(const AttentionProblem& problem, int64_t workers);
   int64_t (*row_scratch)(bool float64, int64_t k);  // k: of the top k, else 0
 };
 

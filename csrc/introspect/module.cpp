@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -142,12 +143,36 @@ PYBIND11_MODULE(_introspect, m) {
       [](const std::string& library) { return py::module_::import("json").attr("loads")(api_of(library).build_info()); },
       py::arg("library"), "What the library at this path, already loaded, was built of: a dict.");
   m.def(
-      "attention_scratch",
-      [](const std::string& library, bool float64, int64_t width, int64_t value_width) {
-        return api_of(library).attention_scratch(float64, width, value_width);
+      "attention_memory",
+      [](const std::string& library, const std::string& dtype, const std::vector<int64_t>& query,
+         const std::vector<int64_t>& key, const std::vector<int64_t>& value, const std::vector<int64_t>& key_strides,
+         const std::vector<int64_t>& value_strides, const std::string& mask, double dropout_p, int64_t threads) {
+        const std::map<std::string, DType> dtypes = {{"float16", DType::kFloat16},
+                                                     {"bfloat16", DType::kBFloat16},
+                                                     {"float32", DType::kFloat32},
+                                                     {"float64", DType::kFloat64},
+                                                     {"bool", DType::kBool}};
+        const size_t rank = query.size();
+        AttentionProblem problem;
+        problem.dtype = dtypes.at(dtype);
+        problem.batch = 1;
+        for (size_t i = 0; i + 3 < rank; ++i) problem.batch *= query[i];
+        problem.heads = query[rank - 3], problem.key_heads = key[rank - 3], problem.value_heads = value[rank - 3];
+        problem.queries = query[rank - 2], problem.keys = key[rank - 2];
+        problem.width = key[rank - 1], problem.value_width = value[rank - 1];
+        problem.dropout = dropout_p;
+        for (size_t i = 0; i < 2; ++i) {
+          problem.key.stride[3 - i] = key_strides[rank - 1 - i];
+          problem.value.stride[3 - i] = value_strides[rank - 1 - i];
+        }
+        if (!mask.empty()) problem.mask.data = &problem, problem.mask_dtype = dtypes.at(mask);  // any pointer: it is not read
+        return api_of(library).attention_memory(problem, threads);
       },
-      py::arg("library"), py::arg("float64"), py::arg("width"), py::arg("value_width"),
-      "Bytes of scratch that one thread of attention's forward pass takes on the CPU.");
+      py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("key_strides"),
+      py::arg("value_strides"), py::arg("mask"), py::arg("dropout_p"), py::arg("threads"),
+      "Bytes that attention's forward pass takes on the CPU beside its results, for inputs [..., heads, length, width] of "
+      "these "
+      "shapes and strides; mask: the mask's dtype, or \"\" for none.");
   m.def(
       "row_scratch",
       [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },

@@ -275,9 +275,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward_cpu(const Tensor& query, co
   Tensor out = empty_in_order(out_sizes, query.scalar_type(), query);
   Tensor lse = empty(call.leading(), accumulator, query), lse_low = empty(call.leading(), accumulator, query);
   const cpu::AttentionKernels& kernels = cpu::kernels().attention;
-  const CpuExecutor executor(lse.numel(), kernels.forward_scratch(shape), query);
+  std::optional<CpuExecutor> executor;  // one for all problems, which differ in their pointers alone
   call.for_each_problem({out, lse, lse_low}, [&](const AttentionProblem& problem, const AttentionGradients&) {
-    kernels.forward(problem, executor);
+    if (!executor) executor.emplace(lse.numel(), kernels.forward_memory(problem), query);
+    kernels.forward(problem, *executor);
   });
   return {out, lse, lse_low};
 }
@@ -292,7 +293,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
   const Options options{window_left, window_right, lower_right, scale, softcap, dropout_p};
   check_inputs(in, options);
   const Call call(in, options);
-  const AttentionProblem& shape = call.shape();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   check(sizes_of(grad_out) == sizes_of(out) && grad_out.scalar_type() == type, "grad_out: expected out's shape ", shape_of(out),
         " and dtype, got ", shape_of(grad_out));
@@ -323,7 +323,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
   if (planes == 0 && mask_grad) torch::stable::zero_(grad_mask);  // the one gradient with elements that no work item reaches
   const cpu::AttentionKernels& kernels = cpu::kernels().attention;
   const int64_t tiles_at_most = std::max(lse.numel(), grad_mask.numel());
-  const CpuExecutor executor(tiles_at_most, kernels.backward_scratch(shape), query);
+  std::optional<CpuExecutor> executor;
   call.for_each_problem({.out = out,
                          .lse = lse,
                          .lse_low = lse_low,
@@ -337,7 +337,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
                          .delta = &delta,
                          .wide_delta = wide_delta ? &*wide_delta : nullptr},
                         [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
-                          kernels.backward(problem, gradients, executor);
+                          if (!executor) executor.emplace(tiles_at_most, kernels.backward_memory(problem), query);
+                          kernels.backward(problem, gradients, *executor);
                         });
   if (!sinks) return {grad_query, grad_key, grad_value, grad_mask, head_sinks};
   std::vector<int64_t> batch_dims;
@@ -358,7 +359,7 @@ Tensor attention_dropout_mask_cpu(const Tensor& rng, int64_t batch, int64_t head
                                .keys = keys,
                                .dropout = dropout_p,
                                .keep = keep.mutable_data_ptr<bool>()};
-  cpu::kernels().attention.dropout_mask(problem, CpuExecutor(batch * heads * queries, 0, rng));
+  cpu::kernels().attention.dropout_mask(problem, CpuExecutor(batch * heads * queries, {}, rng));
   return keep;
 }
 
@@ -402,7 +403,7 @@ std::tuple<Tensor, Tensor> attention_merge_cpu(std::vector<Tensor> outs, std::ve
          lse = empty(sizes_of(lses[0]), lses[0].scalar_type(), lses[0]);
   parts.problem.out = out.data_ptr();
   parts.problem.lse = lse.data_ptr();
-  cpu::kernels().attention.merge(parts.problem, CpuExecutor(parts.problem.rows, 0, out));
+  cpu::kernels().attention.merge(parts.problem, CpuExecutor(parts.problem.rows, {}, out));
   return {out, lse};
 }
 
@@ -425,7 +426,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward_cp
   }
   cpu::kernels().attention.merge_backward(parts.problem,
                                           {.grad_out = out_cotangent.data_ptr(), .grad_lse = lse_cotangent.data_ptr()},
-                                          CpuExecutor(parts.problem.rows, 0, grad_out));
+                                          CpuExecutor(parts.problem.rows, {}, grad_out));
   return {grad_outs, grad_lses};
 }
 

@@ -34,12 +34,9 @@ static const char* build_info() {
   return json.c_str();
 }
 
-static int64_t attention_scratch(bool float64, int64_t width, int64_t value_width) {
-  AttentionProblem problem;
-  problem.dtype = float64 ? DType::kFloat64 : DType::kFloat32;  // 16-bit inputs are widened to float32
-  problem.width = width;
-  problem.value_width = value_width;
-  return cpu::kernels().attention.forward_scratch(problem);
+static int64_t attention_memory(const AttentionProblem& problem, int64_t workers) {
+  const cpu::Memory memory = cpu::kernels().attention.forward_memory(problem);
+  return workers * memory.scratch + memory.shared;
 }
 
 static int64_t row_scratch(bool float64, int64_t k) {
@@ -53,6 +50,6 @@ static int64_t row_scratch(bool float64, int64_t k) {
 
 extern "C" __attribute__((visibility("default"))) const flash_online::Api flash_online_api = {
     .build_info = flash_online::ops::build_info,
-    .attention_scratch = flash_online::ops::attention_scratch,
+    .attention_memory = flash_online::ops::attention_memory,
     .row_scratch = flash_online::ops::row_scratch,
 };

@@ -105,7 +105,8 @@ using RowKernel = void (*)(const RowProblem&, const cpu::Executor&);
 
 void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like) {
   const int64_t elements = problem.outer * problem.classes * problem.inner;
-  kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, cpu::kernels().rows.scratch(problem), like));
+  const cpu::Memory memory{.scratch = cpu::kernels().rows.scratch(problem)};
+  kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
 }
 
 // softmax, log-softmax

@@ -127,28 +127,30 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return {sizes.begin(), sizes.end()};
 }
 
-// Threads of torch's own pool, and scratch from torch's allocator; `items` is how many pieces of work there are at most.
+// Threads of torch's own pool, and memory from torch's allocator; `items` is how many pieces of work there are at most.
 class __attribute__((visibility("hidden"))) CpuExecutor {
  public:
-  CpuExecutor(int64_t items, int64_t scratch_bytes, const Tensor& like) {
+  CpuExecutor(int64_t items, cpu::Memory memory, const Tensor& like) {
     executor_.workers = std::clamp<int64_t>(items, 1, torch::stable::get_num_threads());
-    executor_.scratch_bytes = (scratch_bytes + 63) / 64 * 64;
+    executor_.scratch_bytes = (memory.scratch + 63) / 64 * 64;
     executor_.run = [](int64_t workers, void (*body)(void*, int64_t), void* context) {
       torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
         for (int64_t worker = begin; worker < end; ++worker) body(context, worker);
       });
     };
-    if (scratch_bytes > 0) {
-      scratch_ = empty({executor_.workers * executor_.scratch_bytes + 64}, ScalarType::Byte, like);
-      const auto address = reinterpret_cast<uintptr_t>(scratch_->data_ptr());
+    const int64_t scratch = executor_.workers * executor_.scratch_bytes;
+    if (scratch + memory.shared > 0) {
+      memory_ = empty({scratch + memory.shared + 64}, ScalarType::Byte, like);
+      const auto address = reinterpret_cast<uintptr_t>(memory_->data_ptr());
       executor_.scratch = reinterpret_cast<std::byte*>((address + 63) / 64 * 64);
+      executor_.shared = executor_.scratch + scratch;
     }
   }
   operator const cpu::Executor&() const { return executor_; }
 
  private:
   cpu::Executor executor_;
-  std::optional<Tensor> scratch_;
+  std::optional<Tensor> memory_;
 };
 
 }  // namespace flash_online::ops
