@@ -12,7 +12,7 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 constexpr int64_t kQueries = 64;  // of a tile, the lanes of its vectors: bits of a word where a score is a bit
-constexpr int64_t kKeys = 128;    // of a block, at most; blocks begin at multiples of kKeyStep
+constexpr int64_t kKeys = 64;    // of a block, at most; blocks begin at multiples of kKeyStep
 constexpr int64_t kKeyStep = 32;
 
 // Queries [first, first + rows) of a head; columns = padded(rows).
