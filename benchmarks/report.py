@@ -46,6 +46,8 @@ def heading(record: dict) -> list[str]:
         lines += ["", f"{record['note']}."]
     if record.get("load_at_start", 0) > 0.5:
         lines += ["", f"On a shared machine: load {record['load_at_start']} from others at the start."]
+    if (record.get("unrest") or 1) > 1.3:
+        lines += ["", f"The machine was not quiet: in the median a yardstick took {record['unrest']:.1f} times its least time."]
     return lines
 
 
@@ -105,11 +107,13 @@ def case_tables(record: dict) -> list[str]:
     for function, results in by_function.items():
         names = list(dict.fromkeys(name for r in results for name in r["contestants"]))
         yardstick = next((name for name in ("matmul", "copy") if name in results[0]), None)
-        head = [f"{function}: forward / backward, ms", "dtype", *names, "times faster"]
+        head, moved = [f"{function}: forward / backward, ms", "dtype", *names, "times faster"], False
         if yardstick == "matmul":
             head += ["GFLOP/s", "of matmul, %"]
         elif yardstick == "copy":
             head += ["GB/s", "copy (to new memory), GB/s", "of copy, %"]
+        elif moved := all("forward_gb_per_s" in e for r in results for e in r["contestants"].values()):
+            head += ["GB/s"]
         rows = []
         for r in results:
             entries = [r["contestants"].get(name) for name in names]
@@ -117,7 +121,7 @@ def case_tables(record: dict) -> list[str]:
             row = [r["case"], r["dtype"]]
             row += ["-" if e is None else pair(e[f"{d}_ms"] for d in DIRECTIONS) for e in entries]
             row.append(pair((r["ratio"][d] for d in DIRECTIONS), times) if r["ratio"] else "-")
-            if yardstick:
+            if yardstick or moved:
                 row += _rates(r, yardstick)
             row.append(pair(e["step_extra_bytes"] / 2**20 for e in present))
             row.append(pair((e["error"] for e in present), lambda e: f"{e:.0e}".replace("e-0", "e-")))
@@ -129,12 +133,15 @@ def case_tables(record: dict) -> list[str]:
     return lines
 
 
-def _rates(result: dict, yardstick: str) -> list[str]:
+def _rates(result: dict, yardstick: str | None) -> list[str]:
+    """Ours beside the yardstick; without one, only what ours moves."""
     ours, unit = result["contestants"].get(OURS), "gflop_per_s" if yardstick == "matmul" else "gb_per_s"
     cells = [pair(ours[f"{d}_{unit}"] for d in DIRECTIONS) if ours else "-"]
     if yardstick == "copy":
         cells.append(f"{number(result['copy']['gb_per_s'])} ({number(result['copy']['new_gb_per_s'])})")
-    return [*cells, pair((100 * ours[f"{d}_share"] for d in DIRECTIONS), lambda s: f"{s:.0f}") if ours else "-"]
+    if yardstick:
+        cells.append(pair((100 * ours[f"{d}_share"] for d in DIRECTIONS), lambda s: f"{s:.0f}") if ours else "-")
+    return cells
 
 
 def conditions(record: dict) -> list[str]:

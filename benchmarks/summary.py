@@ -23,7 +23,20 @@ def ratio(contestants: dict[str, dict]) -> dict | None:
     if OURS not in contestants or not peers:
         return None
     ours, theirs = contestants[OURS], contestants[peers[0]]
-    return {"against": peers[0]} | {d: theirs[f"{d}_ms"] / ours[f"{d}_ms"] for d in DIRECTIONS}
+    of_medians = {d: theirs[f"{d}_ms"] / ours[f"{d}_ms"] for d in DIRECTIONS}
+    return {"against": peers[0]} | of_medians | {f"{d}_best": theirs[f"{d}_best_ms"] / ours[f"{d}_best_ms"] for d in DIRECTIONS}
+
+
+def unrest(results: list[dict]) -> float | None:
+    """How many times the least time a yardstick took in the median: little above 1 on a quiet machine. Far above it, times of
+    short calls are the scheduler's. The least is that of the whole run, since one case may meet no quiet moment; only where
+    there is no matmul, whose size is always the same, it is each case's own least copy.
+    """
+    rates = [(r["dtype"], r["matmul"]) for r in results if "matmul" in r]
+    best = {dtype: max(rate["best_gflop_per_s"] for other, rate in rates if other == dtype) for dtype, _ in rates}
+    slower = [best[dtype] / rate["gflop_per_s"] for dtype, rate in rates]
+    slower = slower or [r["copy"]["best_gb_per_s"] / r["copy"]["gb_per_s"] for r in results if "copy" in r]
+    return geometric_mean(slower) if slower else None
 
 
 def summarize(results: list[dict]) -> list[dict]:

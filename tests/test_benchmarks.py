@@ -44,6 +44,9 @@ def result_of(
 ):
     """A result whose peer takes `forward` and `backward` times as long as ours."""
     ours = {"forward_ms": 2.0, "backward_ms": 4.0, "forward_share": 0.5, "backward_share": 0.25}
+    theirs = {"forward_ms": 2.0 * forward, "backward_ms": 4.0 * backward}
+    for entry in (ours, theirs):
+        entry |= {f"{direction}_best_ms": entry[f"{direction}_ms"] / 2 for direction in ("forward", "backward")}
     result = {
         "function": function,
         "kind": kind,
@@ -51,8 +54,8 @@ def result_of(
         "dtype": dtype,
         "sizes": {"rows": 32, "classes": 65536},
         "options": {},
-        "contestants": {"flash_online": ours, "torch": {"forward_ms": 2.0 * forward, "backward_ms": 4.0 * backward}},
-        "copy": {},
+        "contestants": {"flash_online": ours, "torch": theirs},
+        "copy": {"gb_per_s": 10.0, "best_gb_per_s": 15.0},
     }
     return result | more
 
@@ -73,7 +76,7 @@ def test_geometric_mean(modules):
 def test_above_one_means_that_ours_is_faster(modules):
     summary = modules["summary"]
     (result,) = with_ratio(summary, result_of(3.0, 0.5))
-    assert result["ratio"] == {"against": "torch", "forward": 3.0, "backward": 0.5}
+    assert result["ratio"] == {"against": "torch", "forward": 3.0, "backward": 0.5, "forward_best": 3.0, "backward_best": 0.5}
     assert summary.ratio({"torch": {}}) is None and summary.ratio({"flash_online": {}}) is None
 
 
@@ -84,6 +87,14 @@ def test_summary_has_means_worst_cases_and_shares(modules):
     assert entry["cases"] == 2 and entry["against"] == "torch" and entry["share_of"] == "copy"
     assert entry["forward"] == {"mean": pytest.approx(4.0), "worst": 2.0, "worst_case": "a", "share": pytest.approx(0.5)}
     assert entry["backward"] == {"mean": pytest.approx(0.5), "worst": 0.25, "worst_case": "b", "share": pytest.approx(0.25)}
+
+
+def test_unrest_is_the_yardsticks_median_over_its_least(modules):
+    unrest = modules["summary"].unrest
+    assert unrest([]) is None and unrest([result_of(1.0, 1.0)]) == pytest.approx(1.5)
+    loud = {"dtype": "float32", "matmul": {"gflop_per_s": 100.0, "best_gflop_per_s": 100.0}}
+    calm = {"dtype": "float32", "matmul": {"gflop_per_s": 400.0, "best_gflop_per_s": 400.0}}
+    assert unrest([loud, calm, result_of(1.0, 1.0)]) == pytest.approx(2.0)
 
 
 def test_marks_are_judged_by_mean_and_by_every_case(modules):
@@ -165,7 +176,18 @@ def test_every_kind_that_the_issue_names_is_there(modules):
 
 
 def test_a_quick_run_records_everything(quick_record):
-    facts = {"schema", "device", "commit", "package", "threads", "instruction_set", "memory", "load_at_start", "load_at_end"}
+    facts = {
+        "schema",
+        "device",
+        "commit",
+        "package",
+        "threads",
+        "instruction_set",
+        "memory",
+        "load_at_start",
+        "load_at_end",
+        "unrest",
+    }
     assert facts <= quick_record.keys() and quick_record["wrong"] == 0
     assert {r["function"] for r in quick_record["results"]} >= {"attention", "softmax", "cross_entropy", "topk_softmax"}
     for result in quick_record["results"]:
