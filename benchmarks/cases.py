@@ -8,10 +8,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# The least memory traffic of a row function, in passes over the input: what must be read and what must be written, once.
+PASSES = {
+    "softmax": {"forward": 2, "backward": 3},  # x -> y; y, grad y -> grad x
+    "log_softmax": {"forward": 2, "backward": 3},
+    "logsumexp": {"forward": 1, "backward": 2},  # x -> a number a row; x -> grad x
+    "cross_entropy": {"forward": 1, "backward": 2},
+    "topk_softmax": {"forward": 1, "backward": 2},
+}
+ROWS = tuple(PASSES)
+LONG_ROW, FEW_ROWS = 32768, 8
+
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. `sizes` is what its label shows and what its inputs are made from; `reason` is for the reader."""
+    """One problem. `sizes` is what its label shows and what its inputs are made from; `reason` is for the reader.
+
+    Options of attention: `causal`; `window` W: a query sees the W keys up to itself; `mask` "random" (bool [L, L], half of it
+    visible) or "padding" (bool [B, 1, 1, L]; of one sequence three quarters of the keys are visible, of the next a quarter);
+    `bias` "per head" ([1, H, L, L]) or "shared" ([1, 1, L, L]), both with gradient, or "frozen" (as per head, without).
+    """
 
     function: str
     sizes: dict[str, int]
@@ -25,35 +41,96 @@ class Case:
         parts += [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
         return ", ".join(parts)
 
+    @property
+    def kind(self) -> str:
+        """What cases are summed up by: the mask of attention, the shape of rows."""
+        if self.function == "attention":
+            kinds = [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
+            return ", ".join(kinds) or "full"
+        if self.sizes["rows"] <= FEW_ROWS:
+            return "few rows"
+        return "long rows" if self.sizes["classes"] >= LONG_ROW else "short rows"
+
     def inputs(self, device: str) -> tuple[list[Tensor], list[Tensor]]:
-        """(tensors that want gradients, tensors that do not), the same numbers in every run."""
+        """(tensors that want gradients, tensors that do not), the same numbers in every run.
+
+        Attention: ([query, key, value, bias?], [mask?]). A window comes with its bool mask, for those who have no other way.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(self.dtype).to(device).requires_grad_()
+            return (torch.randn(shape, generator=generator) * scale).to(self.dtype).to(device)
 
         if self.function == "attention":
             batch, heads, length, width = (self.sizes[name] for name in ("B", "H", "L", "E"))
-            return [normal(batch, heads, length, width) for _ in range(3)], []
+            wanted = [normal(batch, heads, length, width) for _ in range(3)]
+            extras = []
+            if bias := self.options.get("bias"):
+                (extras if bias == "frozen" else wanted).append(normal(1, 1 if bias == "shared" else heads, length, length))
+            elif self.options.get("mask") == "random":
+                extras.append((torch.rand(length, length, generator=generator) < 0.5).to(device))
+            elif self.options.get("mask") == "padding":
+                extras.append((torch.arange(length) < torch.tensor(self._lengths())[:, None])[:, None, None].to(device))
+            elif window := self.options.get("window"):
+                extras.append(torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - window).to(device))
+            return [t.requires_grad_() for t in wanted], extras
         rows, classes = self.sizes["rows"], self.sizes["classes"]
         target = [torch.randint(classes, (rows,), generator=generator).to(device)] if self.function == "cross_entropy" else []
-        return [normal(rows, classes, scale=3.0)], target
+        return [normal(rows, classes, scale=3.0).requires_grad_()], target
+
+    def _lengths(self) -> list[int]:
+        return [(3 if n % 2 == 0 else 1) * self.sizes["L"] // 4 for n in range(self.sizes["B"])]
+
+    def visible_pairs(self, extras: list[Tensor]) -> int:
+        """Pairs of a query and a key that it sees, over batch and heads."""
+        batch, heads, length = (self.sizes[name] for name in ("B", "H", "L"))
+        if self.options.get("mask") or self.options.get("window"):
+            return int(extras[0].sum()) * heads * (length if self.options.get("mask") == "padding" else batch)
+        return batch * heads * (length * (length + 1) // 2 if self.options.get("causal") else length**2)
+
+    def flops(self, direction: str, extras: list[Tensor]) -> int | None:
+        """Of the matrix products over visible pairs: QK', PV; then QK' again, dV, dP, dQ, dK. None for row functions."""
+        if self.function != "attention":
+            return None
+        return self.visible_pairs(extras) * self.sizes["E"] * (4 if direction == "forward" else 10)
 
     def moved_bytes(self, direction: str) -> int | None:
-        """The least memory traffic of a row function: what must be read and written once. None for attention."""
-        if self.function not in ("softmax", "log_softmax"):
+        """The least memory traffic of a row function. None for attention."""
+        if self.function not in PASSES:
             return None
-        elements = math.prod(self.sizes.values())
-        return elements * self.dtype.itemsize * (2 if direction == "forward" else 3)  # x -> y; y, grad y -> grad x
+        return math.prod(self.sizes.values()) * self.dtype.itemsize * PASSES[self.function][direction]
 
 
-def _attention(lengths, dtypes) -> list[Case]:
+def _attention(length: int, dtype: torch.dtype, reason: str, *, width: int = 64, batch: int = 1, **options) -> Case:
+    # Fewer heads where the square is large: a case costs seconds, not minutes. Two, so that two threads have work where a
+    # peer parallelizes over heads alone.
+    heads = (8 if length <= 2048 else 4 if length <= 4096 else 2) // batch
+    return Case("attention", {"B": batch, "H": heads, "L": length, "E": width}, dtype, reason, options)
+
+
+def _attention_kinds(dtype: torch.dtype) -> list[Case]:
+    grown = (512, 1024, 2048, 4096, 8192, 16384)
+    wide = {"full": (1024, 4096), "causal": (512, 2048, 8192), "mask": (2048,), "window": (8192,)}
+    causal, full, mask, window = (
+        "as in training: half the square is skipped",
+        "no block to skip: the plain cost",
+        "a mask of no structure: every block is read",
+        "512 keys a query: the cost is to be linear in the length",
+    )
     return [
-        Case(
-            "attention", {"B": 1, "H": 8, "L": n, "E": 64}, dtype, "growth with length, causal as in training", {"causal": True}
-        )
-        for dtype in dtypes
-        for n in lengths
+        *(_attention(n, dtype, causal, causal=True) for n in grown),
+        *(_attention(n, dtype, causal, width=128, causal=True) for n in wide["causal"]),
+        *(_attention(n, dtype, full) for n in grown),
+        *(_attention(n, dtype, full, width=128) for n in wide["full"]),
+        *(_attention(n, dtype, mask, mask="random") for n in (512, 1024, 2048, 4096, 8192)),
+        *(_attention(n, dtype, mask, width=128, mask="random") for n in wide["mask"]),
+        *(_attention(n, dtype, "sequences of unequal length in one batch", batch=2, mask="padding") for n in (1024, 4096)),
+        *(_attention(n, dtype, "a learned bias: its gradient is as large as the scores", bias="per head") for n in (512, 2048)),
+        _attention(1024, dtype, "the same, wide", width=128, bias="per head"),
+        *(_attention(n, dtype, "its gradient is summed over heads, in no square a head", bias="shared") for n in (512, 2048)),
+        *(_attention(n, dtype, "a float mask that torch's flash takes too", bias="frozen") for n in (1024, 2048)),
+        *(_attention(n, dtype, window, window=512) for n in (2048, 4096, 8192, 16384)),
+        *(_attention(n, dtype, window, width=128, window=512) for n in wide["window"]),
     ]
 
 
@@ -66,15 +143,19 @@ def _rows(function: str, shapes, dtypes, reason: str, **options) -> list[Case]:
 
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-SHORT_AND_LONG = ((16384, 256), (512, 8192), (32, 131072))  # attention-like rows, in cache; hidden sizes; vocabularies
+# (rows, classes). Of 4 Mi elements the results fit into memory that malloc hands out again; of 16 Mi, with 32 MiB and more,
+# every result is new memory from the system, whose page faults can cost more than the function: see docs/benchmarks.md.
+SHORT = ((16384, 256), (4096, 1024), (16384, 1024), (1024, 4096))  # rows of attention, of small vocabularies
+LONG = ((128, 32768), (512, 32768), (32, 131072), (64, 262144))  # vocabularies
+FEW = ((8, 262144), (1, 1048576))  # one step of decoding: fewer rows than it takes to keep the threads busy
 
 CPU = [
-    *_attention((512, 1024, 2048, 4096), (FLOAT, BFLOAT)),
-    Case("attention", {"B": 1, "H": 8, "L": 1024, "E": 64}, FLOAT, "no block to skip: the plain cost", {"causal": False}),
-    *_rows("softmax", SHORT_AND_LONG, (FLOAT, BFLOAT), "short rows in cache, long rows out of it"),
-    *_rows("log_softmax", SHORT_AND_LONG, (FLOAT,), "the same rows: the logarithm must cost nothing more"),
-    *_rows("cross_entropy", ((4096, 1024), (512, 32768), (64, 131072)), (FLOAT, BFLOAT), "sizes of vocabularies"),
-    *_rows("topk_softmax", ((4096, 1024), (512, 32768)), (FLOAT,), "the paper's fused top-k: few of many", k=8),
+    *(case for dtype in (FLOAT, BFLOAT) for case in _attention_kinds(dtype)),
+    *_rows("softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "one read of the row where three passes read it three times"),
+    *_rows("log_softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "the same rows: the logarithm must cost nothing more"),
+    *_rows("cross_entropy", SHORT + LONG + FEW, (FLOAT, BFLOAT), "reads the logits once, writes nothing of their size"),
+    *_rows("logsumexp", SHORT[1:2] + LONG[1:3] + FEW[:1], (FLOAT, BFLOAT), "the merge itself and nothing else"),
+    *_rows("topk_softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "the paper's fused top-k: few of many", k=5),
 ]
 
 CUDA = [
@@ -85,4 +166,18 @@ CUDA = [
         "64 to 128 Mi elements, beyond any cache: share of the memory's speed",
     ),
     *_rows("log_softmax", ((16384, 4096),), (BFLOAT,), "the logarithm must cost nothing more"),
+]
+
+_QUICK = "seconds for all of them: does the benchmark itself work?"
+QUICK = [
+    *(
+        Case("attention", {"B": 2, "H": 2, "L": 128, "E": 32}, FLOAT, _QUICK, options)
+        for options in ({"causal": True}, {"mask": "padding"}, {"window": 24}, {"bias": "shared"})
+    ),
+    *(
+        Case("attention", {"B": 1, "H": 2, "L": 128, "E": 32}, BFLOAT, _QUICK, options)
+        for options in ({}, {"mask": "random"}, {"bias": "per head"}, {"bias": "frozen"})
+    ),
+    *(case for function in ROWS[:-1] for case in _rows(function, ((64, 512), (2, LONG_ROW)), (FLOAT,), _QUICK)),
+    *_rows(ROWS[-1], ((64, 512), (2, LONG_ROW)), (BFLOAT,), _QUICK, k=5),
 ]

@@ -1,67 +1,113 @@
-"""Who is measured: for each function of cases.py its contestants, ours first, each a function of (inputs, extras, options)."""
+"""Who is measured: for each function of cases.py its contestants, ours first."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as torch_functional
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_online
 import flash_online.functional as our_functional
 
 OURS = "flash_online"
+FLASH, MATH = "torch flash", "torch math"
+CONTEXT = (MATH,)  # for comparison only, wherever another peer runs: few rounds are enough
+LARGEST_SQUARE = 2**28  # bytes of float32 scores; math holds several such squares, and takes seconds over each
 
 
 class Absent(Exception):
     """This contestant cannot run here; the message says why."""
 
 
-def _ours(function):
-    """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+@dataclass(frozen=True)
+class Contestant:
+    """`call`: (inputs, extras, options) -> output. `setting` is entered around turns, so that choosing a backend, or forbidding
+    one, is not in the time."""
 
-    def call(inputs, extras, options):
+    call: Callable[[list[Tensor], list[Tensor], dict], Tensor]
+    setting: Callable[[], AbstractContextManager]
+    refuses: Callable[[list[Tensor], list[Tensor], dict], str | None] = lambda inputs, extras, options: None
+
+    def first_call(self, inputs, extras, options) -> Tensor:
+        """Raises Absent where this contestant refuses the problem."""
+        if reason := self.refuses(inputs, extras, options):
+            raise Absent(reason)
         try:
-            with flash_online.strict():
-                return function(inputs, extras, options)
-        except NotImplementedError as missing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of each reason for refusing; on the CPU it gives none
+                return self.call(inputs, extras, options)
+        except NotImplementedError as missing:  # ours, under strict()
             raise Absent(str(missing)) from None
-
-    return call
-
-
-def _torch_attention(backend: SDPBackend):
-    def call(inputs, extras, options):
-        try:
-            with sdpa_kernel(backend):
-                return torch_functional.scaled_dot_product_attention(*inputs, is_causal=options["causal"])
         except RuntimeError as error:
-            if "No available kernel" in str(error):
-                raise Absent(f"{backend.name} takes no such problem") from None
-            raise
+            if "strict() forbids" in str(error):
+                raise Absent(str(error)) from None
+            if "No available kernel" not in str(error):
+                raise
+            why = "an attn_mask that requires grad" if len(inputs) > 3 else "such a problem"
+            raise Absent(f"torch has no kernel of this backend for {why}") from None
 
-    return call
+
+def _ours(call) -> Contestant:
+    """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+    return Contestant(call, flash_online.strict)
+
+
+def _torch(call) -> Contestant:
+    return Contestant(call, nullcontext)
+
+
+def _mask_of(inputs, extras, options) -> dict:
+    if options.get("causal"):
+        return {"is_causal": True}
+    return {"attn_mask": next(iter([*inputs[3:], *extras]), None)}
+
+
+def _our_attention(inputs, extras, options):
+    if window := options.get("window"):
+        return flash_online.attention(*inputs[:3], causal=True, window=(window - 1, 0))
+    return our_functional.scaled_dot_product_attention(*inputs[:3], **_mask_of(inputs, extras, options))
+
+
+def _torch_attention(inputs, extras, options):
+    return torch_functional.scaled_dot_product_attention(*inputs[:3], **_mask_of(inputs, extras, options))
+
+
+def _square(inputs, extras, options) -> str | None:
+    query, key = inputs[:2]
+    scores = 4 * query.shape[:-1].numel() * key.shape[-2]
+    return f"its scores alone take {scores >> 20} MiB" if scores > LARGEST_SQUARE else None
 
 
 PEERS = {
     "attention": {
-        OURS: _ours(lambda x, _, o: our_functional.scaled_dot_product_attention(*x, is_causal=o["causal"])),
-        "torch flash": _torch_attention(SDPBackend.FLASH_ATTENTION),
-        "torch math": _torch_attention(SDPBackend.MATH),
+        OURS: _ours(_our_attention),
+        FLASH: Contestant(_torch_attention, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+        MATH: Contestant(_torch_attention, lambda: sdpa_kernel(SDPBackend.MATH), refuses=_square),
     },
     "softmax": {
         OURS: _ours(lambda x, _, o: our_functional.softmax(x[0], -1)),
-        "torch": lambda x, _, o: torch_functional.softmax(x[0], -1),
+        "torch": _torch(lambda x, _, o: torch_functional.softmax(x[0], -1)),
     },
     "log_softmax": {
         OURS: _ours(lambda x, _, o: our_functional.log_softmax(x[0], -1)),
-        "torch": lambda x, _, o: torch_functional.log_softmax(x[0], -1),
+        "torch": _torch(lambda x, _, o: torch_functional.log_softmax(x[0], -1)),
     },
     "cross_entropy": {
         OURS: _ours(lambda x, t, o: our_functional.cross_entropy(x[0], t[0])),
-        "torch": lambda x, t, o: torch_functional.cross_entropy(x[0], t[0]),
+        "torch": _torch(lambda x, t, o: torch_functional.cross_entropy(x[0], t[0])),
+    },
+    "logsumexp": {
+        OURS: _ours(lambda x, _, o: flash_online.logsumexp(x[0], -1)),
+        "torch": _torch(lambda x, _, o: torch.logsumexp(x[0], -1)),
     },
     "topk_softmax": {
         OURS: _ours(lambda x, _, o: flash_online.topk_softmax(x[0], o["k"])[0]),
-        "torch softmax, topk": lambda x, _, o: torch.topk(torch.softmax(x[0], -1), o["k"])[0],
+        "torch softmax, topk": _torch(lambda x, _, o: torch.topk(torch.softmax(x[0], -1), o["k"])[0]),
     },
 }

@@ -1,6 +1,7 @@
-"""The README's tables of measured results, made of benchmarks/results/*.json: python benchmarks/report.py [--check]
+"""The tables of measured results, made of benchmarks/results/*.json: python benchmarks/report.py [--check]
 
-Writes between the two markers in README.md; --check writes nothing and exits with 1 where the README is behind the results.
+README.md gets a summary, docs/benchmarks.md every case, each between its two markers; --check writes nothing and exits with 1
+where a page is behind the results.
 """
 
 from __future__ import annotations
@@ -9,72 +10,199 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
+from summary import DIRECTIONS, OURS, SCHEMA
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, README = ROOT / "benchmarks" / "results", ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks/report.py writes from here -->", "<!-- to here -->"
-OURS = "flash_online"
 
 
 def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def cell(entry: dict | None, best: bool) -> str:
-    if entry is None:
-        return "-"
-    if "forward_gb_per_s" in entry and best:  # a GPU's row kernels are judged by their share of the memory's speed
-        return f"{entry['forward_gb_per_s']:.0f} / {entry['backward_gb_per_s']:.0f}"
-    return f"{number(entry['forward_ms'])} / {number(entry['backward_ms'])}"
+def pair(values, form: Callable[[float], str] = number) -> str:
+    return " / ".join(map(form, values))
 
 
-def tables(record: dict) -> list[str]:
-    gpu = "instruction_set" not in record
-    where = f"{record['device']}, " + (
-        "" if gpu else f"{record['threads']} thread{'s' * (record['threads'] > 1)}, {record['instruction_set']}, "
-    )
-    lines = [f"**{where}torch {record['torch']}, commit {record['commit']}, {record['date']}**"]
+def times(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def heading(record: dict) -> list[str]:
+    facts = [record["device"]]
+    if "instruction_set" in record:
+        facts += [f"{record['threads']} thread{'s' * (record['threads'] > 1)}", record["instruction_set"]]
+    facts += [f"torch {record['torch']}", f"commit {record['commit']}", record["date"]]
+    lines = [f"**{', '.join(facts)}**"]
+    if record.get("note"):
+        lines += ["", f"{record['note']}."]
     if record.get("load_at_start", 0) > 0.5:
-        lines.append(f"(on a shared machine: load {record['load_at_start']} from others at the start)")
+        lines += ["", f"On a shared machine: load {record['load_at_start']} from others at the start."]
+    if (record.get("unrest") or 1) > 1.3:
+        lines += ["", f"The machine was not quiet: in the median a yardstick took {record['unrest']:.1f} times its least time."]
+    return lines
+
+
+def summary_table(record: dict) -> list[str]:
+    """A row for each (function, kind, peer), the dtypes side by side."""
+    dtypes = list(dict.fromkeys(entry["dtype"] for entry in record["summary"]))
+    groups = defaultdict(dict)
+    for entry in record["summary"]:
+        groups[entry["function"], entry["kind"], entry["against"]][entry["dtype"]] = entry
+    shares = any("share" in entry["forward"] for entry in record["summary"])
+    rows = []
+    for (function, kind, against), by_dtype in groups.items():
+        cases = dict.fromkeys(str(e["cases"]) for e in by_dtype.values())
+        row = [f"{function}, {kind}", against, ", ".join(cases)]
+        for dtype in dtypes:
+            entry = by_dtype.get(dtype)
+            row.append("-" if entry is None else _faster(entry))
+            if shares:
+                row.append("-" if entry is None else _share(entry))
+        rows.append(row)
+    head = ["times faster: forward / backward (worst)", "than", "cases"]
+    for dtype in dtypes:
+        head += [dtype, "share, %"] if shares else [dtype]
+    return table(head, rows)
+
+
+def _faster(entry: dict) -> str:
+    sides = [entry[direction] for direction in DIRECTIONS]
+    mean = pair((s["mean"] for s in sides), times)
+    return mean if entry["cases"] == 1 else f"{mean} ({pair((s['worst'] for s in sides), times)})"
+
+
+def _share(entry: dict) -> str:
+    sides = [entry[direction].get("share") for direction in DIRECTIONS]
+    return pair((100 * s for s in sides), lambda s: f"{s:.0f}") if all(sides) else "-"
+
+
+def marks_table(record: dict) -> list[str]:
+    rows = []
+    for mark in record["marks"]:
+        if "most" in mark:
+            wanted, mean, worst = f"< {mark['most'] / 2**20:.3g} MiB", "", f"{mark['measured'] / 2**20:.3g} MiB"
+        else:
+            wanted = [f"mean >= {mark['least']}"] * (mark["least"] is not None)
+            wanted = ", ".join(wanted + [f"each >= {mark['least_each']}"] * (mark["least_each"] is not None))
+            mean, worst = times(mark["mean"]), f"{times(mark['worst'])} ({mark['worst_case']})"
+        rows.append([mark["mark"], wanted, mean, worst, "yes" if mark["met"] else "no"])
+    return table(["mark", "wanted", "mean", "worst", "met"], rows) if rows else []
+
+
+def case_tables(record: dict) -> list[str]:
+    """Every case, a table a function."""
     by_function = defaultdict(list)
     for result in record["results"]:
         by_function[result["function"]].append(result)
+    lines = []
     for function, results in by_function.items():
         names = list(dict.fromkeys(name for r in results for name in r["contestants"]))
-        rates = gpu and any("forward_gb_per_s" in e for r in results for e in r["contestants"].values())
-        unit = "GB/s" if rates else "ms"
-        lines += [
-            "",
-            f"| {function}: forward / backward, {unit} | dtype | {' | '.join(names)} | memory of a step, MiB | error |",
-            "|---" * (len(names) + 4) + "|",
-        ]
+        yardstick = next((name for name in ("matmul", "copy") if name in results[0]), None)
+        head, moved = [f"{function}: forward / backward, ms", "dtype", *names, "times faster"], False
+        if yardstick == "matmul":
+            head += ["GFLOP/s", "of matmul, %"]
+        elif yardstick == "copy":
+            head += ["GB/s", "copy (to new memory), GB/s", "of copy, %"]
+        elif moved := all("forward_gb_per_s" in e for r in results for e in r["contestants"].values()):
+            head += ["GB/s"]
+        rows = []
         for r in results:
             entries = [r["contestants"].get(name) for name in names]
             present = [e for e in entries if e]
-            memory = " / ".join(number(e["step_extra_bytes"] / 2**20) for e in present)
-            errors = " / ".join(f"{e['error']:.0e}".replace("e-0", "e-") for e in present)
-            cells = " | ".join(cell(e, rates) for e in entries)
-            lines.append(f"| {r['case']} | {r['dtype']} | {cells} | {memory} | {errors} |")
+            row = [r["case"], r["dtype"]]
+            row += ["-" if e is None else pair(e[f"{d}_ms"] for d in DIRECTIONS) for e in entries]
+            row.append(pair((r["ratio"][d] for d in DIRECTIONS), times) if r["ratio"] else "-")
+            if yardstick or moved:
+                row += _rates(r, yardstick)
+            row.append(pair(e["step_extra_bytes"] / 2**20 for e in present))
+            row.append(pair((e["error"] for e in present), lambda e: f"{e:.0e}".replace("e-0", "e-")))
+            rows.append(row)
+        lines += ["", *table([*head, "memory of a step, MiB", "error"], rows)]
+        for name, reason in dict.fromkeys((name, reason) for r in results for name, reason in r["absent"].items()):
+            cases = sum(r["absent"].get(name) == reason for r in results)
+            lines += ["", f"{name} is absent from {cases} of these: {reason}."]
     return lines
+
+
+def _rates(result: dict, yardstick: str | None) -> list[str]:
+    """Ours beside the yardstick; without one, only what ours moves."""
+    ours, unit = result["contestants"].get(OURS), "gflop_per_s" if yardstick == "matmul" else "gb_per_s"
+    cells = [pair(ours[f"{d}_{unit}"] for d in DIRECTIONS) if ours else "-"]
+    if yardstick == "copy":
+        cells.append(f"{number(result['copy']['gb_per_s'])} ({number(result['copy']['new_gb_per_s'])})")
+    if yardstick:
+        cells.append(pair((100 * ours[f"{d}_share"] for d in DIRECTIONS), lambda s: f"{s:.0f}") if ours else "-")
+    return cells
+
+
+def conditions(record: dict) -> list[str]:
+    """How the run was made, beyond the heading."""
+    facts = []
+    if "took_seconds" in record:
+        facts.append(f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds a case")
+    if "memory" in record:
+        facts.append(f"results' memory: {record['memory']}")
+    if record.get("mhz"):
+        facts.append(f"{record['mhz']:.0f} MHz")
+    if "load_at_end" in record:
+        facts.append(
+            f"load {record['load_at_start']} at the start, {record['load_at_end']} at the end, this run's own included"
+        )
+    for dtype, rates in record.get("matmul", {}).items():
+        if "median" in rates:
+            start, median, best, end = (number(rates[at]) for at in ("at_start", "median", "best", "at_end"))
+            facts.append(f"matmul {dtype}, GFLOP/s: {start} at the start, {median} during (best {best}), {end} at the end")
+    return ["", "; ".join(facts) + "."] if facts else []
+
+
+def summary_page(record: dict) -> list[str]:
+    return [*heading(record), "", *summary_table(record)]
+
+
+def case_page(record: dict) -> list[str]:
+    lines = [*heading(record), *conditions(record)]
+    if marks := marks_table(record):
+        lines += ["", *marks]
+    return [*lines, *case_tables(record)]
+
+
+PAGES = {ROOT / "README.md": summary_page, ROOT / "docs" / "benchmarks.md": case_page}
+
+
+def read(path: Path) -> dict:
+    record = json.loads(path.read_text())
+    if record.get("schema") != SCHEMA:
+        raise SystemExit(f"{path}: of schema {record.get('schema')}, expected {SCHEMA}; run benchmarks/run.py again")
+    return record
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether the README is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     check = parser.parse_args().check
-    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    body = ["", *(line for record in records for line in [*tables(record), ""])] if records else ["", "None committed yet.", ""]
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    updated = before + BEGIN + "\n".join([*body, END]) + after
-    if check:
-        if updated != text:
-            print("README.md is behind benchmarks/results: run python benchmarks/report.py", file=sys.stderr)
-        return int(updated != text)
-    README.write_text(updated)
-    return 0
+    records = [read(path) for path in sorted(RESULTS.glob("*.json"))]
+    behind = 0
+    for page, lines_of in PAGES.items():
+        body = [line for record in records for line in [*lines_of(record), ""]] if records else ["None committed yet.", ""]
+        text = page.read_text()
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+        updated = before + BEGIN + "\n".join(["", *body, END]) + after
+        if check and updated != text:
+            print(f"{page.name} is behind benchmarks/results: run python benchmarks/report.py", file=sys.stderr)
+            behind = 1
+        elif not check:
+            page.write_text(updated)
+    return behind
 
 
 if __name__ == "__main__":

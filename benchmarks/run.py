@@ -1,168 +1,448 @@
-"""The benchmarks, one entry: python benchmarks/run.py [cpu | cuda] [--json PATH] [--only attention ...]
+"""The benchmarks, one entry: python benchmarks/run.py [cpu | cuda] [--json PATH] [--only attention ...] [--quick]
 
-Each case: correctness first (every result and gradient against float64), then the contestants in turn, round after round, so
-that a change of the machine's load or clock meets all of them; the median counts. Backward is timed apart from forward.
-Writes benchmarks/results/<cpu or cuda>.json unless told otherwise; benchmarks/report.py makes the README's tables of those.
+Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
+machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
+with them: beside attention torch's product of two square matrices, beside a row function the copy of its input.
+
+Checked against float64: of attention the output and all gradients of one head (every head for a bias that heads share); from
+L 8192 up at 512 queries, spread over the length, the output's gradient being 0 at the others; of row functions as many rows,
+spread likewise, as have half a million elements. Ours must meet the tolerance of the tests; torch's contestants a looser one,
+which catches a peer that was given another problem.
+
+Writes benchmarks/results/<cpu or cuda>.json unless told otherwise; benchmarks/report.py makes the tables of those.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
+import functools
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # last: an installed package comes first, a checkout serves where there is none
+# A checkout that was built measures itself, whatever else is installed; one that was not measures the installed package.
+BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
+sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
-from cases import CPU, CUDA, Case  # noqa: E402
-from peers import OURS, PEERS, Absent  # noqa: E402
+from cases import CPU, CUDA, QUICK, Case  # noqa: E402
+from peers import CONTEXT, OURS, PEERS, Absent  # noqa: E402
+from summary import DIRECTIONS, SCHEMA, marks, ratio, summarize, unrest  # noqa: E402
 
 from flash_online import _info, reference, testing  # noqa: E402
 
-SCHEMA = 1
-CHECKED_HEADS = 1  # attention is checked on this many heads: float64 needs its whole square of scores
+MATMUL_SIZE = 2048
+CHECKED_IN_FULL = 4096  # longest sequence whose every query is checked
+CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
+PEER_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of max|truth|
+CONTEXT_ROUNDS = 5
+TURN_SECONDS = 0.005  # a turn of a short call: several calls, after one to warm up
+LONG_CALL = 0.05  # seconds from which a call is its own warm-up
+
+
+# --- The machine -----------------------------------------------------------------------------------------------------------
+
+
+def settle_memory(keep: bool) -> str:
+    """Fixes what malloc does with large tensors; says what, for the record.
+
+    By itself glibc raises its threshold for going to the system, block by block that is freed, up to 32 MiB, so that the same
+    call is fast or slow by what ran before it. Here the threshold is at its end from the start: a result of 32 MiB or more
+    is new memory from the system each time, and pays for its page faults. With `keep`, all freed memory is used
+    again, as caching allocators do it.
+    """
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # mallopt's numbers for its options
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return "as the system has it"
+    if keep:
+        done = mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1)
+    else:
+        done = mallopt(mmap_threshold, 32 << 20) and mallopt(trim_threshold, 64 << 20)
+    return ("kept" if keep else "new from 32 MiB up") if done else "as the system has it"
 
 
 def environment(device: str) -> dict:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+    measured = ["csrc", "flash_online", "benchmarks/*.py", "CMakeLists.txt", "setup.py"]
+    changed = "+" if git("status", "--porcelain", "--untracked-files=no", "--", *measured) else ""
     facts = {
         "schema": SCHEMA,
         "device": torch.cuda.get_device_name() if device == "cuda" else _info.processor(),
         "date": datetime.date.today().isoformat(),
-        "commit": (git("rev-parse", "--short", "HEAD") or "uncommitted") + dirty,
+        "commit": (git("rev-parse", "--short", "HEAD") or "uncommitted") + changed,
+        "package": "of this checkout" if BUILT_HERE else "installed",
         "flash_online": _info.version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
     if device == "cpu":
         facts["instruction_set"] = _info.build_info()["cpu"]
+        facts["mhz"] = frequency()
         facts["load_at_start"] = round(os.getloadavg()[0], 1)  # of others, on a machine that is shared
     return facts
 
 
-def truth_of(case: Case, inputs, extras, grad) -> list[torch.Tensor]:
-    """The output and the gradients in float64, by the package's plain reference."""
-    leaves = [t.detach().double().requires_grad_() for t in inputs]
-    functions = {
-        "attention": lambda: reference.attention(*leaves, causal=case.options["causal"]),
-        "softmax": lambda: reference.softmax(leaves[0], -1),
-        "log_softmax": lambda: reference.log_softmax(leaves[0], -1),
-        "cross_entropy": lambda: reference.cross_entropy(leaves[0], extras[0]),
-        "topk_softmax": lambda: reference.topk_softmax(leaves[0], case.options["k"])[0],
-    }
-    out = functions[case.function]()
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
+def frequency() -> float | None:
+    """MHz of the first core at this moment; on a virtual machine the nominal one, if any."""
+    try:
+        return int(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq").read_text()) / 1000
+    except (OSError, ValueError):
+        pass
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), None)
 
 
-def run_once(contestant, case: Case, inputs, extras, grad) -> list[torch.Tensor]:
-    out = contestant(inputs, extras, case.options)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+# --- Correctness -----------------------------------------------------------------------------------------------------------
 
 
-def check(case: Case, contestants: dict, inputs, extras, grad) -> dict[str, float]:
-    """Raises AssertionError if ours is farther from float64 than the contract allows; the errors, relative to max|truth|."""
-    checked = slice(0, CHECKED_HEADS) if case.function == "attention" else slice(None)
+class Truth:
+    """Which part of a case's results is checked, and that part in float64, by the package's plain reference."""
 
-    def head(tensors):
-        return [t[:, checked] if t.dim() == 4 else t for t in tensors]
+    def __init__(self, case: Case):
+        self.case, sizes = case, case.sizes
+        if case.function == "attention":
+            self.heads = slice(None) if case.options.get("bias") == "shared" else slice(0, 1)
+            length, chunk = sizes["L"], 512
+            if length <= CHECKED_IN_FULL:
+                self.chunks = [slice(begin, min(begin + chunk, length)) for begin in range(0, length, chunk)]
+            else:
+                count, chunk = 4, chunk // 4
+                self.chunks = [slice(b, b + chunk) for b in ((length - chunk) * n // (count - 1) for n in range(count))]
+            self.rows = torch.cat([torch.arange(c.start, c.stop) for c in self.chunks])
+        else:
+            count = max(1, min(sizes["rows"], CHECKED_ELEMENTS // sizes["classes"]))
+            self.rows = torch.linspace(0, sizes["rows"] - 1, count).long()
 
-    truth = truth_of(case, head(inputs), extras, head([grad])[0])
-    results = {name: head(run_once(f, case, inputs, extras, grad)) for name, f in contestants.items()}
-    theirs = [result for name, result in results.items() if name != OURS]
-    for i, (ours, expected) in enumerate(zip(results.get(OURS, []), truth, strict=False)):
-        name = f"{case.function} ({case.label}, {case.dtype}): {'output' if i == 0 else f'gradient {i}'}"
-        # The loss of a 16-bit mean is one number: rounding it is all that torch errs, or more by luck.
-        testing.assert_close_to_float64(ours, [result[i] for result in theirs], expected, case.dtype, name=name)
-    return {
-        name: max(testing.error(r, t).max / max(t.abs().max().item(), 1e-300) for r, t in zip(result, truth, strict=True))
-        for name, result in results.items()
-    }
+    def checked_grad(self, grad):
+        """The output's gradient for the step that is checked: what is not checked must not reach what is."""
+        if self.case.function != "attention" or len(self.rows) == grad.shape[-2]:
+            return grad
+        only = torch.zeros_like(grad)
+        only[:, :, self.rows] = grad[:, :, self.rows]
+        return only
+
+    def part(self, results):
+        """What of [output, gradients...] is checked."""
+        if self.case.function == "attention":
+            out, grad_query, *others = (t[:, self.heads] for t in results)
+            return [out[:, :, self.rows], grad_query[:, :, self.rows], *others]
+        out, grad = results
+        grad = grad[self.rows]
+        if self.case.function == "topk_softmax" and grad.dtype != torch.float32:
+            grad = grad.sort(-1).values  # among equal 16-bit logits either may be the one chosen
+        return [out[self.rows] if out.dim() else out, grad]
+
+    def compute(self, inputs, extras, grad):
+        return self._attention(inputs, extras, grad) if self.case.function == "attention" else self._rows(inputs, extras, grad)
+
+    def _attention(self, inputs, extras, grad):
+        options, heads, length = self.case.options, self.heads, self.case.sizes["L"]
+        window = options.get("window")
+        causal = bool(options.get("causal") or window)
+        wide = [t.detach()[:, heads].double() for t in inputs]
+        mask = None if window or not extras else extras[0]
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask[:, heads].double()
+        outs, grads = [], [torch.zeros_like(t) for t in wide]
+        for rows in self.chunks:
+            # Of a causal chunk only the keys up to its end, with which its queries then align.
+            keys = slice(max(0, rows.start - window + 1) if window else 0, rows.stop if causal else length)
+            places = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
+            leaves = [t[place].detach().requires_grad_() for t, place in zip(wide, places, strict=False)]
+            if len(leaves) > 3:
+                chunk_mask = leaves[3]
+            else:
+                chunk_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+            out = reference.attention(
+                *leaves[:3],
+                mask=chunk_mask,
+                causal=causal,
+                window=(window - 1, 0) if window else None,
+                alignment="lower_right" if causal else "upper_left",
+            )
+            outs.append(out.detach())
+            for total, place, part in zip(
+                grads, places, torch.autograd.grad(out, leaves, grad[:, heads, rows].double()), strict=False
+            ):
+                total[place] += part
+        return [torch.cat(outs, -2), grads[0][:, :, self.rows], *grads[1:]]
+
+    def _rows(self, inputs, extras, grad):
+        function, x = self.case.function, inputs[0].detach()
+        leaf = x[self.rows].double().requires_grad_()
+        if function == "cross_entropy":  # a mean over all rows, whose gradient is checked at some
+
+            def loss(logits, target):
+                return reference.cross_entropy(logits, target, reduction="sum") / len(x)
+
+            (grad_x,) = torch.autograd.grad(loss(leaf, extras[0][self.rows]), leaf, grad.double())
+            pieces = zip(x.split(len(self.rows)), extras[0].split(len(self.rows)), strict=True)
+            return [sum(loss(logits.double(), target) for logits, target in pieces), grad_x]
+        if function == "topk_softmax":
+            out = reference.topk_softmax(leaf, self.case.options["k"])[0]
+        else:
+            out = getattr(reference, function)(leaf, -1)
+        (grad_x,) = torch.autograd.grad(out, leaf, grad[self.rows].double())
+        return [out.detach(), grad_x.sort(-1).values if function == "topk_softmax" and x.dtype != torch.float32 else grad_x]
+
+
+def check(case: Case, contestants: dict, inputs, extras, grad, device: str) -> dict[str, dict]:
+    """A step of each: its error, relative to max|truth|, and its memory. Raises AssertionError where one is wrong."""
+    truth = Truth(case)
+    grad = truth.checked_grad(grad)
+    parts, facts = {}, {}
+    for name, contestant in contestants.items():
+        results = []
+
+        def step(contestant=contestant, results=results):
+            out = contestant.call(inputs, extras, case.options)
+            results.extend([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+
+        with contestant.setting():
+            extra = testing.peak_extra_bytes(step, device=device)
+        returned = sum(t.numel() * t.element_size() for t in results)
+        facts[name] = {"step_extra_bytes": extra, "beyond_results_bytes": extra - returned}
+        parts[name] = truth.part(results)
+    expected = truth.compute(inputs, extras, grad)
+    theirs = [part for name, part in parts.items() if name != OURS]
+    for name, part in parts.items():
+        errors = [
+            testing.error(got, wanted).max / max(wanted.abs().max().item(), 1e-300)
+            for got, wanted in zip(part, expected, strict=True)
+        ]
+        facts[name]["error"] = max(errors)
+        for i, (got, wanted) in enumerate(zip(part, expected, strict=True)):
+            what = f"{case.function} ({case.label}, {case.dtype}), {name}: {'output' if i == 0 else f'gradient {i}'}"
+            if name == OURS:
+                testing.assert_close_to_float64(got, [peer[i] for peer in theirs], wanted, case.dtype, name=what)
+            elif not errors[i] <= PEER_TOLERANCE[case.dtype]:
+                raise AssertionError(f"{what}: off by {errors[i]:.2g} of the largest; was it given the same problem?")
+    return facts
+
+
+# --- Time ------------------------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """A call that is timed a turn at a time; the seconds a call took, one number a turn."""
+
+    def __init__(self, call, setting, device: str, most: int | None = None):
+        self.call, self.setting, self.device, self.most = call, setting, device, most
+        self.times: list[float] = []
+
+    def take(self) -> None:
+        if self.most is not None and len(self.times) >= self.most:
+            return
+        with self.setting():
+            self.times.append(self._on_cuda() if self.device == "cuda" else self._on_cpu())
+
+    def _on_cuda(self) -> float:
+        repeat = 10  # calls between two waits, so that a launch's latency does not count
+
+        def calls():
+            for _ in range(repeat):
+                self.call()
+
+        return testing.time_call(calls, seconds=0, least_runs=1, device=self.device).median / repeat
+
+    def _on_cpu(self) -> float:
+        if not self.times or self.times[-1] < LONG_CALL:
+            self.call()
+        took, end = [], time.perf_counter() + TURN_SECONDS
+        while not took or time.perf_counter() < end:
+            start = time.perf_counter()
+            self.call()
+            took.append(time.perf_counter() - start)
+        return statistics.median(took)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def best(self) -> float:
+        return min(self.times)
+
+
+@functools.cache
+def matmul(dtype: torch.dtype, device: str):
+    """A product of two square matrices: what attention's products are measured against."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator).to(dtype).to(device) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def gflop_per_s(seconds: float) -> float:
+    return 2e-9 * MATMUL_SIZE**3 / seconds
+
+
+def take_turns(all_turns: list[Turns], seconds: float, rounds: int) -> None:
+    collected = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    end, done = time.perf_counter() + seconds, 0
+    while done < rounds or time.perf_counter() < end:
+        for turns in all_turns if done % 2 == 0 else reversed(all_turns):
+            turns.take()
+        done += 1
+    if collected:
+        gc.enable()
 
 
 def measure(case: Case, device: str, seconds: float, rounds: int) -> dict:
+    result = {
+        "function": case.function,
+        "case": case.label,
+        "kind": case.kind,
+        "sizes": case.sizes,
+        "options": case.options,
+        "dtype": str(case.dtype)[6:],
+        "contestants": {},
+        "absent": {},
+        "ratio": None,
+    }
     inputs, extras = case.inputs(device)
-    contestants, absent = {}, {}
-    grad = None
-    for name, function in PEERS[case.function].items():
+    contestants, outs = {}, {}
+    for name, contestant in PEERS[case.function].items():
         try:
-            out = function(inputs, extras, case.options)
+            with contestant.setting():
+                outs[name] = contestant.first_call(inputs, extras, case.options)
         except Absent as reason:
-            absent[name] = str(reason)
+            result["absent"][name] = str(reason)
             continue
-        contestants[name] = function
-        if grad is None:
-            generator = torch.Generator().manual_seed(1)
-            grad = torch.randn(out.shape, generator=generator).to(out.dtype).to(device)
+        contestants[name] = contestant
     if not contestants:
-        return {
-            "function": case.function,
-            "case": case.label,
-            "dtype": str(case.dtype)[6:],
-            "contestants": {},
-            "absent": absent,
+        return result
+    like = next(iter(outs.values()))
+    grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like.dtype).to(device)
+    facts = check(case, contestants, inputs, extras, grad, device)
+
+    turns: dict[tuple[str, str], Turns] = {}
+    judged = [name for name in contestants if name != OURS and name not in CONTEXT]
+    for name, contestant in contestants.items():
+        calls = {
+            "forward": lambda contestant=contestant: contestant.call(inputs, extras, case.options),
+            "backward": lambda out=outs[name]: torch.autograd.grad(out, inputs, grad, retain_graph=True),
         }
-    errors = check(case, contestants, inputs, extras, grad)
+        most = CONTEXT_ROUNDS if name in CONTEXT and judged else None
+        for direction, call in calls.items():
+            turns[name, direction] = Turns(call, contestant.setting, device, most)
+    yardsticks = {}
+    if case.function == "attention":
+        yardsticks["matmul"] = Turns(matmul(case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)
+    else:
+        plain = inputs[0].detach()
+        there = torch.empty_like(plain)
+        yardsticks["copy"] = Turns(lambda: there.copy_(plain), torch.no_grad, device)
+        yardsticks["copy to new"] = Turns(plain.clone, torch.no_grad, device)
+    by_direction = [turns[name, direction] for direction in DIRECTIONS for name in contestants]
+    take_turns([*by_direction, *yardsticks.values()], seconds, rounds)
 
-    repeat = 10 if device == "cuda" else 1  # calls between two waits, so that a launch's latency does not count
-    calls = {}
-    for name, function in contestants.items():
-        out = function(inputs, extras, case.options)
-
-        def forward(function=function):
-            for _ in range(repeat):
-                function(inputs, extras, case.options)
-
-        def backward(out=out):
-            for _ in range(repeat):
-                torch.autograd.grad(out, inputs, grad, retain_graph=True)
-
-        calls[name] = {"forward": forward, "backward": backward}
-    times = {name: {"forward": [], "backward": []} for name in contestants}
-    spent = 0.0
-    while min(len(t["forward"]) for t in times.values()) < rounds or spent < seconds:
-        for direction in ("forward", "backward"):
-            for name, call in calls.items():
-                took = testing.time_call(call[direction], seconds=0, least_runs=1, device=device).median
-                times[name][direction].append(took / repeat)
-                spent += took
-
-    result = {"function": case.function, "case": case.label, "dtype": str(case.dtype)[6:], "contestants": {}, "absent": absent}
-    for name, function in contestants.items():
-        entry = {f"{direction}_ms": 1e3 * statistics.median(t) for direction, t in times[name].items()}
-        entry |= {f"{direction}_best_ms": 1e3 * min(t) for direction, t in times[name].items()}
-        entry["rounds"] = len(times[name]["forward"])
-        for direction in ("forward", "backward"):
+    copied = 2 * inputs[0].numel() * inputs[0].element_size()
+    if "matmul" in yardsticks:
+        yardstick = yardsticks["matmul"]
+        result["matmul"] = {
+            "gflop_per_s": gflop_per_s(yardstick.median),
+            "best_gflop_per_s": gflop_per_s(yardstick.best),
+        }
+        batch, heads, length = (case.sizes[name] for name in ("B", "H", "L"))
+        result["scores_bytes"] = batch * heads * length**2 * case.dtype.itemsize  # what a square a head would take
+    else:
+        result["copy"] = {
+            "gb_per_s": 1e-9 * copied / yardsticks["copy"].median,
+            "best_gb_per_s": 1e-9 * copied / yardsticks["copy"].best,
+            "new_gb_per_s": 1e-9 * copied / yardsticks["copy to new"].median,  # into a tensor of its own: what a result costs
+        }
+    for name in contestants:
+        taken = {direction: turns[name, direction] for direction in DIRECTIONS}
+        entry = {f"{direction}_ms": 1e3 * t.median for direction, t in taken.items()}
+        entry |= {f"{direction}_best_ms": 1e3 * t.best for direction, t in taken.items()}
+        entry["rounds"] = len(taken["forward"].times)
+        for direction, t in taken.items():
+            if flops := case.flops(direction, extras):
+                entry[f"{direction}_gflop_per_s"] = 1e-9 * flops / t.median
+                entry[f"{direction}_share"] = entry[f"{direction}_gflop_per_s"] / result["matmul"]["gflop_per_s"]
             if moved := case.moved_bytes(direction):
-                entry[f"{direction}_gb_per_s"] = moved / entry[f"{direction}_ms"] / 1e6
-        entry["step_extra_bytes"] = testing.peak_extra_bytes(
-            lambda function=function: run_once(function, case, inputs, extras, grad), device=device
-        )
-        entry["error"] = errors[name]
-        result["contestants"][name] = entry
+                entry[f"{direction}_gb_per_s"] = 1e-9 * moved / t.median
+                entry[f"{direction}_share"] = entry[f"{direction}_gb_per_s"] / result["copy"]["gb_per_s"]
+        result["contestants"][name] = entry | facts[name]
+    result["ratio"] = ratio(result["contestants"])
     return result
+
+
+# --- The run ---------------------------------------------------------------------------------------------------------------
 
 
 def line(result: dict) -> str:
     parts = []
+    if against := result["ratio"]:
+        parts.append(f"{against['forward']:.2f} / {against['backward']:.2f} x {against['against']}")
+    unit = "gflop_per_s" if result["function"] == "attention" else "gb_per_s"
     for name, entry in result["contestants"].items():
-        rate = (
-            f" ({entry['forward_gb_per_s']:.0f} / {entry['backward_gb_per_s']:.0f} GB/s)" if "forward_gb_per_s" in entry else ""
-        )
-        times = f"{entry['forward_ms']:.3g} / {entry['backward_ms']:.3g} ms{rate}"
-        parts.append(f"{name} {times}, {entry['step_extra_bytes'] / 2**20:.1f} MiB")
+        rates = " / ".join(f"{entry[f'{direction}_{unit}']:.0f}" for direction in DIRECTIONS)
+        times = " / ".join(f"{entry[f'{direction}_ms']:.3g}" for direction in DIRECTIONS)
+        unit_name = "GFLOP/s" if unit == "gflop_per_s" else "GB/s"
+        parts.append(f"{name} {times} ms ({rates} {unit_name}), {entry['step_extra_bytes'] / 2**20:.1f} MiB")
+    if "matmul" in result:
+        parts.append(f"matmul {result['matmul']['gflop_per_s']:.0f} GFLOP/s")
+    if "copy" in result:
+        parts.append(f"copy {result['copy']['gb_per_s']:.0f} GB/s, to new memory {result['copy']['new_gb_per_s']:.0f}")
     parts += [f"{name} absent: {reason}" for name, reason in result["absent"].items()]
-    return f"{result['function']:14} {result['case']:34} {result['dtype']:9} " + "; ".join(parts)
+    return f"{result['function']:13} {result['case']:38} {result['dtype']:8} " + "; ".join(parts)
+
+
+def summary_lines(record: dict) -> list[str]:
+    lines = ["", "ours beside torch, times faster: geometric mean forward / backward (worst case), share of the yardstick"]
+    for entry in record["summary"]:
+        sides = [entry[direction] for direction in DIRECTIONS]
+        means = " / ".join(f"{s['mean']:.2f}" for s in sides)
+        worst = " / ".join(f"{s['worst']:.2f}" for s in sides)
+        shares = " / ".join(f"{100 * s['share']:.0f}" for s in sides if "share" in s)
+        lines.append(
+            f"{entry['function']:13} {entry['kind']:16} {entry['dtype']:8} {entry['cases']:2} cases  {means:>13} ({worst})"
+            + (f", {shares} % of {entry['share_of']}" if shares else "")
+            + f", against {entry['against']}"
+        )
+    if record["unrest"]:
+        lines += [
+            "",
+            f"unrest {record['unrest']:.2f}: a yardstick's median time over its least; little above 1 on a quiet machine",
+        ]
+    lines += ["", "marks"]
+    for mark in record["marks"]:
+        if "most" in mark:
+            what = f"{mark['measured']}, less than {mark['most']} wanted"
+        else:
+            wanted = [f"mean {mark['least']}"] * (mark["least"] is not None)
+            wanted += [f"each {mark['least_each']}"] * (mark["least_each"] is not None)
+            what = f"mean {mark['mean']:.2f}, worst {mark['worst']:.2f} ({mark['worst_case']}); wanted {', '.join(wanted)}"
+        lines.append(f"{'met   ' if mark['met'] else 'MISSED'} {mark['mark']}: {what}")
+    return lines
+
+
+def matmul_rates(record: dict, device: str, at: str, dtypes) -> None:
+    for dtype in dtypes:
+        turns = Turns(matmul(dtype, device), torch.no_grad, device)
+        take_turns([turns], 0, CONTEXT_ROUNDS)
+        record["matmul"].setdefault(str(dtype)[6:], {"size": MATMUL_SIZE})[at] = gflop_per_s(turns.median)
 
 
 def main() -> int:
@@ -173,29 +453,67 @@ def main() -> int:
     parser.add_argument("device", choices=("cpu", "cuda"), nargs="?", default=default)
     parser.add_argument("--json", type=Path, help="where the results go; none: benchmarks/results/<device>.json")
     parser.add_argument("--only", nargs="+", choices=sorted(PEERS), help="these functions alone; needs --json")
-    parser.add_argument("--seconds", type=float, default=2.0, help="least time of a case")
+    parser.add_argument("--match", help="only cases whose label and dtype have this in them; needs --json")
+    parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --json")
+    parser.add_argument("--list", action="store_true", help="print the cases and their reasons, measure nothing")
+    parser.add_argument("--seconds", type=float, default=1.5, help="least time of a case's turns")
     parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
+    parser.add_argument("--note", help="a remark for the record, shown above its tables")
+    parser.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
     options = parser.parse_args()
-    if options.only and not options.json:
-        parser.error("--only: needs --json, since the committed results hold every function")
+    if (options.only or options.quick or options.match) and not (options.json or options.list):
+        parser.error("--only, --match and --quick need --json, since the committed results hold every case")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory meter's profiler writes two lines a call otherwise
-    cases = [c for c in (CPU if options.device == "cpu" else CUDA) if not options.only or c.function in options.only]
-    path = options.json or ROOT / "benchmarks" / "results" / f"{options.device}.json"
+    device = options.device
+    cases = QUICK if options.quick else CPU if device == "cpu" else CUDA
+    cases = [c for c in cases if not options.only or c.function in options.only]
+    cases = [c for c in cases if not options.match or options.match in f"{c.label}, {str(c.dtype)[6:]}"]
+    if options.list:
+        print("\n".join(f"{c.function:13} {c.label:38} {str(c.dtype)[6:]:8} {c.reason}" for c in cases))
+        return 0
+    path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
 
-    record, failures = environment(options.device) | {"results": []}, 0
-    with tqdm(cases, desc=f"benchmarks, {options.device}", dynamic_ncols=True) as bar:
+    started, failures = time.perf_counter(), 0
+    record = environment(device) | {"seconds": options.seconds, "rounds": options.rounds, "matmul": {}, "results": []}
+    if options.note:
+        record["note"] = options.note
+    if device == "cpu":
+        record["memory"] = settle_memory(options.keep_memory)
+        if record["load_at_start"] > 0.5:
+            print(
+                f"load {record['load_at_start']}: others are at work, and times of short calls will be theirs", file=sys.stderr
+            )
+    dtypes = dict.fromkeys(c.dtype for c in cases if c.function == "attention")
+    matmul_rates(record, device, "at_start", dtypes)
+    # A log file wants a line now and then, a terminal a moving bar.
+    interval = 0.1 if sys.stderr.isatty() else 30
+    with tqdm(cases, desc=f"benchmarks, {device}", dynamic_ncols=True, mininterval=interval) as bar:
         for case in bar:
             bar.set_postfix_str(f"{case.function}, {case.label}", refresh=sys.stderr.isatty())
             try:
-                result = measure(case, options.device, options.seconds, options.rounds)
+                result = measure(case, device, options.seconds, options.rounds)
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 failures += 1
                 continue
             record["results"].append(result)
             bar.write(line(result))
+    matmul_rates(record, device, "at_end", dtypes)
+    for dtype, rates in record["matmul"].items():
+        during = [r["matmul"] for r in record["results"] if r["dtype"] == dtype and "matmul" in r]
+        if during:
+            rates["median"] = statistics.median(m["gflop_per_s"] for m in during)
+            rates["best"] = max(m["best_gflop_per_s"] for m in during)
+    if device == "cpu":
+        record["load_at_end"] = round(os.getloadavg()[0], 1)  # this run's own threads included
+    record["took_seconds"] = round(time.perf_counter() - started)
+    record["wrong"] = failures
+    record["unrest"] = unrest(record["results"])
+    record["summary"] = summarize(record["results"])
+    record["marks"] = marks(record["results"]) if device == "cpu" else []
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(summary_lines(record)))
     print(f"wrote {path}" + (f"; {failures} cases were WRONG" if failures else ""))
     return 1 if failures else 0
 

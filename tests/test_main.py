@@ -110,28 +110,11 @@ def test_demo_writes_its_files_and_reports_disagreement(capsys, monkeypatch, tmp
     assert len(numbers["losses"]["torch"]) == len(numbers["losses"]["flash_online"]) == 3
 
 
-def test_bench_runs_one_small_case(tmp_path):
+def test_bench_hands_its_arguments_on():
     pytest.importorskip("tqdm")
-    path = tmp_path / "bench.json"
-    command = [
-        sys.executable,
-        "-m",
-        "flash_online",
-        "bench",
-        "cpu",
-        "--only",
-        "topk_softmax",
-        "--seconds",
-        "0",
-        "--rounds",
-        "1",
-    ]
-    subprocess.run([*command, "--json", str(path)], check=True, cwd=REPOSITORY, capture_output=True)
-    record = json.loads(path.read_text())
-    assert record["schema"] == 1 and len(record["results"]) == 2
-    assert {"forward_ms", "backward_ms", "step_extra_bytes", "error"} <= record["results"][0]["contestants"][
-        "flash_online"
-    ].keys()
+    command = [sys.executable, "-m", "flash_online", "bench", "cpu", "--list", "--only", "topk_softmax"]
+    listed = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    assert listed and all(line.startswith("topk_softmax") and "k 5" in line for line in listed)
 
 
 def test_bench_outside_a_checkout_says_so(capsys, monkeypatch, tmp_path):
@@ -140,8 +123,3 @@ def test_bench_outside_a_checkout_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(__main__, "__file__", str(tmp_path / "flash_online" / "__main__.py"))
     assert main(["bench"]) == 1
     assert "part of a checkout" in capsys.readouterr().err
-
-
-def test_readme_shows_the_committed_results():
-    command = [sys.executable, "benchmarks/report.py", "--check"]
-    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)

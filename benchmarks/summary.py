@@ -1,0 +1,142 @@
+"""What a run's results say in short: how many times faster than torch, by kind of case, and the marks that were set."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+SCHEMA = 2  # of the results: what report.py reads and run.py writes
+OURS, FLASH = "flash_online", "torch flash"
+DIRECTIONS = ("forward", "backward")
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The mean of ratios: half as fast in one case and twice as fast in another make 1."""
+    values = list(values)
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def ratio(contestants: dict[str, dict]) -> dict | None:
+    """How many times faster ours is than the first peer there is: above 1, ours is faster. None without ours or a peer."""
+    peers = [name for name in contestants if name != OURS]
+    if OURS not in contestants or not peers:
+        return None
+    ours, theirs = contestants[OURS], contestants[peers[0]]
+    of_medians = {d: theirs[f"{d}_ms"] / ours[f"{d}_ms"] for d in DIRECTIONS}
+    return {"against": peers[0]} | of_medians | {f"{d}_best": theirs[f"{d}_best_ms"] / ours[f"{d}_best_ms"] for d in DIRECTIONS}
+
+
+def unrest(results: list[dict]) -> float | None:
+    """How many times the least time a yardstick took in the median: little above 1 on a quiet machine. Far above it, times of
+    short calls are the scheduler's. The least is that of the whole run, since one case may meet no quiet moment; only where
+    there is no matmul, whose size is always the same, it is each case's own least copy.
+    """
+    rates = [(r["dtype"], r["matmul"]) for r in results if "matmul" in r]
+    best = {dtype: max(rate["best_gflop_per_s"] for other, rate in rates if other == dtype) for dtype, _ in rates}
+    slower = [best[dtype] / rate["gflop_per_s"] for dtype, rate in rates]
+    slower = slower or [r["copy"]["best_gb_per_s"] / r["copy"]["gb_per_s"] for r in results if "copy" in r]
+    return geometric_mean(slower) if slower else None
+
+
+def summarize(results: list[dict]) -> list[dict]:
+    """An entry for each (function, kind, dtype, peer): geometric means, the worst case, shares of this run's yardstick."""
+    groups = defaultdict(list)
+    for result in results:
+        if result["ratio"]:
+            groups[result["function"], result["kind"], result["dtype"], result["ratio"]["against"]].append(result)
+    summary = []
+    for (function, kind, dtype, against), members in groups.items():
+        entry = {"function": function, "kind": kind, "dtype": dtype, "against": against, "cases": len(members)}
+        for direction in DIRECTIONS:
+            entry[direction] = _of_ratios(members, direction)
+            shares = [m["contestants"][OURS].get(f"{direction}_share") for m in members]
+            if all(shares):
+                entry[direction]["share"] = geometric_mean(shares)
+        yardsticks = {name for m in members for name in ("matmul", "copy") if name in m}
+        entry["share_of"] = yardsticks.pop() if len(yardsticks) == 1 else None
+        summary.append(entry)
+    return summary
+
+
+def _of_ratios(members: list[dict], direction: str) -> dict:
+    worst = min(members, key=lambda m: m["ratio"][direction])
+    return {
+        "mean": geometric_mean(m["ratio"][direction] for m in members),
+        "worst": worst["ratio"][direction],
+        "worst_case": worst["case"],
+    }
+
+
+def marks(results: list[dict]) -> list[dict]:
+    """The marks set for the CPU kernels, each with what this run measured and whether that reaches it.
+
+    `least` asks it of the geometric mean, `least_each` of every case.
+    """
+    attention = [r for r in results if r["function"] == "attention" and r["ratio"]]
+    beside_flash = [r for r in attention if r["ratio"]["against"] == FLASH]
+    plain = [r for r in beside_flash if "window" not in r["options"]]  # a window's speed-up would flatter the mean
+    found = []
+    for dtype, least, least_each in (("float32", 1.0, 0.85), ("bfloat16", 0.9, None)):
+        of_dtype = [r for r in plain if r["dtype"] == dtype]
+        found += _faster(f"attention, {dtype}, x {FLASH}", of_dtype, least=least, least_each=least_each)
+    long_window = [r for r in beside_flash if "window" in r["options"] and r["sizes"]["L"] == 8192]
+    found += _faster(f"attention, window 512, L 8192, x {FLASH}", long_window, least_each=3.0)
+    for function in ("softmax", "log_softmax", "cross_entropy"):
+        of_function = [r for r in results if r["function"] == function and r["ratio"] and r["dtype"] != "float16"]
+        long = [r for r in of_function if r["sizes"]["classes"] >= 32768]
+        found += _faster(f"{function}, 32768 classes and more, x torch", long, least_each=4.0)
+        found += _judge(
+            f"{function}, 32768 classes and more, of the copy rate",
+            [r for r in long if "copy" in r],
+            lambda r, direction: r["contestants"][OURS][f"{direction}_share"],
+            least_each=0.5,
+        )
+        found += _faster(
+            f"{function}, 1024 classes, x torch", [r for r in of_function if r["sizes"]["classes"] == 1024], least_each=1.0
+        )
+    top = [r for r in results if r["function"] == "topk_softmax" and r["ratio"]]
+    found += _faster("topk_softmax, k 5, x topk of softmax", top, least_each=5.0)
+    for result in attention:
+        if result["options"].get("bias") == "shared" and result["sizes"]["L"] >= 512:  # below, fixed costs outweigh a square
+            beyond = result["contestants"][OURS]["beyond_results_bytes"]
+            found.append(
+                {
+                    "mark": f"attention, {result['case']}, {result['dtype']}: bytes of a step beyond its results",
+                    "most": result["scores_bytes"],
+                    "measured": beyond,
+                    "met": beyond < result["scores_bytes"],
+                }
+            )
+    return found
+
+
+def _faster(name: str, members: list[dict], **least) -> list[dict]:
+    return _judge(name, members, lambda r, direction: r["ratio"][direction], **least)
+
+
+def _judge(
+    name: str,
+    members: list[dict],
+    value: Callable[[dict, str], float],
+    least: float | None = None,
+    least_each: float | None = None,
+) -> list[dict]:
+    entries = []
+    for direction in DIRECTIONS if members else ():
+        values = {id(m): value(m, direction) for m in members}
+        worst = min(members, key=lambda m: values[id(m)])
+        mean = geometric_mean(values.values())
+        entries.append(
+            {
+                "mark": f"{name}, {direction}",
+                "least": least,
+                "least_each": least_each,
+                "cases": len(members),
+                "mean": mean,
+                "worst": values[id(worst)],
+                "worst_case": f"{worst['case']}, {worst['dtype']}",
+                "met": mean >= (least or 0) and values[id(worst)] >= (least_each or 0),
+            }
+        )
+    return entries

@@ -1,0 +1,242 @@
+"""The benchmarks: that a run measures what it says, that ratios point the right way, that the pages show the results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[1]
+BENCHMARKS = REPOSITORY / "benchmarks"
+
+if not (BENCHMARKS / "run.py").is_file():
+    pytest.skip("the benchmarks are part of a checkout", allow_module_level=True)
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The plain modules of benchmarks/, as its scripts see them."""
+    pytest.importorskip("tqdm")
+    names = ("cases", "peers", "summary", "report", "run")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in names:  # tests/ has a cases.py of its own, which comes back when the test ends
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return {name: importlib.import_module(name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def quick_record(tmp_path_factory):
+    pytest.importorskip("tqdm")
+    path = tmp_path_factory.mktemp("bench") / "cpu.json"
+    command = [sys.executable, "-m", "flash_online", "bench", "cpu", "--quick", "--seconds", "0", "--rounds", "1"]
+    subprocess.run([*command, "--json", str(path)], check=True, cwd=REPOSITORY, capture_output=True)
+    return json.loads(path.read_text())
+
+
+def result_of(
+    forward, backward, *, function="softmax", kind="long rows", case="rows 32, classes 65536", dtype="float32", **more
+):
+    """A result whose peer takes `forward` and `backward` times as long as ours."""
+    ours = {"forward_ms": 2.0, "backward_ms": 4.0, "forward_share": 0.5, "backward_share": 0.25}
+    theirs = {"forward_ms": 2.0 * forward, "backward_ms": 4.0 * backward}
+    for entry in (ours, theirs):
+        entry |= {f"{direction}_best_ms": entry[f"{direction}_ms"] / 2 for direction in ("forward", "backward")}
+    result = {
+        "function": function,
+        "kind": kind,
+        "case": case,
+        "dtype": dtype,
+        "sizes": {"rows": 32, "classes": 65536},
+        "options": {},
+        "contestants": {"flash_online": ours, "torch": theirs},
+        "copy": {"gb_per_s": 10.0, "best_gb_per_s": 15.0},
+    }
+    return result | more
+
+
+def with_ratio(summary, *results):
+    for result in results:
+        result["ratio"] = summary.ratio(result["contestants"])
+    return list(results)
+
+
+def test_geometric_mean(modules):
+    mean = modules["summary"].geometric_mean
+    assert mean([3.0]) == pytest.approx(3.0)
+    assert mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert mean(x for x in (1.0, 10.0, 100.0)) == pytest.approx(10.0)
+
+
+def test_above_one_means_that_ours_is_faster(modules):
+    summary = modules["summary"]
+    (result,) = with_ratio(summary, result_of(3.0, 0.5))
+    assert result["ratio"] == {"against": "torch", "forward": 3.0, "backward": 0.5, "forward_best": 3.0, "backward_best": 0.5}
+    assert summary.ratio({"torch": {}}) is None and summary.ratio({"flash_online": {}}) is None
+
+
+def test_summary_has_means_worst_cases_and_shares(modules):
+    summary = modules["summary"]
+    results = with_ratio(summary, result_of(2.0, 1.0, case="a"), result_of(8.0, 0.25, case="b"))
+    (entry,) = summary.summarize(results)
+    assert entry["cases"] == 2 and entry["against"] == "torch" and entry["share_of"] == "copy"
+    assert entry["forward"] == {"mean": pytest.approx(4.0), "worst": 2.0, "worst_case": "a", "share": pytest.approx(0.5)}
+    assert entry["backward"] == {"mean": pytest.approx(0.5), "worst": 0.25, "worst_case": "b", "share": pytest.approx(0.25)}
+
+
+def test_unrest_is_the_yardsticks_median_over_its_least(modules):
+    unrest = modules["summary"].unrest
+    assert unrest([]) is None and unrest([result_of(1.0, 1.0)]) == pytest.approx(1.5)
+    loud = {"dtype": "float32", "matmul": {"gflop_per_s": 100.0, "best_gflop_per_s": 100.0}}
+    calm = {"dtype": "float32", "matmul": {"gflop_per_s": 400.0, "best_gflop_per_s": 400.0}}
+    assert unrest([loud, calm, result_of(1.0, 1.0)]) == pytest.approx(2.0)
+
+
+def test_marks_are_judged_by_mean_and_by_every_case(modules):
+    summary = modules["summary"]
+
+    def attention(forward, backward, case, **more):
+        result = result_of(forward, backward, function="attention", kind="causal", case=case, sizes={"L": 8192}, **more)
+        result["contestants"]["torch flash"] = result["contestants"].pop("torch")
+        return result
+
+    window = attention(2.9, 30.0, "window", options={"window": 512})
+    results = with_ratio(summary, attention(2.0, 2.0, "a"), attention(0.9, 0.8, "b"), window, result_of(5.0, 3.0))
+    marks = {mark["mark"]: mark for mark in summary.marks(results)}
+    forward, backward = (marks[f"attention, float32, x torch flash, {direction}"] for direction in summary.DIRECTIONS)
+    assert forward["cases"] == 2 and forward["met"]  # the window is not in this mean
+    assert backward["mean"] > 1 and backward["worst_case"] == "b, float32" and not backward["met"]
+    assert not marks["attention, window 512, L 8192, x torch flash, forward"]["met"]
+    assert marks["attention, window 512, L 8192, x torch flash, backward"]["met"]
+    assert marks["softmax, 32768 classes and more, x torch, forward"]["met"]
+    assert not marks["softmax, 32768 classes and more, x torch, backward"]["met"]
+    assert marks["softmax, 32768 classes and more, of the copy rate, forward"]["met"]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "random"}, {"mask": "padding"}, {"window": 5}])
+def test_flops_count_the_pairs_that_see_each_other(modules, options):
+    case = modules["cases"].Case("attention", {"B": 2, "H": 3, "L": 16, "E": 8}, torch.float32, "", options)
+    _, extras = case.inputs("cpu")
+    visible = torch.ones(16, 16, dtype=torch.bool).tril() if "causal" in options else torch.ones(16, 16, dtype=torch.bool)
+    visible = (extras[0] if extras else visible).expand(2, 3, 16, 16)
+    assert case.flops("forward", extras) == 4 * 8 * int(visible.sum())
+    assert case.flops("backward", extras) == 10 * 8 * int(visible.sum())
+    if "window" in options:
+        assert visible[0, 0].sum(-1).tolist() == [min(i + 1, 5) for i in range(16)]
+
+
+def test_a_wrong_result_is_caught_before_it_is_timed(modules, monkeypatch):
+    """A window one key wider than the mask that torch got; a peer that does not see the mask."""
+    run, peers = modules["run"], modules["peers"]
+    case = modules["cases"].Case("attention", {"B": 1, "H": 1, "L": 64, "E": 16}, torch.float32, "", {"window": 8})
+    run.measure(case, "cpu", 0, 1)
+    ours, flash = peers.PEERS["attention"]["flash_online"], peers.PEERS["attention"]["torch flash"]
+
+    def wider(inputs, extras, options):
+        return ours.call(inputs, extras, {"window": options["window"] + 1})
+
+    def unmasked(inputs, extras, options):
+        return flash.call(inputs, [], {})
+
+    for name, contestant in {"flash_online": wider, "torch flash": unmasked}.items():
+        replaced = peers.Contestant(contestant, peers.PEERS["attention"][name].setting)
+        with monkeypatch.context() as patch:
+            patch.setitem(peers.PEERS["attention"], name, replaced)
+            with pytest.raises(AssertionError, match=name):
+                run.measure(case, "cpu", 0, 1)
+
+
+def test_long_sequences_are_checked_at_some_queries(modules, monkeypatch):
+    """The sampled check and the whole one agree on what is right."""
+    run, case_of = modules["run"], modules["cases"].Case
+    monkeypatch.setattr(run, "CHECKED_IN_FULL", 256)
+    for options in ({"causal": True}, {"window": 100}, {"mask": "random"}, {"bias": "per head"}):
+        case = case_of("attention", {"B": 1, "H": 2, "L": 640, "E": 16}, torch.float32, "", options)
+        assert len(run.Truth(case).rows) == 512
+        entry = run.measure(case, "cpu", 0, 1)["contestants"]["flash_online"]
+        assert entry["error"] < 1e-5
+
+
+def test_every_kind_that_the_issue_names_is_there(modules):
+    cpu = modules["cases"].CPU
+    for dtype in (torch.float32, torch.bfloat16):
+        attention = [c for c in cpu if c.function == "attention" and c.dtype == dtype]
+        assert {c.sizes["L"] for c in attention} == {512, 1024, 2048, 4096, 8192, 16384}
+        assert {c.sizes["E"] for c in attention} == {64, 128}
+        assert {"full", "causal", "mask random", "bias per head", "bias shared", "window 512"} <= {c.kind for c in attention}
+        for function in ("softmax", "log_softmax", "cross_entropy", "topk_softmax"):
+            classes = {c.sizes["classes"] for c in cpu if c.function == function and c.dtype == dtype}
+            assert {1024, 32768, 262144} <= classes
+    assert len({(c.function, c.label, c.dtype) for c in cpu}) == len(cpu)
+
+
+def test_a_quick_run_records_everything(quick_record):
+    facts = {
+        "schema",
+        "device",
+        "commit",
+        "package",
+        "threads",
+        "instruction_set",
+        "memory",
+        "load_at_start",
+        "load_at_end",
+        "unrest",
+    }
+    assert facts <= quick_record.keys() and quick_record["wrong"] == 0
+    assert {r["function"] for r in quick_record["results"]} >= {"attention", "softmax", "cross_entropy", "topk_softmax"}
+    for result in quick_record["results"]:
+        assert {"kind", "sizes", "options", "ratio", "absent"} <= result.keys()
+        attention = result["function"] == "attention"
+        yardstick, unit = ("matmul", "gflop_per_s") if attention else ("copy", "gb_per_s")
+        assert result[yardstick][unit] > 0 and (attention or result["copy"]["new_gb_per_s"] > 0)
+        assert len(result["contestants"]) >= 2
+        for entry in result["contestants"].values():
+            for direction in ("forward", "backward"):
+                share = entry[f"{direction}_{unit}"] / result[yardstick][unit]
+                assert entry[f"{direction}_share"] == pytest.approx(share) and entry[f"{direction}_ms"] > 0
+            assert 0 <= entry["error"] < 0.1 and entry["beyond_results_bytes"] < entry["step_extra_bytes"]
+        theirs = result["contestants"][result["ratio"]["against"]]
+        expected = theirs["forward_ms"] / result["contestants"]["flash_online"]["forward_ms"]
+        assert result["ratio"]["forward"] == pytest.approx(expected)
+    learned = [r for r in quick_record["results"] if r["options"].get("bias") in ("shared", "per head")]
+    assert learned and all(
+        r["ratio"]["against"] == "torch math" and "requires grad" in r["absent"]["torch flash"] for r in learned
+    )
+    assert {rate > 0 for rates in quick_record["matmul"].values() for rate in rates.values()} == {True}
+    assert sum(e["cases"] for e in quick_record["summary"]) == len(quick_record["results"])
+    assert quick_record["marks"] and all(math.isfinite(m.get("mean", 0)) for m in quick_record["marks"])
+
+
+def test_report_makes_tables_of_it(modules, quick_record):
+    report = modules["report"]
+    for lines_of in (report.summary_page, report.case_page):
+        lines = lines_of(quick_record)
+        rows = [line for line in lines if line.startswith("|")]
+        assert len(rows) > 10 and not any("None" in line or "nan" in line for line in rows)
+        widths, previous = set(), ""
+        for line in lines:
+            if line.startswith("|"):
+                columns = line.count(" | ")
+                if not previous.startswith("|"):
+                    widths = {columns}
+                assert columns in widths, line
+            previous = line
+    assert any("attention, bias shared | torch math | 1" in line for line in report.summary_page(quick_record))
+
+
+def test_report_refuses_another_schema(modules, tmp_path):
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps({"schema": 1, "results": []}))
+    with pytest.raises(SystemExit, match="schema 1"):
+        modules["report"].read(path)
+
+
+def test_the_pages_show_the_committed_results():
+    command = [sys.executable, "benchmarks/report.py", "--check"]
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
