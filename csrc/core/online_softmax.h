@@ -93,6 +93,17 @@ struct OnlineSoftmax {
     return factor;
   }
 
+  // The same where the factor is dear to apply: a block's maximum that is above by no more than `slack` is let be, and weights
+  // reach exp(slack). The algebra holds for any point of reference; only overflow asks for the largest score.
+  template <class Slack>
+  FLASH_ONLINE_HD T raise_beyond(Slack slack, Max block_max) {
+    const Max old = max;
+    max = block_max > old + slack ? block_max : old;
+    const T factor = rescale(old, max);
+    sum *= factor;
+    return factor;
+  }
+
   // Step 2: adds the block's sum of weight(score), taken after raise().
   FLASH_ONLINE_HD void add(T block_sum) { sum += block_sum; }
 

@@ -97,9 +97,12 @@ template <class A>
 using WideState = OnlineSoftmax<A, FastNatural, double>;
 
 // Raises the states of a tile to a block's maxima: max, sum, factor, and shift, what is subtracted from the block's scores.
+// Returns whether any query's factor is other than 1.
 template <class E>
-void raise_states(const QueryTile& query, int64_t count, const ForwardScratch<E>& tile) {
+bool raise_states(const QueryTile& query, int64_t count, const ForwardScratch<E>& tile) {
   using A = Accumulator<E>;
+  constexpr A kSlack = 5;
+  bool any = false;
   const auto is_wide = [&](int64_t i) { return ScoreTile<E>::kMayBeWide && (tile.is_wide[i] || tile.has_been_wide[i]); };
   for (int64_t i = 0; i < query.rows; ++i)
     if (is_wide(i)) {
@@ -111,26 +114,33 @@ void raise_states(const QueryTile& query, int64_t count, const ForwardScratch<E>
     }
   for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
     Softmax<Vector<A>> state{load_vector(tile.max + l), load_vector(tile.sum + l)};
-    Vector<A> factor = state.raise(load_vector(tile.block_max + l)), shift = pivot(state.max);
+    Vector<A> factor = ScoreTile<E>::kScalesLate ? state.raise_beyond(kSlack, load_vector(tile.block_max + l))
+                                                 : state.raise(load_vector(tile.block_max + l));
+    Vector<A> shift = pivot(state.max);
     for (int i = 0; i < kLanes<A>; ++i)
       if (ScoreTile<E>::kMayBeWide && is_wide(l + i))
         factor[i] = tile.factor[l + i], shift[i] = A(0), state.sum[i] = tile.sum[l + i], tile.has_been_wide[l + i] = true;
+    const auto moved = factor != A(1);
+    for (int i = 0; i < kLanes<A>; ++i) any |= moved[i] != 0;
     store_vector(tile.factor + l, factor);
     store_vector(tile.shift + l, shift);
     store_vector(tile.max + l, state.max);
     store_vector(tile.sum + l, state.sum);
   }
+  return any;
 }
 
-// Turns a block's scores into weights, in place or as pairs, and adds them to the states.
+// Turns a block's scores into weights, in place or as pairs, and adds them to the states. Returns whether the results so far
+// have to be multiplied by their factors.
 template <class E>
-void absorb_block(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                   const ForwardScratch<E>& tile) {
   using A = Accumulator<E>;
   using F = Factor<E>;
   using State = Softmax<Vector<A>>;
-  raise_states(query, count, tile);
+  const bool rescale = raise_states(query, count, tile);
 
+  const A late_scale = tile.late_scale;
   const bool pairs_at_once = kPaired<F> && problem.dropout == 0;
   const int64_t paired_count = round_up(count, kDepthStep<F>);
   for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
@@ -138,7 +148,7 @@ void absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
     Vector<A> part[4] = {};  // short sums, one after another in time but not in each other's way
     A* score = tile.score + l;
     const auto weigh = [&](int64_t k, int lane) {
-      const Vector<A> weight = state.weight(load_vector(score + k * kQueries));
+      const Vector<A> weight = state.weight(load_vector(score + k * kQueries) * late_scale);
       part[lane] += weight;
       return weight;
     };
@@ -174,6 +184,7 @@ void absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
                     [&](Vector<A> x, int64_t k, int64_t l) { return x * load_vector(tile.kept + k * kQueries + l); });
     if constexpr (kPaired<F>) make_pairs(tile.score, count, paired_count, query.columns, kQueries, tile.weight_pairs);
   }
+  return rescale;
 }
 
 template <class E>
@@ -207,9 +218,9 @@ void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, c
       if (!memory.value) values = {value.data, value.row_stride};
     }
     compute_scores(problem, query, begin, count, keys, tile, static_cast<A*>(nullptr));
-    absorb_block(problem, query, begin, count, tile);
+    const bool rescale = absorb_block(problem, query, begin, count, tile);
 
-    const Into into = empty ? Into::kReplace : Into::kRescaleAndAdd;
+    const Into into = empty ? Into::kReplace : rescale ? Into::kRescaleAndAdd : Into::kAdd;
     empty = false;
     if constexpr (kPaired<F>) {
       const int64_t block = begin / kKeys * kKeys;

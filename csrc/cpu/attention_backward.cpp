@@ -111,12 +111,13 @@ bool score_gradients(const AttentionProblem& problem, const QueryTile& query, in
     }
   }
 
+  const A late_scale = tile.late_scale;
   for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
     // score - lse is exact where it matters, near 0; lse_low then restores what rounding took from lse.
     const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l), delta = load_vector(shared + l);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t place = k * kQueries + l;
-      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) - lse) - low), grad = load_vector(tile.grad + place);
+      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) * late_scale - lse) - low), grad = load_vector(tile.grad + place);
       if (weight_sum)
         for (int i = 0; i < kLanes<A>; ++i) weight_sum[l + i] += weight[i];
       if (problem.dropout > 0) {

@@ -91,11 +91,14 @@ struct ScoreTile {
   using A = Accumulator<E>;
   using F = Factor<E>;
   static constexpr bool kMayBeWide = std::is_same_v<E, float>;
+  // The last digit of a score is lost on 16-bit inputs: they may leave its scaling to the exponential.
+  static constexpr bool kScalesLate = sizeof(E) == 2;
 
   F *query, *rows_copy;   // [pitch_of(width), kQueries]; for load_lanes
   A* score;               // [kKeys, kQueries]
   A* block_max;           // [kQueries], of a query's finished scores in this block of keys, unless they are wide
   MaskTile<A> mask;
+  A late_scale = 1;       // what the scores have still to be multiplied by
   bool* is_wide;          // [kQueries], whether wide_score holds a query's scores instead
   double *wide_query, *wide_key, *wide_score,
       *wide_block_max;  // [width, kQueries], [kKeys, width], [kKeys, kQueries], [kQueries]
@@ -186,19 +189,19 @@ FLASH_ONLINE_INLINE Vector<T> largest_of(Vector<T> a, Vector<T> b) {
     return maximum(a, b);
 }
 
-// The largest of each query's scores.
+// The largest of each query's scores, times `scale`.
 template <class Score, class A>
-FLASH_ONLINE_INLINE void maxima(const Score* score, int64_t count, int64_t columns, A* block_max) {
+FLASH_ONLINE_INLINE void maxima(const Score* score, int64_t count, int64_t columns, A* block_max, Score scale = 1) {
   for (int64_t l = 0; l < columns; l += kLanes<Score>) {
-    Vector<Score> even = lowest<Vector<Score>>(), odd = even;
+    Vector<Score> most[4];  // four, so that none waits for its own last step
+    for (auto& x : most) x = lowest<Vector<Score>>();
     int64_t k = 0;
-    for (; k + 2 <= count; k += 2) {
-      even = largest_of<Score>(even, load_vector(score + k * kQueries + l));
-      odd = largest_of<Score>(odd, load_vector(score + (k + 1) * kQueries + l));
-    }
-    if (k < count) even = largest_of<Score>(even, load_vector(score + k * kQueries + l));
-    even = largest_of<Score>(even, odd);
-    for (int i = 0; i < kLanes<Score>; ++i) block_max[l + i] = static_cast<A>(even[i]);
+    for (; k + 4 <= count; k += 4)
+      for (int64_t i = 0; i < 4; ++i)
+        most[i] = largest_of<Score>(most[i], load_vector(score + (k + i) * kQueries + l) * scale);
+    for (; k < count; ++k) most[0] = largest_of<Score>(most[0], load_vector(score + k * kQueries + l) * scale);
+    const Vector<Score> all = largest_of<Score>(largest_of<Score>(most[0], most[1]), largest_of<Score>(most[2], most[3]));
+    for (int i = 0; i < kLanes<Score>; ++i) block_max[l + i] = static_cast<A>(all[i]);
   }
 }
 
@@ -208,13 +211,20 @@ FLASH_ONLINE_INLINE void maxima(const Score* score, int64_t count, int64_t colum
 // so that a result does not depend on its neighbours. Returns whether any query's are.
 template <class E, class A = Accumulator<E>, class F = Factor<E>>
 bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
-                    const ScoreTile<E>& tile, A* slope) {
+                    ScoreTile<E>& tile, A* slope) {
   constexpr A kLarge = 8;
   const bool plain = problem.softcap <= 0 && !problem.alibi_slopes && !tile.mask.biased && !tile.mask.hides;
   const A scale = static_cast<A>(problem.scale);
   product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.width), key.data, key.pitch, 1,
           tile.query, kQueries, tile.score, kQueries);
 
+  if constexpr (ScoreTile<E>::kScalesLate) {
+    tile.late_scale = plain ? scale : A(1);
+    if (plain) {
+      maxima(tile.score, count, query.columns, tile.block_max, scale);
+      return false;
+    }
+  }
   A most[kQueries], least[kQueries];  // of the products alone
   for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
     Vector<A> high = lowest<Vector<A>>(), low = high;
