@@ -207,7 +207,9 @@ void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, c
 
   bool empty = true;
   const KeyRange range = keys_of_any(problem.visible, query.first, query.last(), problem.keys);
-  for_each_block(range, 0, problem.keys, [&](int64_t begin, int64_t count) {
+  // Where scores fall with the distance, nearest first: those of far keys are then known to count for little.
+  const int64_t near = problem.alibi_slopes ? query.last() - 1 + problem.visible.offset : 0;
+  for_each_block(range, 0, problem.keys, near, [&](int64_t begin, int64_t count) {
     if (!load_mask(problem, query, begin, count, tile.mask)) return;
     const auto key = matrix_of<const E>(problem.key, query.batch, key_head, begin),
                value = matrix_of<const E>(problem.value, query.batch, value_head, begin);
@@ -217,7 +219,7 @@ void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, c
       if (!memory.key) keys = {key.data, key.row_stride};
       if (!memory.value) values = {value.data, value.row_stride};
     }
-    compute_scores(problem, query, begin, count, keys, tile, static_cast<A*>(nullptr));
+    compute_scores(problem, query, begin, count, keys, tile, tile.max, static_cast<A*>(nullptr));
     const bool rescale = absorb_block(problem, query, begin, count, tile);
 
     const Into into = empty ? Into::kReplace : rescale ? Into::kRescaleAndAdd : Into::kAdd;

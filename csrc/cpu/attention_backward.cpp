@@ -81,7 +81,7 @@ bool score_gradients(const AttentionProblem& problem, const QueryTile& query, in
                      RowsOf<F> value, bool of_product, GradientScratch<E>& tile, double* weight_sum = nullptr) {
   if (!load_mask(problem, query, begin, count, tile.mask)) return false;
   const bool sloped = of_product && problem.softcap > 0;
-  const bool any_wide = compute_scores(problem, query, begin, count, key, tile, sloped ? tile.slope : nullptr);
+  const bool any_wide = compute_scores(problem, query, begin, count, key, tile, tile.lse, sloped ? tile.slope : nullptr);
   product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.value_width), value.data,
           value.pitch, 1, tile.grad_out, kQueries, tile.grad, kQueries);
   if (problem.dropout > 0) draw_dropout(problem, query, begin, count, tile.kept);
@@ -167,7 +167,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   if (gradients.grad_mask.data || gradients.grad_sinks) {
     load_queries(problem, gradients, query, tile);
     const KeyRange range = keys_of_any(problem.visible, query.first, query.last(), problem.keys);
-    for_each_block(range, 0, problem.keys, [&](int64_t begin, int64_t count) {
+    for_each_block(range, 0, problem.keys, 0, [&](int64_t begin, int64_t count) {
       const auto key = key_rows_of<E>(problem, query.batch, query.head, begin, count, tile.key_copy),
                  value = value_rows_of<E>(problem, query.batch, query.head, begin, count, tile.value_copy);
       if (!score_gradients(problem, query, begin, count, key, value, false, tile, weight_sum)) return;
@@ -376,7 +376,7 @@ void backward_span(const AttentionProblem& problem, const AttentionGradients& gr
       if (range.begin >= range.end || range.begin >= end || range.end <= start) continue;
       RowsOf<F> query_rows{}, grad_out_rows{};
       bool loaded = false, empty = true;
-      for_each_block(range, start, end, [&](int64_t begin, int64_t count) {
+      for_each_block(range, start, end, start, [&](int64_t begin, int64_t count) {
         if (!loaded) {
           load_queries(problem, gradients, query, tile);
           query_rows = right_rows<E>(problem.query, query, problem.width, tile.query_rows, tile.unpaired_rows);
@@ -460,7 +460,7 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
         const QueryTile query(problem, batch, head, first);
         bool loaded = false;
         const KeyRange range = keys_of_any(problem.visible, first, query.last(), problem.keys);
-        for_each_block(range, first_key, last_key, [&](int64_t begin, int64_t count) {
+        for_each_block(range, first_key, last_key, first_key, [&](int64_t begin, int64_t count) {
           if (!loaded) load_queries(problem, gradients, query, tile);
           loaded = true;
           const auto key = key_rows_of<E>(problem, batch, head, begin, count, tile.key_copy),

@@ -211,7 +211,7 @@ FLASH_ONLINE_INLINE void maxima(const Score* score, int64_t count, int64_t colum
 // so that a result does not depend on its neighbours. Returns whether any query's are.
 template <class E, class A = Accumulator<E>, class F = Factor<E>>
 bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
-                    ScoreTile<E>& tile, A* slope) {
+                    ScoreTile<E>& tile, const A* reference, A* slope) {
   constexpr A kLarge = 8;
   const bool plain = problem.softcap <= 0 && !problem.alibi_slopes && !tile.mask.biased && !tile.mask.hides;
   const A scale = static_cast<A>(problem.scale);
@@ -248,11 +248,16 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
 
   bool any = false;
   if constexpr (ScoreTile<E>::kMayBeWide) {
+    A weight[kQueries];  // the block's largest
+    for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
+      const Vector<A> above = load_vector(tile.block_max + l) - load_vector(reference + l);
+      store_vector(weight + l, FastNatural::exp(above < 0 ? above : Vector<A>{}));
+    }
     for (int64_t i = 0; i < query.columns; ++i) {
       const A largest = most[i] > least[i] ? most[i] : least[i], top = std::abs(tile.block_max[i]);
       // A score that overflows float is infinite, as in torch, and not a large one.
-      const bool wide = ((largest > kLarge) | ((top > kLarge) & (top < -lowest<A>()))) & (largest < -lowest<A>());
-      tile.is_wide[i] = wide & (i < query.rows);
+      const bool large = (largest * weight[i] > kLarge) | ((top * weight[i] > kLarge) & (top < -lowest<A>()));
+      tile.is_wide[i] = large & (largest < -lowest<A>()) & (i < query.rows);
       any |= tile.is_wide[i];
     }
     if (!any) return false;
@@ -295,14 +300,19 @@ __attribute__((noinline)) void draw_dropout(const AttentionProblem& problem, con
 
 inline int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
 
-// Calls f(begin, count) for blocks of the keys [range.begin, range.end) within [first, last), cut at multiples of kKeys.
+// Calls f(begin, count) for the blocks of the keys [range.begin, range.end) within [first, last), which are cut at multiples of
+// kKeys: the block of the key `near` and those before it, backwards, then those after it.
 template <class F>
-FLASH_ONLINE_INLINE void for_each_block(KeyRange range, int64_t first, int64_t last, const F& f) {
-  const int64_t end = std::min(range.end, last);
-  for (int64_t begin = std::max(range.begin / kKeyStep * kKeyStep, first), next; begin < end; begin = next) {
-    next = std::min(begin / kKeys * kKeys + kKeys, end);
-    f(begin, next - begin);
-  }
+FLASH_ONLINE_INLINE void for_each_block(KeyRange range, int64_t first, int64_t last, int64_t near, const F& f) {
+  const int64_t begin = std::max(range.begin / kKeyStep * kKeyStep, first), end = std::min(range.end, last);
+  if (begin >= end) return;
+  const auto block = [&](int64_t n) {
+    const int64_t from = std::max(n * kKeys, begin);
+    f(from, std::min((n + 1) * kKeys, end) - from);
+  };
+  const int64_t start = std::clamp(near, begin, end - 1) / kKeys;
+  for (int64_t n = start; n >= begin / kKeys; --n) block(n);
+  for (int64_t n = start + 1; n <= (end - 1) / kKeys; ++n) block(n);
 }
 
 // The kernels of attention_backward.cpp and merge.cpp, which attention.cpp puts into the table of the instruction set.

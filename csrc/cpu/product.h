@@ -87,13 +87,17 @@ template <int Vectors, class F, class A>
 __attribute__((noinline)) void product_strip(Into into, int64_t rows, int64_t words, const Word<F>* a, int64_t a_row,
                                              int64_t a_column, const Word<F>* b, int64_t b_row, A* c, int64_t c_row,
                                              const A* factor) {
-  constexpr int kRows = 6;  // with the widest Vectors, 12 (of 16 registers) or 24 (of 32) hold sums
+  // With the widest Vectors, 12 (of 16 registers) or 24 (of 32) hold sums; a lone vector needs as many rows, to keep the
+  // multipliers busy while each sum waits for its last step.
+  constexpr int kRows = Vectors == 1 ? 12 : 6;
   int64_t i = 0;
   const auto take = [&]<int Rows>() FLASH_ONLINE_LAMBDA_INLINE {
     product_in_registers<Rows, Vectors, F, A>(into, words, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row,
                                               factor);
+    i += Rows;
   };
-  for (; i + kRows <= rows; i += kRows) take.template operator()<kRows>();
+  while (i + kRows <= rows) take.template operator()<kRows>();
+  if (i + 6 <= rows) take.template operator()<6>();
   switch (rows - i) {
     case 1: return take.template operator()<1>();
     case 2: return take.template operator()<2>();
