@@ -73,15 +73,15 @@ void load_queries(const AttentionProblem& problem, const AttentionGradients& gra
   }
 }
 
-// score = the (dropped) attention weights of a tile; grad = the gradient of the scores that the exponential took or, if
-// `of_product`, of scale * query . key. weight_sum, if any, is increased by the sum of each query's weights before dropout.
-// False if the tile is hidden: nothing has been made then.
+// score = the (dropped) attention weights of a tile; grad = the gradient of the scores that the exponential took. weight_sum,
+// if any, is increased by the sum of each query's weights before dropout. False if the tile is hidden: nothing has been made
+// then.
 template <class E, class A = Accumulator<E>, class F = Factor<E>>
 bool score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
-                     RowsOf<F> value, bool of_product, GradientScratch<E>& tile, double* weight_sum = nullptr) {
+                     RowsOf<F> value, GradientScratch<E>& tile, double* weight_sum = nullptr) {
   if (!load_mask(problem, query, begin, count, tile.mask)) return false;
-  const bool sloped = of_product && problem.softcap > 0;
-  const bool any_wide = compute_scores(problem, query, begin, count, key, tile, tile.lse, sloped ? tile.slope : nullptr);
+  const bool any_wide =
+      compute_scores(problem, query, begin, count, key, tile, tile.lse, problem.softcap > 0 ? tile.slope : nullptr);
   product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.value_width), value.data,
           value.pitch, 1, tile.grad_out, kQueries, tile.grad, kQueries);
   if (problem.dropout > 0) draw_dropout(problem, query, begin, count, tile.kept);
@@ -117,7 +117,8 @@ bool score_gradients(const AttentionProblem& problem, const QueryTile& query, in
     const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l), delta = load_vector(shared + l);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t place = k * kQueries + l;
-      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) * late_scale - lse) - low), grad = load_vector(tile.grad + place);
+      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) * late_scale - lse) - low),
+                grad = load_vector(tile.grad + place);
       if (weight_sum)
         for (int i = 0; i < kLanes<A>; ++i) weight_sum[l + i] += weight[i];
       if (problem.dropout > 0) {
@@ -131,7 +132,6 @@ bool score_gradients(const AttentionProblem& problem, const QueryTile& query, in
       } else {
         grad = weight * (grad - delta);
       }
-      if (sloped) grad *= load_vector(tile.slope + place);
       store_vector(tile.score + place, weight);
       store_vector(tile.grad + place, grad);
     }
@@ -149,8 +149,8 @@ A sink_weight(const AttentionProblem& problem, int64_t head, int64_t row) {
 }
 
 // delta of a tile of queries, by grad_out . out, which equals the sum over keys but for the rounding of out. The gradients of a
-// mask and of sinks add up whole rows, where that rounding does not average out (the sum over a row's scores is 0 without
-// sinks): for them the sum is taken over the keys themselves, two matrix products more.
+// mask and of sinks add up rows, where that rounding does not average out (the sum over a row's scores is 0 without sinks): for
+// them the sum is taken over the keys themselves, two matrix products more.
 template <class E>
 void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                 std::byte* scratch) {
@@ -170,7 +170,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
     for_each_block(range, 0, problem.keys, 0, [&](int64_t begin, int64_t count) {
       const auto key = key_rows_of<E>(problem, query.batch, query.head, begin, count, tile.key_copy),
                  value = value_rows_of<E>(problem, query.batch, query.head, begin, count, tile.value_copy);
-      if (!score_gradients(problem, query, begin, count, key, value, false, tile, weight_sum)) return;
+      if (!score_gradients(problem, query, begin, count, key, value, tile, weight_sum)) return;
       for (int64_t k = 0; k < count; ++k)
         for (int64_t i = 0; i < query.columns; ++i) delta[i] += tile.grad[k * kQueries + i];
     });
@@ -259,6 +259,91 @@ struct QueryGradients {
   }
 };
 
+// Writes keys [begin, begin + count) of the mask's gradient for a tile of queries: the transpose of part[count, kQueries], or 0
+// if there is none.
+template <class A>
+void store_mask_gradient(const AttentionGradients& gradients, const QueryTile& query, int64_t begin, int64_t count,
+                         const A* part) {
+  if (count <= 0) return;
+  visit_floating<Float16, BFloat16>(gradients.grad_mask_dtype, [&]<class M>(Type<M>) {
+    auto to = matrix_of<M>(gradients.grad_mask, query.batch, query.head, query.first);
+    to.data += begin * to.column_stride;
+    if constexpr (std::is_same_v<A, Accumulator<M>>) {
+      if (part && !gradients.add_to_grad_mask) {
+        A one[kQueries];
+        std::fill_n(one, kQueries, A(1));
+        return store_columns<M>(part, kQueries, one, query.rows, count, to);
+      }
+    }
+    for (int64_t i = 0; i < query.rows; ++i)
+      for (int64_t k = 0; k < count; ++k) {
+        M& element = to.data[i * to.row_stride + k * to.column_stride];
+        const auto before = gradients.add_to_grad_mask ? widen(element) : Accumulator<M>(0);
+        element = narrow<M>(before + (part ? static_cast<Accumulator<M>>(part[k * kQueries + i]) : Accumulator<M>(0)));
+      }
+  });
+}
+
+// The gradient of a mask with a row for each query and a column for each key. Of one head and batch alone, its tiles are
+// written as they come. Else they are summed over the heads and batches that share them: for each tile of queries [keys,
+// kQueries], and for each span of its keys how many heads have added.
+template <class E>
+struct MaskGradients {
+  using A = Accumulator<E>;
+  const AttentionGradients& gradients;
+  A* sum = nullptr;
+  std::atomic<int32_t>* turn = nullptr;
+  int64_t tiles, spans, span, keys;
+  bool wanted, every_batch, every_head;
+  int64_t mask_heads;
+
+  MaskGradients(const AttentionProblem& problem, const AttentionGradients& gradients, Carver& carver) : gradients(gradients) {
+    const int64_t* size = gradients.mask_size;
+    wanted = gradients.grad_mask.data && size[2] == problem.queries && size[3] == problem.keys;
+    every_batch = size[0] != problem.batch, every_head = size[1] != problem.heads, mask_heads = size[1];
+    tiles = tiles_of(problem.queries, kQueries), span = span_of(problem), spans = tiles_of(problem.keys, span),
+    keys = problem.keys;
+    if (!wanted || (!every_batch && !every_head)) return;
+    sum = carver.take<A>(size[0] * size[1] * tiles * keys * kQueries);
+    turn = carver.take<std::atomic<int32_t>>(size[0] * size[1] * tiles * spans);
+  }
+  int64_t planes() const { return gradients.mask_size[0] * gradients.mask_size[1]; }
+  int64_t tile_of(const QueryTile& query) const {
+    const int64_t plane = (every_batch ? 0 : query.batch) * mask_heads + (every_head ? 0 : query.head);
+    return plane * tiles + query.first / kQueries;
+  }
+  A* at(const QueryTile& query, int64_t key) const { return sum + (tile_of(query) * keys + key) * kQueries; }
+
+  // Before a tile's first part of a span: waits until the heads and batches before this one have added theirs; see
+  // QueryGradients::add.
+  void begin(const AttentionProblem& problem, const QueryTile& query, int64_t index) const {
+    if (!sum) return;
+    const int32_t before = static_cast<int32_t>((every_batch ? query.batch * (every_head ? problem.heads : 1) : 0) +
+                                                (every_head ? query.head : 0));
+    const std::atomic<int32_t>& now = turn[tile_of(query) * spans + index];
+    while (now.load(std::memory_order_acquire) != before) std::this_thread::yield();
+    if (before == 0) std::fill(at(query, index * span), at(query, std::min((index + 1) * span, keys)), A(0));
+  }
+  void end(const QueryTile& query, int64_t index) const {
+    if (sum) turn[tile_of(query) * spans + index].fetch_add(1, std::memory_order_release);
+  }
+  // Keys that nobody sees have no part.
+  void add(const QueryTile& query, int64_t key, int64_t count, const A* part) const {
+    if (!sum) return store_mask_gradient(gradients, query, key, count, part);
+    A* to = at(query, key);
+    for (int64_t i = 0; part && i < count * kQueries; i += kLanes<A>)
+      store_vector(to + i, load_vector(to + i) + load_vector(part + i));
+  }
+  // The sums of a tile, into the gradient.
+  void finish(const QueryTile& query) const {
+    for (int64_t index = 0; index < spans; ++index) {
+      const int64_t first = index * span, count = std::min(span, keys - first);
+      const bool seen = turn[tile_of(query) * spans + index].load(std::memory_order_relaxed) != 0;
+      store_mask_gradient(gradients, query, first, count, seen ? at(query, first) : nullptr);
+    }
+  }
+};
+
 template <class E>
 struct BackwardScratch : GradientScratch<E> {
   using A = Accumulator<E>;
@@ -343,7 +428,7 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
 
 template <class E>
 void backward_span(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryGradients<E>& sums,
-                   int64_t batch, int64_t group, int64_t index, std::byte* scratch) {
+                   const MaskGradients<E>& mask, int64_t batch, int64_t group, int64_t index, std::byte* scratch) {
   using A = Accumulator<E>;
   using F = Factor<E>;
   [[maybe_unused]] const TileRegisters registers;
@@ -373,11 +458,16 @@ void backward_span(const AttentionProblem& problem, const AttentionGradients& gr
     for (int64_t first = 0; first < problem.queries; first += kQueries) {
       const QueryTile query(problem, batch, head, first);
       const KeyRange range = keys_of_any(problem.visible, first, query.last(), problem.keys);
-      if (range.begin >= range.end || range.begin >= end || range.end <= start) continue;
+      if (range.begin >= range.end || range.begin >= end || range.end <= start) {
+        if (mask.wanted) mask.add(query, start, end - start, nullptr);
+        continue;
+      }
       RowsOf<F> query_rows{}, grad_out_rows{};
       bool loaded = false, empty = true;
+      int64_t done = start;  // the mask's gradient is written up to here
       for_each_block(range, start, end, start, [&](int64_t begin, int64_t count) {
         if (!loaded) {
+          if (mask.wanted) mask.begin(problem, query, index);
           load_queries(problem, gradients, query, tile);
           query_rows = right_rows<E>(problem.query, query, problem.width, tile.query_rows, tile.unpaired_rows);
           grad_out_rows = right_rows<E>(gradients.grad_out, query, problem.value_width, tile.grad_out_rows, tile.unpaired_rows);
@@ -385,10 +475,23 @@ void backward_span(const AttentionProblem& problem, const AttentionGradients& gr
         }
         const RowsOf<F> key{keys.data + (begin - start) * keys.pitch, keys.pitch},
             value{values.data + (begin - start) * values.pitch, values.pitch};
-        if (!score_gradients(problem, query, begin, count, key, value, true, tile)) return;
+        const bool seen = score_gradients(problem, query, begin, count, key, value, tile);
+        if (mask.wanted) {
+          mask.add(query, done, begin - done, nullptr);
+          mask.add(query, begin, count, seen ? tile.grad : nullptr);
+          done = begin + count;
+        }
+        if (!seen) return;
+        if (problem.softcap > 0)
+          for_each_vector(tile.grad, count, query.columns,
+                          [&](Vector<A> x, int64_t k, int64_t l) { return x * load_vector(tile.slope + k * kQueries + l); });
         add_gradients(problem, query, count, begin - start, empty, key, query_rows, grad_out_rows, grad_key, grad_value, tile);
         empty = false;
       });
+      if (mask.wanted) {
+        mask.add(query, done, end - done, nullptr);
+        mask.end(query, index);
+      }
       sums.add(problem, query, static_cast<int32_t>(index - range.begin / span), empty ? nullptr : tile.grad_query);
     }
   }
@@ -428,8 +531,9 @@ void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gr
   static_cast<A*>(gradients.grad_sinks)[batch * problem.heads + head] = static_cast<A>(sum);
 }
 
-// One tile of the mask's gradient: the gradients of all scores that its elements were added to, summed in registers' reach
-// instead of in a tensor of all scores. Costs two matrix products more, needs no memory but the gradient itself.
+// One tile of the gradient of a mask that all queries or all keys share: the gradients of all scores that its elements were
+// added to, summed in registers' reach instead of in a tensor of all scores. Costs two matrix products more, needs no memory
+// but the gradient itself.
 template <class E>
 struct MaskScratch : GradientScratch<E> {
   Accumulator<E>* sum;  // [kKeys, kQueries]
@@ -465,7 +569,7 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
           loaded = true;
           const auto key = key_rows_of<E>(problem, batch, head, begin, count, tile.key_copy),
                      value = value_rows_of<E>(problem, batch, head, begin, count, tile.value_copy);
-          if (!score_gradients(problem, query, begin, count, key, value, false, tile)) return;
+          if (!score_gradients(problem, query, begin, count, key, value, tile)) return;
           for (int64_t k = 0; k < count; ++k) {
             A* sum = tile.sum + (every_key ? 0 : (begin - first_key + k) * kQueries);
             for (int64_t l = 0; l < query.columns; l += kLanes<A>)
@@ -493,12 +597,13 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
 
 }  // namespace
 
-Memory backward_memory(const AttentionProblem& problem) {
+Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients) {
   Carver backward(nullptr), mask(nullptr), shared(nullptr);
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
     BackwardScratch<E>(problem, backward);
     MaskScratch<E>(problem, mask);
     QueryGradients<E>(problem, shared);
+    MaskGradients<E>(problem, gradients, shared);
   });
   return {std::max(backward.used(), mask.used()), shared.used()};
 }
@@ -513,6 +618,10 @@ void backward(const AttentionProblem& problem, const AttentionGradients& gradien
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
     Carver shared(executor.shared);
     const QueryGradients<E> sums(problem, shared);
+    const MaskGradients<E> mask(problem, gradients, shared);
+    const int64_t* mask_size = gradients.mask_size;
+    for (int64_t i = 0; mask.sum && i < mask.planes() * mask.tiles * mask.spans; ++i)
+      mask.turn[i].store(0, std::memory_order_relaxed);
     for_each_item(executor, planes * tiles, [&](int64_t item, std::byte* scratch) {
       const QueryTile query = tile_of(item);
       sums.turn[sums.index(problem, query)].store(0, std::memory_order_relaxed);
@@ -521,7 +630,8 @@ void backward(const AttentionProblem& problem, const AttentionGradients& gradien
     // Spans outside, so that items of one head, which add to the same queries, seldom run at the same time.
     for_each_item(executor, spans * problem.batch * groups, [&](int64_t item, std::byte* scratch) {
       const int64_t plane = item % (problem.batch * groups);
-      backward_span<E>(problem, gradients, sums, plane / groups, plane % groups, item / (problem.batch * groups), scratch);
+      backward_span<E>(problem, gradients, sums, mask, plane / groups, plane % groups, item / (problem.batch * groups),
+                       scratch);
     });
     for_each_item(executor, planes * tiles,
                   [&](int64_t item, std::byte*) { store_query_gradient<E>(problem, gradients, sums, tile_of(item)); });
@@ -529,12 +639,18 @@ void backward(const AttentionProblem& problem, const AttentionGradients& gradien
       for_each_item(executor, planes, [&](int64_t item, std::byte*) {
         sink_gradient<Accumulator<E>>(problem, gradients, item / problem.heads, item % problem.heads);
       });
-    if (gradients.grad_mask.data) {
-      const int64_t* size = gradients.mask_size;
-      const int64_t rows = size[2] == 1 ? 1 : tiles_of(size[2], kQueries), blocks = size[3] == 1 ? 1 : tiles_of(size[3], kKeys);
-      for_each_item(executor, size[0] * size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
+    if (mask.sum)
+      for_each_item(executor, mask.planes() * tiles, [&](int64_t item, std::byte*) {
+        const int64_t plane = item / tiles;
+        mask.finish(QueryTile(problem, plane / mask_size[1], plane % mask_size[1], item % tiles * kQueries));
+      });
+    if (gradients.grad_mask.data && !mask.wanted) {
+      const int64_t rows = mask_size[2] == 1 ? 1 : tiles_of(mask_size[2], kQueries),
+                    blocks = mask_size[3] == 1 ? 1 : tiles_of(mask_size[3], kKeys);
+      for_each_item(executor, mask_size[0] * mask_size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
         const int64_t plane = item / (rows * blocks), rest = item % (rows * blocks);
-        mask_gradient_tile<E>(problem, gradients, plane / size[1], plane % size[1], rest / blocks, rest % blocks, scratch);
+        mask_gradient_tile<E>(problem, gradients, plane / mask_size[1], plane % mask_size[1], rest / blocks, rest % blocks,
+                              scratch);
       });
     }
   });

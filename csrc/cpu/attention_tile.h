@@ -197,8 +197,7 @@ FLASH_ONLINE_INLINE void maxima(const Score* score, int64_t count, int64_t colum
     for (auto& x : most) x = lowest<Vector<Score>>();
     int64_t k = 0;
     for (; k + 4 <= count; k += 4)
-      for (int64_t i = 0; i < 4; ++i)
-        most[i] = largest_of<Score>(most[i], load_vector(score + (k + i) * kQueries + l) * scale);
+      for (int64_t i = 0; i < 4; ++i) most[i] = largest_of<Score>(most[i], load_vector(score + (k + i) * kQueries + l) * scale);
     for (; k < count; ++k) most[0] = largest_of<Score>(most[0], load_vector(score + k * kQueries + l) * scale);
     const Vector<Score> all = largest_of<Score>(largest_of<Score>(most[0], most[1]), largest_of<Score>(most[2], most[3]));
     for (int i = 0; i < kLanes<Score>; ++i) block_max[l + i] = static_cast<A>(all[i]);
@@ -316,7 +315,7 @@ FLASH_ONLINE_INLINE void for_each_block(KeyRange range, int64_t first, int64_t l
 }
 
 // The kernels of attention_backward.cpp and merge.cpp, which attention.cpp puts into the table of the instruction set.
-Memory backward_memory(const AttentionProblem& problem);
+Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients);
 void backward(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor);
 void merge(const MergeProblem& problem, const Executor& executor);
 void merge_backward(const MergeProblem& problem, const MergeGradients& gradients, const Executor& executor);

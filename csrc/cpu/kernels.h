@@ -10,7 +10,7 @@ namespace flash_online::cpu {
 
 struct AttentionKernels {
   Memory (*forward_memory)(const AttentionProblem&);
-  Memory (*backward_memory)(const AttentionProblem&);
+  Memory (*backward_memory)(const AttentionProblem&, const AttentionGradients&);
   void (*forward)(const AttentionProblem&, const Executor&);
   void (*backward)(const AttentionProblem&, const AttentionGradients&, const Executor&);
   void (*dropout_mask)(const DropoutProblem&, const Executor&);

@@ -337,7 +337,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward_cpu(
                          .delta = &delta,
                          .wide_delta = wide_delta ? &*wide_delta : nullptr},
                         [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
-                          if (!executor) executor.emplace(tiles_at_most, kernels.backward_memory(problem), query);
+                          if (!executor) executor.emplace(tiles_at_most, kernels.backward_memory(problem, gradients), query);
                           kernels.backward(problem, gradients, *executor);
                         });
   if (!sinks) return {grad_query, grad_key, grad_value, grad_mask, head_sinks};
