@@ -24,9 +24,23 @@ def test_options(options, dtype):
 
 
 @pytest.mark.parametrize("lengths", EDGE_LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_block_edges(lengths, causal):
-    Attention(batch=(), heads=(2, 1, 1), lengths=lengths, widths=(24, 24), options={"causal": causal}).check()
+def test_block_edges(lengths, dtype, causal):
+    Attention(dtype=dtype, batch=(), heads=(2, 1, 1), lengths=lengths, widths=(24, 24), options={"causal": causal}).check()
+
+
+@pytest.mark.parametrize(
+    "mask_shape", [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 1, 0)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_spans_of_keys(mask_shape, dtype):
+    """Gradients of queries and masks that several work items add to, with keys and whole items that some queries do not see."""
+    for options in ({}, {"causal": True, "alignment": "lower_right"}, {"window": (70, 130), "softcap": 3.0}):
+        problem = Attention(
+            dtype=dtype, heads=(4, 2, 2), lengths=(140, 530), mask="float", mask_shape=mask_shape, options=options, sinks=True
+        )
+        problem.check()
 
 
 @pytest.mark.parametrize("window", [(0, 0), (15, 0), (64, 0), (0, 64), (127, 3), (None, 128)], ids=str)
@@ -249,14 +263,45 @@ def test_out_and_gradients_keep_the_order_of_strides(order):
         assert by_stride(g) == by_stride(t)
 
 
-def test_same_bits_for_any_number_of_threads():
-    problem = Attention(heads=(4, 2, 2), lengths=(150, 140), mask="float", options={"causal": True}, sinks=True)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Attention(heads=(4, 2, 2), lengths=(150, 140), mask="float", options={"causal": True}, sinks=True),
+        Attention(batch=(1,), heads=(1, 1, 1), lengths=(600, 900), options={"causal": True}),
+        Attention(batch=(1,), heads=(1, 1, 1), lengths=(600, 900), options={"window": (200, 100)}, dtype=torch.bfloat16),
+        Attention(batch=(3,), heads=(4, 2, 1), lengths=(300, 400), mask="float", mask_shape=(0, 0, 1, 1)),
+        Attention(batch=(2,), heads=(4, 4, 4), lengths=(200, 300), mask="float", dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_same_bits_for_any_number_of_threads(problem):
     results = []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
         results.append(_forward_and_backward(problem, deterministic=True))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bool", "-inf", "causal", "window"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hidden_blocks_are_not_computed(kind, dtype):
+    """Keys and values that a whole tile of queries does not see may hold NaN: 0 * NaN would show that they were read."""
+    length, block = 512, 256
+    query, key, value = (random_tensor(1, 2, length, 16, dtype=dtype).requires_grad_() for _ in range(3))
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    seen = {"causal": rows >= columns, "window": (rows - columns).abs() <= 32}.get(kind, rows // block == columns // block)
+    options = {"causal": {"causal": True}, "window": {"window": (32, 32)}}.get(kind)
+    if options is None:
+        options = {"mask": seen if kind == "bool" else torch.where(seen, 0.0, -INF).to(dtype)}
+    poisoned = torch.arange(length) >= block  # what the first 128 queries are far from
+    first = slice(0, 128)
+    spoilt_key, spoilt_value = (t.detach().masked_fill(poisoned[:, None], math.nan) for t in (key, value))
+    expected = flash_online.attention(query, key, value, **options)[:, :, first]
+    found = flash_online.attention(query, spoilt_key, spoilt_value, **options)[:, :, first]
+    assert torch.equal(found, expected)
+    grad = torch.autograd.grad(found.sum(), query)[0][:, :, first]
+    assert torch.equal(grad, torch.autograd.grad(expected.sum(), query)[0][:, :, first])
 
 
 def test_same_bits_run_to_run():

@@ -17,6 +17,7 @@ import torch
 from cases import DTYPES
 from oracle import Attention, compare_with_reference
 
+from flash_online._info import build_info
 from flash_online.testing import LAYOUTS, lay_out, random_tensor
 
 COUNT = int(os.environ.get("FLASH_ONLINE_FUZZ", "300"))
@@ -124,9 +125,12 @@ def test_fuzz():
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
 
 
-@pytest.mark.parametrize("instruction_set", ["portable", "avx2"])
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_fuzz_on_a_lesser_instruction_set(instruction_set):
     """The same sources, compiled for another processor: other vectors, other sums, the same tolerance."""
+    sets = build_info()["instruction_sets"]
+    if instruction_set not in sets or sets.index(instruction_set) >= sets.index(build_info()["cpu"]):
+        pytest.skip(f"{instruction_set} is not in this build, or no lesser set than this processor's")
     environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set, "FLASH_ONLINE_FUZZ": str(COUNT // 5)}
     test = f"{Path(__file__)}::test_fuzz"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]

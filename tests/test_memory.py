@@ -53,6 +53,21 @@ def test_mask_gradient_needs_the_size_of_the_mask(shape):
     assert peak_extra_bytes(call) < 2048 * 2048, "a byte a score would be more"
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1024, 1024), (1, 8, 1024, 1024)], ids=str)
+def test_a_large_bias_needs_no_square_for_each_head(shape):
+    """A gradient that heads share is summed in one buffer of its size; one of each head's own is written at once."""
+    inputs = attention_inputs(1024, heads=8, requires_grad=False)
+    mask = torch.randn(shape, requires_grad=True)
+
+    def call():
+        out = flash_online.attention(*inputs, mask=mask)
+        return torch.autograd.grad(out, mask, torch.ones_like(out))
+
+    call()
+    squares = peak_extra_bytes(call) / (1024 * 1024 * 4)
+    assert squares < (4 if shape[1] == 1 else 10), "a square of scores for each head would be 8 more"
+
+
 def test_the_bar_of_a_long_sequence():
     """L = 16384, H = 8, E = 64 in float32: at most 1.5 times the bytes of q, k, v, out and their gradients.
 

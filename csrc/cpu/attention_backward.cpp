@@ -7,139 +7,10 @@
 #include <numeric>
 #include <thread>
 
-#include "attention_tile.h"
+#include "gradient_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
-
-// The tiles that every pass recomputes scores with.
-template <class E>
-struct GradientScratch : ScoreTile<E> {
-  using A = Accumulator<E>;
-  using F = Factor<E>;
-  F* grad_out;  // [pitch_of(value_width), kQueries]
-  F *key_copy, *value_copy;  // [kKeys, pitch_of(width)], [kKeys, pitch_of(value_width)], for rows_of
-  A *grad, *slope, *kept;  // [kKeys, kQueries]: the weights' gradients, then the scores'; of softcap; of dropout
-  A *lse, *lse_low, *delta, *shift;  // [kQueries]
-  double *wide_grad_out, *wide_value, *wide_grad, *wide_delta;
-
-  GradientScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<E>(problem, carver) {
-    grad_out = carver.take<F>(pitch_of<F>(problem.value_width) * kQueries);
-    key_copy = carver.take<F>(kKeys * pitch_of<F>(problem.width));
-    value_copy = carver.take<F>(kKeys * pitch_of<F>(problem.value_width));
-    grad = carver.take<A>(kKeys * kQueries);
-    slope = carver.take<A>(problem.softcap > 0 ? kKeys * kQueries : 0);
-    kept = carver.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
-    lse = carver.take<A>(kQueries);
-    lse_low = carver.take<A>(kQueries);
-    delta = carver.take<A>(kQueries);
-    shift = carver.take<A>(kQueries);
-    constexpr bool may_be_wide = ScoreTile<E>::kMayBeWide;
-    wide_grad_out = carver.take<double>(may_be_wide ? problem.value_width * kQueries : 0);
-    wide_value = carver.take<double>(may_be_wide ? problem.value_width * kKeys : 0);
-    wide_grad = carver.take<double>(may_be_wide ? kKeys * kQueries : 0);
-    wide_delta = carver.take<double>(kQueries);
-  }
-};
-
-template <class E>
-RowsOf<Factor<E>> key_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
-                              Factor<E>* copy) {
-  return rows_of<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.width, copy);
-}
-
-template <class E>
-RowsOf<Factor<E>> value_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
-                                Factor<E>* copy) {
-  return rows_of<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.value_width,
-                    copy);
-}
-
-// A tile's queries, the gradients of their results, and delta: the part of a score's gradient that its whole row shares, the
-// sum over keys of weight * grad_weight - grad_lse; see fill_delta.
-template <class E>
-void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
-                  const GradientScratch<E>& tile) {
-  using A = Accumulator<E>;
-  load_lanes<E>(problem.query, query, problem.width, tile.query, tile.rows_copy);
-  load_lanes<E>(gradients.grad_out, query, problem.value_width, tile.grad_out, tile.rows_copy);
-  const int64_t number = query.number(problem);
-  for (int64_t i = 0; i < query.columns; ++i) {
-    const bool there = i < query.rows;
-    tile.lse[i] = there ? pivot(static_cast<const A*>(problem.lse)[number + i]) : A(0);
-    tile.lse_low[i] = there ? static_cast<const A*>(problem.lse_low)[number + i] : A(0);
-    tile.delta[i] = there ? static_cast<const A*>(gradients.delta)[number + i] : A(0);
-    tile.wide_delta[i] = there && gradients.wide_delta ? gradients.wide_delta[number + i] : 0;
-  }
-}
-
-// score = the (dropped) attention weights of a tile; grad = the gradient of the scores that the exponential took. weight_sum,
-// if any, is increased by the sum of each query's weights before dropout. False if the tile is hidden: nothing has been made
-// then.
-template <class E, class A = Accumulator<E>, class F = Factor<E>>
-bool score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
-                     RowsOf<F> value, GradientScratch<E>& tile, double* weight_sum = nullptr) {
-  if (!load_mask(problem, query, begin, count, tile.mask)) return false;
-  const bool any_wide =
-      compute_scores(problem, query, begin, count, key, tile, tile.lse, problem.softcap > 0 ? tile.slope : nullptr);
-  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.value_width), value.data,
-          value.pitch, 1, tile.grad_out, kQueries, tile.grad, kQueries);
-  if (problem.dropout > 0) draw_dropout(problem, query, begin, count, tile.kept);
-
-  std::copy_n(tile.lse, query.columns, tile.shift);
-  A shared[kQueries];
-  std::copy_n(tile.delta, query.columns, shared);
-  if constexpr (ScoreTile<E>::kMayBeWide) {
-    if (any_wide) {
-      // Large scores mostly leave one weight near 1, whose gradient and delta nearly cancel: these, too, in double.
-      for (int64_t i = 0; i < problem.value_width * kQueries; ++i) tile.wide_grad_out[i] = tile.grad_out[i];
-      load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.value_width, tile.wide_value, count,
-                   problem.value_width);
-      product(Into::kReplace, count, query.columns, problem.value_width, tile.wide_value, problem.value_width, 1,
-              tile.wide_grad_out, kQueries, tile.wide_grad, kQueries);
-      for (int64_t i = 0; i < query.rows; ++i) {
-        if (!tile.is_wide[i]) continue;
-        settle_scores(i, count, tile, tile.lse[i]);
-        tile.shift[i] = A(0);
-        for (int64_t k = 0; k < count; ++k) {
-          const int64_t place = k * kQueries + i;
-          const double factor = problem.dropout > 0 ? tile.kept[place] : 1;
-          tile.grad[place] = static_cast<A>(tile.wide_grad[place] * factor - tile.wide_delta[i]);
-        }
-        shared[i] = A(0);
-      }
-    }
-  }
-
-  const A late_scale = tile.late_scale;
-  for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
-    // score - lse is exact where it matters, near 0; lse_low then restores what rounding took from lse.
-    const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l), delta = load_vector(shared + l);
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t place = k * kQueries + l;
-      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) * late_scale - lse) - low),
-                grad = load_vector(tile.grad + place);
-      if (weight_sum)
-        for (int i = 0; i < kLanes<A>; ++i) weight_sum[l + i] += weight[i];
-      if (problem.dropout > 0) {
-        const Vector<A> kept = load_vector(tile.kept + place);
-        if (any_wide)
-          for (int i = 0; i < kLanes<A>; ++i) grad[i] *= tile.is_wide[l + i] ? A(1) : kept[i];
-        else
-          grad *= kept;
-        grad = weight * (grad - delta);
-        weight *= kept;
-      } else {
-        grad = weight * (grad - delta);
-      }
-      store_vector(tile.score + place, weight);
-      store_vector(tile.grad + place, grad);
-    }
-  }
-  for (int64_t k = 0; query.rows < query.columns && k < count; ++k)  // the padding, where products run over queries
-    for (int64_t i = query.rows; i < query.columns; ++i) tile.score[k * kQueries + i] = tile.grad[k * kQueries + i] = A(0);
-  return true;
-}
 
 // The weight that a head's sink has among the scores of the query that `row` counts over batches, heads and queries.
 template <class A>
@@ -536,23 +407,22 @@ void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gr
 // but the gradient itself.
 template <class E>
 struct MaskScratch : GradientScratch<E> {
-  Accumulator<E>* sum;  // [kKeys, kQueries]
+  double* sum;  // [kKeys, kQueries]; in double, since the gradients of a row of scores cancel
 
   MaskScratch(const AttentionProblem& problem, Carver& carver) : GradientScratch<E>(problem, carver) {
-    sum = carver.take<Accumulator<E>>(kKeys * kQueries);
+    sum = carver.take<double>(kKeys * kQueries);
   }
 };
 
 template <class E>
 void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t mask_batch,
                         int64_t mask_head, int64_t first_tile, int64_t first_block, std::byte* scratch) {
-  using A = Accumulator<E>;
   [[maybe_unused]] const TileRegisters registers;
   Carver carver(scratch);
   MaskScratch<E> tile(problem, carver);
   const int64_t* size = gradients.mask_size;
   const bool every_batch = size[0] == 1, every_head = size[1] == 1, every_query = size[2] == 1, every_key = size[3] == 1;
-  std::fill_n(tile.sum, kKeys * kQueries, A(0));
+  std::fill_n(tile.sum, kKeys * kQueries, 0.0);
 
   const int64_t first_key = every_key ? 0 : first_block * kKeys,
                 last_key = every_key ? problem.keys : std::min(problem.keys, first_key + kKeys);
@@ -571,9 +441,8 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
                      value = value_rows_of<E>(problem, batch, head, begin, count, tile.value_copy);
           if (!score_gradients(problem, query, begin, count, key, value, tile)) return;
           for (int64_t k = 0; k < count; ++k) {
-            A* sum = tile.sum + (every_key ? 0 : (begin - first_key + k) * kQueries);
-            for (int64_t l = 0; l < query.columns; l += kLanes<A>)
-              store_vector(sum + l, load_vector(sum + l) + load_vector(tile.grad + k * kQueries + l));
+            double* sum = tile.sum + (every_key ? 0 : (begin - first_key + k) * kQueries);
+            for (int64_t i = 0; i < query.columns; ++i) sum[i] += tile.grad[k * kQueries + i];
           }
         });
       }
@@ -585,7 +454,7 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
               first_tile * kQueries * to.stride[2] + first_block * kKeys * to.stride[3];
     for (int64_t i = 0; i < (every_query ? 1 : rows); ++i)
       for (int64_t k = 0; k < (every_key ? 1 : columns); ++k) {
-        A sum = tile.sum[k * kQueries + i];
+        double sum = tile.sum[k * kQueries + i];
         if (every_query)
           for (int64_t lane = 1; lane < std::min(kQueries, rows); ++lane) sum += tile.sum[k * kQueries + lane];
         M& element = base[i * to.stride[2] + k * to.stride[3]];
