@@ -120,7 +120,8 @@ struct IndexForwardOp : ForwardOp<E> {
         [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
           const auto weight = [&](int64_t i, int64_t n) { return this->classes.template weights<E>(first + i, n); };
           if (smooth) add_shares(x, count, weight, partial[r].share, partial[r].share_score);
-        });
+        },
+        NoResult());
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
@@ -161,7 +162,8 @@ struct ProbabilityForwardOp : ForwardOp<E> {
             return this->classes.template shares<E>(first + i, n, load_some(t + i, n, T(0)));
           };
           add_shares(x, count, share, partial[r].share, partial[r].share_score);
-        });
+        },
+        NoResult());
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
@@ -227,7 +229,7 @@ struct IndexBackwardOp : RowOp {
     }
   }
   void first(int64_t begin, int64_t end, Partial* partial) {
-    if (!zero) weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also);
+    if (!zero) weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, grad_input);
   }
   static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
   void finish(Partial*) {}
@@ -319,7 +321,8 @@ struct ProbabilityBackwardOp : RowOp {
             sum.add(share.b);
           }
           partial[r].share += sum.total();
-        });
+        },
+        grad_input);
   }
   static void merge(Partial& partial, const Partial& other) {
     join(partial.state, other.state);

@@ -71,7 +71,8 @@ class Chunks {
         row_stride_(row_stride(problem, view)),
         class_stride_(view.stride[1]),
         rows_(tile.rows),
-        direct_(is_direct(problem, view)) {
+        direct_(is_direct(problem, view)),
+        soon_(problem.classes <= kKept) {
     if (direct_) return;
     pitch_ = buffer_pitch(problem);
     buffer_ = arena.take<E>(rows_ * pitch_);
@@ -86,6 +87,11 @@ class Chunks {
   FLASH_ONLINE_INLINE void start(int64_t begin) { held_ = begin; }
   // Row r's classes from the held `begin` on.
   FLASH_ONLINE_INLINE Element* row(int64_t r) const { return direct_ ? data_ + r * row_stride_ + held_ : buffer_ + r * pitch_; }
+  // Where classes from `begin` on will be written, if that is known and soon.
+  FLASH_ONLINE_INLINE Ahead ahead(int64_t r, int64_t begin) const {
+    if (!direct_ || !soon_) return {};
+    return {reinterpret_cast<const char*>(data_ + r * row_stride_ + begin), sizeof(E)};
+  }
   // Puts `count` classes, now written to row(r), where they belong.
   FLASH_ONLINE_INLINE void finish(int64_t count) {
     if (!direct_) scatter(count);
@@ -105,7 +111,7 @@ class Chunks {
 
   Element* data_;
   int64_t row_stride_, class_stride_, rows_;
-  bool direct_;
+  bool direct_, soon_;
   E* buffer_ = nullptr;
   int64_t pitch_ = 0, held_ = -1;
 };
@@ -145,8 +151,9 @@ FLASH_ONLINE_INLINE int64_t kept_numbers(const RowProblem& problem, int64_t rows
 
 // The sum of a chunk's weights; the weights too, pair by pair, if they are to be kept.
 template <bool kKeep, class E, class W>
-__attribute__((noinline)) Accumulator<E> weigh_chunk(const E* x, int64_t count, const W& weight, Accumulator<E>* keep) {
-  return weigh<kKeep>(x, count, weight, keep);
+__attribute__((noinline)) Accumulator<E> weigh_chunk(const E* x, int64_t count, const W& weight, Accumulator<E>* keep,
+                                                     Ahead ahead) {
+  return weigh<kKeep>(x, count, weight, keep, ahead);
 }
 
 // The weights of a tile's rows, twice: added up in a first pass and written, times a factor, in a second. They are computed
@@ -165,9 +172,10 @@ class Weights {
     max_ = arena.take<double>(rows_ * chunks_);
   }
 
-  // Adds classes [begin, end) of each row to its state(r); also(r, x, begin, count, max, sum) sees each chunk.
-  template <class State, class Also>
-  FLASH_ONLINE_INLINE void absorb(int64_t begin, int64_t end, const State& state, const Also& also) {
+  // Adds classes [begin, end) of each row, whose results will go to result, to its state(r); also(r, x, begin, count, max, sum)
+  // sees each chunk.
+  template <class State, class Also, class Result>
+  FLASH_ONLINE_INLINE void absorb(int64_t begin, int64_t end, const State& state, const Also& also, const Result& result) {
     RowState<T> segment[kTileRows];
     for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
       input_.read(first, count);
@@ -177,9 +185,9 @@ class Weights {
           RowState<T> chunk{.max = weight.max};
           if (kept_ != nullptr) {
             max_[r * chunks_ + first / kChunk] = weight.max;
-            chunk.sum = weigh_chunk<true>(x, count, weight, kept_ + r * pitch_ + first);
+            chunk.sum = weigh_chunk<true>(x, count, weight, kept_ + r * pitch_ + first, result.ahead(r, first));
           } else {
-            chunk.sum = weigh_chunk<false>(x, count, weight, static_cast<T*>(nullptr));
+            chunk.sum = weigh_chunk<false>(x, count, weight, static_cast<T*>(nullptr), result.ahead(r, first));
           }
           join(segment[r], chunk);
           also(r, x, first, count, weight.max, chunk.sum);
@@ -234,6 +242,9 @@ class Weights {
 
 // For Weights::absorb.
 constexpr auto nothing_also = [](auto&&...) {};
+struct NoResult {
+  static Ahead ahead(int64_t, int64_t) { return {}; }
+};
 
 // What a row kernel is: a class constructed for a tile, or for a part of one row, as Op(problem, tile, arena, keep, shared...);
 // first(begin, end, partials) adds classes to what is known of each row, merge() joins what two parts of a row know, finish()

@@ -22,14 +22,19 @@ constexpr int64_t kPair = 2 * kLanes<Accumulator<E>>;
 template <class E>
 constexpr bool kInterleaved = std::is_same_v<E, BFloat16>;
 
-// The index in its pair of the element that each lane holds.
+// The index in its pair of the element that a lane holds; lanes are counted through both vectors. And of all lanes.
+template <class E>
+constexpr int element_in_lane(int lane) {
+  constexpr int kWidth = kLanes<Accumulator<E>>;
+  return !kInterleaved<E> ? lane : lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1;
+}
 template <class E>
 FLASH_ONLINE_INLINE Pair<Accumulator<E>> lane_numbers() {
   constexpr int kWidth = kLanes<Accumulator<E>>;
   Pair<Accumulator<E>> numbers{};
   for (int l = 0; l < kWidth; ++l) {
-    numbers.a[l] = static_cast<Accumulator<E>>(kInterleaved<E> ? 2 * l : l);
-    numbers.b[l] = static_cast<Accumulator<E>>(kInterleaved<E> ? 2 * l + 1 : kWidth + l);
+    numbers.a[l] = static_cast<Accumulator<E>>(element_in_lane<E>(l));
+    numbers.b[l] = static_cast<Accumulator<E>>(element_in_lane<E>(kWidth + l));
   }
   return numbers;
 }
@@ -235,6 +240,62 @@ struct WideSum {
   }
 };
 
+// The sum of g, or of g * y, whose terms may cancel: in double. Products and sums of 16-bit numbers are as good in float: a
+// product is exact, and the chunks that are added up so are short.
+template <bool kProduct, class E>
+FLASH_ONLINE_INLINE double sum_wide(const E* g, const E* y, int64_t count) {
+  using T = Accumulator<E>;
+  if constexpr (sizeof(E) == 2) {
+    constexpr int kPairs = 2;
+    Vector<float> sum[2 * kPairs] = {};
+    const auto take = [&](int p, int64_t i, int64_t n) __attribute__((always_inline)) {
+      const Pair<float> a = load_some(g + i, n, 0.f);
+      if constexpr (kProduct) {
+        const Pair<float> b = load_some(y + i, n, 0.f);
+        sum[2 * p] += a.a * b.a;
+        sum[2 * p + 1] += a.b * b.b;
+      } else {
+        sum[2 * p] += a.a;
+        sum[2 * p + 1] += a.b;
+      }
+    };
+    int64_t i = 0;
+    for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>)
+      for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, kPair<E>);
+    for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, kPair<E>);
+    if (i < count) take(1, i, count - i);
+    WideSum total;
+    for (const auto& lanes : sum) total.add(lanes);
+    return total.total();
+  } else {
+    // Widened straight from memory, half a register at a time: shuffles would be what limits it.
+    typedef T Half __attribute__((vector_size(kLanes<double> * sizeof(T)), aligned(alignof(T)), may_alias));
+    constexpr int kSums = 4, kWidth = kLanes<double>;
+    Vector<double> sum[kSums] = {};
+    const auto wide = [](const T* from) __attribute__((always_inline)) {
+      return __builtin_convertvector(*reinterpret_cast<const Half*>(from), Vector<double>);
+    };
+    int64_t i = 0;
+    for (; i + kSums * kWidth <= count; i += kSums * kWidth)
+      for (int v = 0; v < kSums; ++v) {
+        const Vector<double> x = wide(g + i + v * kWidth);
+        if constexpr (kProduct)
+          sum[v] += x * wide(y + i + v * kWidth);
+        else
+          sum[v] += x;
+      }
+    T last[2][kSums * kWidth] = {};
+    for (int64_t rest = 0; i + rest < count; ++rest) {
+      last[0][rest] = g[i + rest];
+      if constexpr (kProduct) last[1][rest] = y[i + rest];
+    }
+    if (i < count)
+      for (int v = 0; v < kSums; ++v)
+        sum[v] += kProduct ? wide(last[0] + v * kWidth) * wide(last[1] + v * kWidth) : wide(last[0] + v * kWidth);
+    return sum_of_lanes<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  }
+}
+
 // The largest of `count` elements, NaN aside; -inf if there are none.
 template <class E>
 FLASH_ONLINE_INLINE Accumulator<E> max_of_numbers(const E* x, int64_t count) {
@@ -282,65 +343,76 @@ FLASH_ONLINE_INLINE Accumulator<E> max_of(const E* x, int64_t count) {
   return max_of_numbers(x, count);
 }
 
-// How good weights are: within 1 ulp of exp(score - max) (1.2 without FMA); good enough for a sum, as each weighs less the
-// less exact it is, and the largest is exactly 1; good enough to be rounded to 16 bits, within 3e-6.
+// How good weights are. kExact: within 1 ulp of exp(score - max), 1.2 without FMA. kSum: the less they weigh, the less exact,
+// by as much as the difference's own rounding; the largest is exactly 1. kRounded: within 3e-6, to be rounded to 16 bits.
 enum class Weighing { kExact, kSum, kRounded };
 
 #if defined(__AVX512F__)
 // 2^x = 2^floor(x) 2^f, by instructions that cut off f and scale by 2^floor(x), for any x: 0 at -inf, inf at inf, NaN stays.
-// 2^f is a minimax polynomial on [0, 1): of degree 6, 2e-9 from it and exactly 1 at 0, or of degree 4, 2.6e-6.
-template <Weighing weighing>
+// 2^f is a minimax polynomial on [0, 1): of degree 6, 2e-9 from it, or 5, 8e-8, both exactly 1 at 0; of degree 4, 2.6e-6.
+template <int kDegree>
 FLASH_ONLINE_INLINE Vector<float> power_of_2(Vector<float> x) {
   constexpr int kFloor = 9;
   const auto f = reinterpret_cast<Vector<float>>(_mm512_maskz_reduce_ps(0xffff, reinterpret_cast<__m512>(x), kFloor));
   Vector<float> p;
-  if constexpr (weighing == Weighing::kRounded) {
-    p = 0.0135341678f * f + 0.0520114601f;
-    p = p * f + 0.241442755f;
-    p = p * f + 0.693003833f;
-    p = p * f + 1.00000262f;
-  } else {
+  if constexpr (kDegree == 6) {
     p = 0.000216129149f * f + 0.0012467847f;
     p = p * f + 0.00967545155f;
     p = p * f + 0.0554852821f;
     p = p * f + 0.240229309f;
     p = p * f + 0.693147063f;
     p = p * f + 1.f;
+  } else if constexpr (kDegree == 5) {
+    p = 0.00186713005f * f + 0.00901703071f;
+    p = p * f + 0.0557999127f;
+    p = p * f + 0.240164444f;
+    p = p * f + 0.693151295f;
+    p = p * f + 1.f;
+  } else {
+    static_assert(kDegree == 4);
+    p = 0.0135341678f * f + 0.0520114601f;
+    p = p * f + 0.241442755f;
+    p = p * f + 0.693003833f;
+    p = p * f + 1.00000262f;
   }
   return reinterpret_cast<Vector<float>>(
       _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
 }
+
+template <int kDegree>
+struct BriefNatural {
+  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
+};
+template <int kDegree>
+struct BriefBinary {
+  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x); }
+};
 #endif
 
-// The weights exp(score - max) of a chunk of scores with this maximum, which the state that they belong to is measured from.
-template <class T, Weighing weighing>
+// exp of what is rounded to an R afterwards.
+template <class R, class V>
+FLASH_ONLINE_INLINE V exp_rounded_to(V x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(R) == 2) return BriefNatural<4>::exp(x);
+#endif
+  return FastNatural::exp(x);
+}
+
+// The weights exp(score - max) of a chunk of scores with the maximum that it is made from.
+template <class T, class Base>
 struct Weigher {
-  OnlineSoftmax<Vector<T>, FastNatural> state;
+  OnlineSoftmax<Vector<T>, Base> state;
   double max;
   explicit FLASH_ONLINE_INLINE Weigher(T chunk_max) : state{.max = broadcast(chunk_max)}, max(chunk_max) {}
   FLASH_ONLINE_INLINE Vector<T> operator()(Vector<T> score) const { return state.weight(score); }
 };
 
 #if defined(__AVX512F__)
-struct BriefNatural {
-  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<Weighing::kSum>(x * FastNatural::kLog2e); }
-};
-template <>
-struct Weigher<float, Weighing::kSum> {
-  OnlineSoftmax<Vector<float>, BriefNatural> state;
-  double max;
-  explicit FLASH_ONLINE_INLINE Weigher(float chunk_max) : state{.max = broadcast(chunk_max)}, max(chunk_max) {}
-  FLASH_ONLINE_INLINE Vector<float> operator()(Vector<float> score) const { return state.weight(score); }
-};
-
 // Score and maximum in units of log 2, so that their difference is one instruction. The maximum is rounded; all of the weights
 // are measured from what it is then.
-struct BriefBinary {
-  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<Weighing::kRounded>(x); }
-};
-template <>
-struct Weigher<float, Weighing::kRounded> {
-  OnlineSoftmax<Vector<float>, BriefBinary> state;
+template <int kDegree>
+struct Weigher<float, BriefBinary<kDegree>> {
+  OnlineSoftmax<Vector<float>, BriefBinary<kDegree>> state;
   double max;
   explicit FLASH_ONLINE_INLINE Weigher(float chunk_max)
       : state{.max = broadcast(chunk_max * FastNatural::kLog2e)},
@@ -355,12 +427,14 @@ FLASH_ONLINE_INLINE void with_weigher(const E* x, int64_t count, const Body& bod
   using T = Accumulator<E>;
   const T max = max_of(x, count);
 #if defined(__AVX512F__)
-  if constexpr (sizeof(E) == 2 && weighing != Weighing::kExact) {
-    constexpr float kMost = 0x1p19f;  // beyond, a difference of scores in float is too coarse a fraction of 1
-    if (max < kMost && max > -kMost) return body(Weigher<T, weighing>(max));
+  if constexpr (weighing == Weighing::kSum && sizeof(T) == 4)
+    return body(Weigher<T, BriefNatural<sizeof(E) == 2 ? 5 : 6>>(max));
+  if constexpr (weighing == Weighing::kRounded && sizeof(T) == 4) {
+    constexpr float kMost = 0x1p19f;  // beyond, a difference of scores in units of log 2 is too coarse a fraction of 1
+    if (max < kMost && max > -kMost) return body(Weigher<T, BriefBinary<4>>(max));
   }
 #endif
-  body(Weigher<T, Weighing::kExact>(max));
+  body(Weigher<T, FastNatural>(max));
 }
 
 // f(index, count, weights of the pair): what a kernel makes of a chunk, pair by pair, the last one with count < kPair. L is the
@@ -372,9 +446,20 @@ FLASH_ONLINE_INLINE void write_chunk(int64_t count, R* to, const F& f) {
   if (i < count) store_pair(to + i, count - i, relay<L, R>(f(i, count - i)));
 }
 
-// The sum of a chunk's weights, which are also kept, as pairs, where `keep` is not null.
+// Memory that is going to be written, an element of `size` bytes for each that is read; no data: none that is worth it.
+struct Ahead {
+  const char* data = nullptr;
+  int64_t size = 0;
+  FLASH_ONLINE_INLINE void fetch(int64_t index, int64_t count) const {
+    if (data == nullptr) return;
+    for (int64_t line = 0; line < count * size; line += 64) __builtin_prefetch(data + index * size + line, 1, 2);
+  }
+};
+
+// The sum of a chunk's weights, which are also kept, as pairs, where `keep` is not null. Meanwhile the memory that the chunk's
+// result goes to comes into the cache: the pass that writes it does little else than wait for it.
 template <bool kKeep, class E, class W>
-FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& weight, Accumulator<E>* keep) {
+FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& weight, Accumulator<E>* keep, Ahead ahead) {
   using T = Accumulator<E>;
   constexpr int kPairs = kLanes<T> >= 8 ? 2 : 4;  // many sums of few terms each, to lose no digit
   Vector<T> sum[2 * kPairs] = {};
@@ -386,8 +471,10 @@ FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& wei
     sum[2 * p + 1] += pair.b;
   };
   int64_t i = 0;
-  for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>)
+  for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>) {
+    ahead.fetch(i, kPairs * kPair<E>);
     for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, load_pair(x + i + p * kPair<E>));
+  }
   for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, load_pair(x + i));
   if (i < count) take(1, i, load_pair(x + i, count - i, lowest<T>()));
   for (int width = kPairs; width > 0; width /= 2)

@@ -66,7 +66,7 @@ struct SoftmaxOp : RowOp {
   SoftmaxOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool keep)
       : weights(problem, tile, arena, keep), result(problem, problem.result, tile, arena) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
-    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also);
+    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, result);
   }
   static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
   void finish(Partial*) {}
@@ -90,7 +90,7 @@ struct LogSoftmaxOp : RowOp {
   LogSoftmaxOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool)
       : weights(problem, tile, arena, false), result(problem, problem.result, tile, arena), tile(tile) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
-    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also);
+    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, result);
   }
   static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
   void finish(Partial*) {}
@@ -152,31 +152,13 @@ struct SoftmaxBackwardOp : RowOp {
   }
 
  private:
-  // Terms that cancel are summed in double. Products of 16-bit numbers are exact in float, and so few that float is as good.
-  static __attribute__((noinline)) double sum_of(const R* g, const R* y, int64_t count) {
-    WideSum sum[2];
-    const auto add = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-      const Pair<T> grads = load_some(g + i, n, T(0));
-      if constexpr (kLog) {
-        sum[0].add(grads.a);
-        sum[1].add(grads.b);
-      } else {
-        const Pair<T> outputs = load_some(y + i, n, T(0));
-        sum[0].add_product(grads.a, outputs.a);
-        sum[1].add_product(grads.b, outputs.b);
-      }
-    };
-    int64_t i = 0;
-    for (; i + kPair<R> <= count; i += kPair<R>) add(i, kPair<R>);
-    if (i < count) add(i, count - i);
-    return sum[0].total() + sum[1].total();
-  }
+  static __attribute__((noinline)) double sum_of(const R* g, const R* y, int64_t count) { return sum_wide<!kLog>(g, y, count); }
   static __attribute__((noinline)) void write(const R* g, const R* y, int64_t count, double sum, E* to) {
     const Vector<T> total = broadcast(static_cast<T>(sum));
     write_chunk<R>(count, to, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
       const Pair<T> grads = load_some(g + i, n, T(0)), outputs = load_some(y + i, n, T(0));
       if constexpr (kLog)
-        return Pair<T>{grads.a - FastNatural::exp(outputs.a) * total, grads.b - FastNatural::exp(outputs.b) * total};
+        return Pair<T>{grads.a - exp_rounded_to<E>(outputs.a) * total, grads.b - exp_rounded_to<E>(outputs.b) * total};
       else
         return Pair<T>{(grads.a - total) * outputs.a, (grads.b - total) * outputs.b};
     });
@@ -195,7 +177,7 @@ struct LogSumExpOp : RowOp {
   LogSumExpOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool)
       : problem(problem), tile(tile), weights(problem, tile, arena, false) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
-    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also);
+    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, NoResult());
   }
   static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
   void finish(Partial* partial) {
@@ -224,7 +206,7 @@ struct LogSumExpBackwardOp : RowOp {
         weights(problem, tile, arena, keep),
         grad_input(problem, problem.grad_input, tile, arena) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
-    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also);
+    weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, grad_input);
   }
   static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
   void finish(Partial* partial) {

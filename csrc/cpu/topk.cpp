@@ -1,6 +1,7 @@
 // The k largest probabilities of a softmax on the CPU: one pass over the row keeps its maximum and sum, and the k largest
 // elements so far (Milakov and Gimelshein, arXiv 1805.02867, section 4).
 #include <algorithm>
+#include <bit>
 
 #include "row_tile.h"
 
@@ -25,56 +26,96 @@ struct RanksBefore {
   }
 };
 
-// The best `capacity` candidates offered, in a heap whose front is the worst of them.
+// The best `capacity` candidates offered: few of them in a sorted list, many in a heap whose front is the worst of them.
 template <class T>
 class Best {
  public:
   Best() = default;
-  Best(Candidate<T>* heap, int64_t capacity) : heap_(heap), capacity_(capacity) {}
+  Best(Candidate<T>* places, int64_t capacity) : places_(places), capacity_(capacity) {}
 
   // Elements begin .. begin + count - 1 of the row, whose largest is chunk_max; `nan` if there may be a NaN among them.
   template <class E>
   void offer(const E* x, int64_t begin, int64_t count, T chunk_max, bool nan) {
-    int64_t i = 0;
-    for (; i < count && size_ < capacity_; ++i) {
-      heap_[size_++] = {widen(x[i]), begin + i};
-      std::push_heap(heap_, heap_ + size_, RanksBefore{});
+    if (capacity_ == 0 || (size_ == capacity_ && !nan && chunk_max <= worst().value)) return;
+    // Nothing below `least` is among the best, be it that so many are known already or that the chunk holds so many above.
+    T least = size_ == capacity_ ? worst().value : lower_bound(x, count);
+    for (int64_t i = 0; i < count; i += kPair<E>) {
+      const int64_t n = count - i < kPair<E> ? count - i : kPair<E>;
+      for (uint32_t lanes = not_below(load_some(x + i, n, lowest<T>()), least); lanes != 0; lanes &= lanes - 1) {
+        const int64_t j = element_in_lane<E>(std::countr_zero(lanes));
+        if (j < n) take({widen(x[i + j]), begin + i + j});
+      }
+      if (size_ == capacity_ && worst().value > least) least = worst().value;
     }
-    if (capacity_ == 0 || (!nan && chunk_max <= heap_[0].value)) return;
-    // A pair at a time, most of which hold nothing above the worst.
-    for (; i < count; i += kPair<E>) {
-      const int64_t end = count - i < kPair<E> ? count : i + kPair<E>;
-      const Pair<T> pair = load_some(x + i, end - i, lowest<T>());
-      if (!any_above(pair, heap_[0].value)) continue;
-      for (int64_t j = i; j < end; ++j) offer(Candidate<T>{widen(x[j]), begin + j});
-    }
-  }
-  void offer(const Candidate<T>& candidate) {
-    if (size_ < capacity_) {
-      heap_[size_++] = candidate;
-    } else {
-      if (candidate.value <= heap_[0].value || !RanksBefore{}(candidate, heap_[0])) return;
-      std::pop_heap(heap_, heap_ + size_, RanksBefore{});
-      heap_[size_ - 1] = candidate;
-    }
-    std::push_heap(heap_, heap_ + size_, RanksBefore{});
   }
   void merge(const Best& other) {
-    for (int64_t i = 0; i < other.size_; ++i) offer(other.heap_[i]);
+    for (int64_t i = 0; i < other.size_; ++i) take(other.places_[i]);
   }
+  // All of them, the best first.
   const Candidate<T>* sorted() {
-    std::sort_heap(heap_, heap_ + size_, RanksBefore{});
-    return heap_;
+    if (!is_list()) std::sort_heap(places_, places_ + size_, RanksBefore{});
+    return places_;
   }
 
  private:
-  // Whether a lane is not <= x: larger, or either is NaN.
-  static FLASH_ONLINE_INLINE bool any_above(Pair<T> pair, T x) {
-    const auto above = (pair.a <= x) & (pair.b <= x);
-    return reduce(above, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) == 0;
+  static constexpr int64_t kMostInList = 32;
+  bool is_list() const { return capacity_ <= kMostInList; }
+  const Candidate<T>& worst() const { return is_list() ? places_[size_ - 1] : places_[0]; }
+
+  void take(const Candidate<T>& candidate) {
+    const bool full = size_ == capacity_;
+    if (full && !RanksBefore{}(candidate, worst())) return;
+    if (is_list()) {
+      int64_t place = full ? size_ - 1 : size_++;
+      for (; place > 0 && RanksBefore{}(candidate, places_[place - 1]); --place) places_[place] = places_[place - 1];
+      places_[place] = candidate;
+      return;
+    }
+    if (full)
+      std::pop_heap(places_, places_ + size_, RanksBefore{});
+    else
+      ++size_;
+    places_[size_ - 1] = candidate;
+    std::push_heap(places_, places_ + size_, RanksBefore{});
   }
 
-  Candidate<T>* heap_ = nullptr;
+  // A number that at least `capacity` of the elements are not below: of the largest in each lane, the capacity-th, where lanes
+  // suffice. -inf if there is none.
+  template <class E>
+  T lower_bound(const E* x, int64_t count) const {
+    if (capacity_ > kPair<E> / 2 || count < 2 * kPair<E>) return lowest<T>();
+    Pair<T> most = {lowest<Vector<T>>(), lowest<Vector<T>>()};
+    for (int64_t i = 0; i + kPair<E> <= count; i += kPair<E>) {
+      const Pair<T> pair = load_pair(x + i);
+      most = {largest(pair.a, most.a), largest(pair.b, most.b)};
+    }
+    T bound = lowest<T>();
+    for (int64_t i = 0; i < capacity_; ++i) {
+      bound = reduce(largest(most.a, most.b), [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
+      most.a = most.a == bound ? lowest<Vector<T>>() : most.a;
+      most.b = most.b == bound ? lowest<Vector<T>>() : most.b;
+    }
+    return bound;
+  }
+  // The lanes of a pair, counted through both vectors, whose elements are not below `least`: NaN is not.
+  static FLASH_ONLINE_INLINE uint32_t not_below(Pair<T> pair, T least) {
+    constexpr int kWidth = kLanes<T>;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) {
+      const __m512 bound = reinterpret_cast<__m512>(broadcast(least));
+      return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(pair.a), bound, _CMP_NLT_UQ) |
+             static_cast<uint32_t>(_mm512_cmp_ps_mask(reinterpret_cast<__m512>(pair.b), bound, _CMP_NLT_UQ)) << kWidth;
+    }
+#endif
+    const auto below = (pair.a < least) & (pair.b < least);
+    uint32_t lanes = 0;
+    if (reduce(below, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) != 0) return lanes;
+    for (int l = 0; l < kWidth; ++l)
+      lanes |= static_cast<uint32_t>(!(pair.a[l] < least)) << l | static_cast<uint32_t>(!(pair.b[l] < least)) << (kWidth + l);
+    return lanes;
+  }
+
+  Candidate<T>* places_ = nullptr;
   int64_t capacity_ = 0, size_ = 0;
 };
 
@@ -116,7 +157,8 @@ struct ForwardOp : RowOp {
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T sum) {
           partial[r].best.offer(x, first, count, static_cast<T>(max), sum != sum);
-        });
+        },
+        NoResult());
   }
   static void merge(Partial& partial, const Partial& other) {
     join(partial.state, other.state);
@@ -177,7 +219,8 @@ struct BackwardOp : RowOp {
     }
   }
   void first(int64_t begin, int64_t end, Partial* partial) {
-    if (!problem.renormalize) weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also);
+    if (!problem.renormalize)
+      weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, grad_input);
   }
   static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
   void finish(Partial*) {}
