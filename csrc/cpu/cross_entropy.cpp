@@ -2,7 +2,7 @@
 //
 // Both are the sum over c of a_c * -log p_c, with a_c = weight_c t_c and t the smoothed target, (1 - e) t + e / classes. Hence
 // the gradient of the input is grad_loss (A p_c - a_c) with A the sum of a_c, and that of the lse is grad_lse p_c.
-#include "row_tile.h"
+#include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
@@ -381,11 +381,62 @@ struct ProbabilityBackwardOp : RowOp {
   }
 };
 
+// Short rows, where every class counts the same: a row a lane.
+FLASH_ONLINE_INLINE bool is_short_and_plain(const RowProblem& problem) {
+  return is_short(problem) && problem.target != nullptr && problem.weight == nullptr && problem.label_smoothing == 0;
+}
+
+template <class E>
+void short_forward(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  for_each_block<T>(problem, executor, [&](const Block& block) {
+    Vector<T> x[kShort], loss = {}, weight = {};
+    load_block<E>(problem, problem.input, block, x);
+    const auto state = absorb_block<E, Weighing::kSum, false>(problem.classes, x);
+    double logs[kLanes<T>];
+    log_sums<T>(state.sum, logs);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const int64_t target = class_of(problem, block.number + r);
+      if (target == kIgnored) continue;
+      loss[r] = static_cast<T>(logs[r] - (static_cast<double>(x[target][r]) - pivot(static_cast<double>(state.max[r]))));
+      weight[r] = T(1);
+    }
+    store_numbers<T>(problem.loss, block, loss);
+    store_numbers<T>(problem.row_weight, block, weight);
+    store_numbers<T>(problem.lse, block, lse_of<T>(problem.classes, x, state.max, logs));
+  });
+}
+
+template <class E>
+void short_backward(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  for_each_block<T>(problem, executor, [&](const Block& block) {
+    Vector<T> x[kShort], direct = {}, scale = {}, target_class = {};
+    const Vector<T> grad_loss = load_numbers<T>(problem.grad_loss, block);
+    if (problem.grad_lse != nullptr) scale = load_numbers<T>(problem.grad_lse, block);
+    for (int64_t r = 0; r < kLanes<T>; ++r) {
+      const int64_t target = r < block.rows ? class_of(problem, block.number + r) : kIgnored;
+      target_class[r] = static_cast<T>(target);
+      if (target != kIgnored) direct[r] = grad_loss[r];
+    }
+    scale += direct;
+    const auto zero = (target_class == static_cast<T>(kIgnored)) & (scale == T(0));  // whatever the logits hold
+    load_block<E>(problem, problem.input, block, x);
+    const Vector<T> factor = scale * absorb_block<E, kGradientWeighing<E>, true>(problem.classes, x).inverse_sum();
+    for (int64_t c = 0; c < problem.classes; ++c) {
+      const Vector<T> gradient = x[c] * factor - (target_class == static_cast<T>(c) ? direct : Vector<T>{});
+      x[c] = zero ? Vector<T>{} : gradient;
+    }
+    store_block<E>(problem, problem.grad_input, block, x);
+  });
+}
+
 }  // namespace
 
 void cross_entropy(const RowProblem& problem, const Executor& executor) {
   visit_floating<Float16, BFloat16>(problem.dtype, [&](auto type) {
     using E = typename decltype(type)::type;
+    if (is_short_and_plain(problem)) return short_forward<E>(problem, executor);
     if (problem.target != nullptr)
       run_rows<IndexForwardOp<E>>(problem, executor);
     else
@@ -397,6 +448,7 @@ void cross_entropy_backward(const RowProblem& problem, const Executor& executor)
   const double weight_sum = problem.dtype == DType::kFloat64 ? sum_of_weights<double>(problem) : sum_of_weights<float>(problem);
   visit_floating<Float16, BFloat16>(problem.dtype, [&](auto type) {
     using E = typename decltype(type)::type;
+    if (is_short_and_plain(problem)) return short_backward<E>(problem, executor);
     if (problem.target != nullptr)
       run_rows<IndexBackwardOp<E>>(problem, executor, weight_sum);
     else

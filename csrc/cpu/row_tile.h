@@ -14,8 +14,10 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 constexpr int64_t kChunk = 2048;             // classes that are weighed from one maximum
 constexpr int64_t kSegment = 8 * kChunk;     // classes of a long row that one thread takes at a time
-constexpr int64_t kTileRows = 16;            // at most
-constexpr int64_t kKept = 256 * 1024;        // weights of a tile that are kept for the second pass: half of a large L2 cache
+constexpr int64_t kTileRows = 32;            // at most
+constexpr int64_t kLine = 64;                // bytes of the cache
+constexpr int64_t kKept = 160 * 1024;        // weights of a tile that are kept for the second pass: half of a large L2 cache
+constexpr int64_t kSoon = 1024 * 1024;        // bytes of a row's result that may wait in the cache to be written
 constexpr int64_t kMostSharedRows = 64;      // more rows keep the threads busy without sharing one
 
 // `rows` neighbouring rows: along inner, or along outer where inner is 1.
@@ -72,7 +74,7 @@ class Chunks {
         class_stride_(view.stride[1]),
         rows_(tile.rows),
         direct_(is_direct(problem, view)),
-        soon_(problem.classes <= kKept) {
+        soon_(problem.classes * static_cast<int64_t>(sizeof(E)) <= kSoon) {
     if (direct_) return;
     pitch_ = buffer_pitch(problem);
     buffer_ = arena.take<E>(rows_ * pitch_);
@@ -87,10 +89,23 @@ class Chunks {
   FLASH_ONLINE_INLINE void start(int64_t begin) { held_ = begin; }
   // Row r's classes from the held `begin` on.
   FLASH_ONLINE_INLINE Element* row(int64_t r) const { return direct_ ? data_ + r * row_stride_ + held_ : buffer_ + r * pitch_; }
-  // Where classes from `begin` on will be written, if that is known and soon.
+  // Where row r's classes from `begin` on will be written, if that is a stretch of memory, and soon.
   FLASH_ONLINE_INLINE Ahead ahead(int64_t r, int64_t begin) const {
     if (!direct_ || !soon_) return {};
-    return {reinterpret_cast<const char*>(data_ + r * row_stride_ + begin), sizeof(E)};
+    return {reinterpret_cast<char*>(data_ + r * row_stride_ + begin), sizeof(E)};
+  }
+  // Where the rows lie side by side: fetches row r's share of the cache lines that `count` classes of them will be written to.
+  FLASH_ONLINE_INLINE void fetch_share(int64_t r, int64_t begin, int64_t count) const {
+    if (direct_ || row_stride_ != 1) return;
+    const int64_t share = (count + rows_ - 1) / rows_, end = (r + 1) * share < count ? (r + 1) * share : count;
+    for (int64_t c = r * share; c < end; ++c) __builtin_prefetch(data_ + (begin + c) * class_stride_ + rows_ / 2, 1, 2);
+  }
+  // Both, for a pass that does not fetch as it goes.
+  FLASH_ONLINE_INLINE void fetch(int64_t r, int64_t begin, int64_t count) const {
+    const Ahead stretch = ahead(r, begin);
+    stretch.touch(count);
+    stretch.fetch(0, count);
+    fetch_share(r, begin, count);
   }
   // Puts `count` classes, now written to row(r), where they belong.
   FLASH_ONLINE_INLINE void finish(int64_t count) {
@@ -100,11 +115,13 @@ class Chunks {
  private:
   __attribute__((noinline)) void gather(int64_t begin, int64_t count) {
     const Element* from = data_ + begin * class_stride_;
+    if (row_stride_ == 1) return transpose(from, class_stride_, count, rows_, buffer_, pitch_);
     for (int64_t c = 0; c < count; ++c)
       for (int64_t r = 0; r < rows_; ++r) buffer_[r * pitch_ + c] = from[r * row_stride_ + c * class_stride_];
   }
   __attribute__((noinline)) void scatter(int64_t count) {
     Element* to = data_ + held_ * class_stride_;
+    if (row_stride_ == 1) return transpose(buffer_, pitch_, rows_, count, to, class_stride_);
     for (int64_t c = 0; c < count; ++c)
       for (int64_t r = 0; r < rows_; ++r) to[r * row_stride_ + c * class_stride_] = buffer_[r * pitch_ + c];
   }
@@ -181,6 +198,7 @@ class Weights {
       input_.read(first, count);
       for (int64_t r = 0; r < rows_; ++r) {
         const E* x = input_.row(r);
+        result.fetch_share(r, first, count);
         with_weigher<weighing>(x, count, [&](const auto& weight) {
           RowState<T> chunk{.max = weight.max};
           if (kept_ != nullptr) {
@@ -244,6 +262,7 @@ class Weights {
 constexpr auto nothing_also = [](auto&&...) {};
 struct NoResult {
   static Ahead ahead(int64_t, int64_t) { return {}; }
+  static void fetch_share(int64_t, int64_t, int64_t) {}
 };
 
 // What a row kernel is: a class constructed for a tile, or for a part of one row, as Op(problem, tile, arena, keep, shared...);
@@ -269,7 +288,7 @@ struct Cut {
     // work of dealing them out one by one.
     const ConstView3& view = problem.input.data != nullptr ? problem.input : problem.grad;
     const bool side_by_side = !is_direct(problem, view) && view.stride[1] > row_stride(problem, view);
-    rows = side_by_side || problem.classes == 0 ? kTileRows : 2 * kChunk / problem.classes;
+    rows = side_by_side || problem.classes == 0 ? kLine / size_of(problem.dtype) : 2 * kChunk / problem.classes;
     rows = rows < 1 ? 1 : rows > kTileRows ? kTileRows : rows;
     while (rows > 1 && (rows > run || rows * workers > total() || rows * problem.k > kChunk)) rows /= 2;
   }
@@ -277,7 +296,7 @@ struct Cut {
 };
 
 FLASH_ONLINE_INLINE bool may_share_rows(const RowProblem& problem, const Cut& cut) {
-  return cut.segments > 1 && cut.total() <= kMostSharedRows && problem.k <= kTileRows * 4;
+  return cut.segments > 1 && cut.total() <= kMostSharedRows && problem.k <= kMostSharedRows;
 }
 
 // Bytes in front of every worker's scratch: in the first one's lie the partials of rows that several threads share.

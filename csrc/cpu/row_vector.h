@@ -216,6 +216,98 @@ FLASH_ONLINE_INLINE T sum_of_lanes(Vector<T> x) {
 
 FLASH_ONLINE_INLINE Vector<double> largest(Vector<double> a, Vector<double> b) { return a > b ? a : b; }
 
+// kLanes neighbouring elements of any type, as bits: a vector's worth where they are widened.
+template <class E>
+using Bits = std::conditional_t<sizeof(E) == 2, uint16_t, std::conditional_t<sizeof(E) == 4, uint32_t, uint64_t>>;
+template <class E>
+struct RowBitsOf {
+  typedef Bits<E> type __attribute__((vector_size(kLanes<Accumulator<E>> * sizeof(E))));
+};
+template <class E>
+using RowBits = typename RowBitsOf<E>::type;
+
+template <class E>
+FLASH_ONLINE_INLINE RowBits<E> load_row(const E* from, int64_t count) {
+  RowBits<E> row = {};
+  if (count == kLanes<Accumulator<E>>) {
+    __builtin_memcpy(&row, from, sizeof row);
+    return row;
+  }
+#if defined(__AVX512F__)
+  const auto mask = (uint32_t{1} << count) - 1;
+  if constexpr (sizeof(E) == 2)
+    return reinterpret_cast<RowBits<E>>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), from));
+  else if constexpr (sizeof(E) == 4)
+    return reinterpret_cast<RowBits<E>>(_mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), from));
+  else
+    return reinterpret_cast<RowBits<E>>(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(mask), from));
+#else
+  E whole[kLanes<Accumulator<E>>] = {};
+  for (int64_t i = 0; i < count; ++i) whole[i] = from[i];
+  __builtin_memcpy(&row, whole, sizeof row);
+  return row;
+#endif
+}
+template <class E>
+FLASH_ONLINE_INLINE void store_row(E* to, int64_t count, RowBits<E> row) {
+  if (count == kLanes<Accumulator<E>>) {
+    __builtin_memcpy(to, &row, sizeof row);
+    return;
+  }
+#if defined(__AVX512F__)
+  const auto mask = (uint32_t{1} << count) - 1;
+  if constexpr (sizeof(E) == 2)
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(mask), reinterpret_cast<__m256i>(row));
+  else if constexpr (sizeof(E) == 4)
+    _mm512_mask_storeu_epi32(to, static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(row));
+  else
+    _mm512_mask_storeu_epi64(to, static_cast<__mmask8>(mask), reinterpret_cast<__m512i>(row));
+#else
+  E whole[kLanes<Accumulator<E>>];
+  __builtin_memcpy(whole, &row, sizeof row);
+  for (int64_t i = 0; i < count; ++i) to[i] = whole[i];
+#endif
+}
+
+// Of a square of blocks of kStep elements, exchanges the two off the diagonal.
+template <int kStep, class V, size_t... Lane>
+FLASH_ONLINE_INLINE void exchange(V& a, V& b, std::index_sequence<Lane...>) {
+  constexpr size_t kWidth = sizeof...(Lane);
+  const V upper = __builtin_shufflevector(a, b, ((Lane & kStep) != 0 ? kWidth + Lane - kStep : Lane)...);
+  b = __builtin_shufflevector(a, b, ((Lane & kStep) != 0 ? kWidth + Lane : Lane + kStep)...);
+  a = upper;
+}
+template <int kStep, class V>
+FLASH_ONLINE_INLINE void transpose_steps(V* rows) {
+  constexpr int kWidth = sizeof(V) / sizeof(rows[0][0]);
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i)
+    if ((i & kStep) == 0) exchange<kStep>(rows[i], rows[i + kStep], std::make_index_sequence<kWidth>());
+  if constexpr (kStep > 1) transpose_steps<kStep / 2>(rows);
+}
+
+// to[c * to_pitch + r] = from[r * from_pitch + c] for r < rows and c < columns, both at most kLanes.
+template <class E>
+__attribute__((noinline)) void transpose_tile(const E* from, int64_t from_pitch, int64_t rows, int64_t columns, E* to,
+                                              int64_t to_pitch) {
+  constexpr int kWidth = kLanes<Accumulator<E>>;
+  RowBits<E> tile[kWidth];
+#pragma GCC unroll 16
+  for (int r = 0; r < kWidth; ++r) tile[r] = r < rows ? load_row(from + r * from_pitch, columns) : RowBits<E>{};
+  transpose_steps<kWidth / 2>(tile);
+#pragma GCC unroll 16
+  for (int c = 0; c < kWidth; ++c)
+    if (c < columns) store_row(to + c * to_pitch, rows, tile[c]);
+}
+template <class E>
+FLASH_ONLINE_INLINE void transpose(const E* from, int64_t from_pitch, int64_t rows, int64_t columns, E* to, int64_t to_pitch) {
+  constexpr int64_t kWidth = kLanes<Accumulator<E>>;
+  for (int64_t r = 0; r < rows; r += kWidth)
+    for (int64_t c = 0; c < columns; c += kWidth)
+      transpose_tile(from + r * from_pitch + c, from_pitch, rows - r < kWidth ? rows - r : kWidth,
+                     columns - c < kWidth ? columns - c : kWidth, to + c * to_pitch + r, to_pitch);
+}
+
 // Sums in double of vectors of either type.
 struct WideSum {
   Vector<double> low = {}, high = {};
@@ -231,8 +323,14 @@ struct WideSum {
     high += half<1>(x) * half<1>(y);
   }
   FLASH_ONLINE_INLINE double total() const { return sum_of_lanes<double>(low + high); }
+  // The sums of each lane of vectors of float.
+  FLASH_ONLINE_INLINE Vector<float> narrowed() const {
+    Vector<float> sums;
+    for (int l = 0; l < kLanes<float>; ++l)
+      sums[l] = static_cast<float>(l < kLanes<double> ? low[l] : high[l - kLanes<double>]);
+    return sums;
+  }
 
- private:
   template <int kHalf>
   static FLASH_ONLINE_INLINE Vector<double> half(Vector<float> x) {
     const auto lanes = std::make_index_sequence<kLanes<double>>();
@@ -448,8 +546,14 @@ FLASH_ONLINE_INLINE void write_chunk(int64_t count, R* to, const F& f) {
 
 // Memory that is going to be written, an element of `size` bytes for each that is read; no data: none that is worth it.
 struct Ahead {
-  const char* data = nullptr;
+  char* data = nullptr;
   int64_t size = 0;
+  // Makes new memory's pages exist: to look for one that does not costs a prefetch more than all else, and is in vain.
+  FLASH_ONLINE_INLINE void touch(int64_t count) const {
+    constexpr int64_t kPage = 4096;
+    if (data == nullptr) return;
+    for (int64_t offset = 0; offset < count * size; offset += kPage) *static_cast<volatile char*>(data + offset) = 0;
+  }
   FLASH_ONLINE_INLINE void fetch(int64_t index, int64_t count) const {
     if (data == nullptr) return;
     for (int64_t line = 0; line < count * size; line += 64) __builtin_prefetch(data + index * size + line, 1, 2);
@@ -470,6 +574,7 @@ FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& wei
     sum[2 * p] += pair.a;
     sum[2 * p + 1] += pair.b;
   };
+  ahead.touch(count);
   int64_t i = 0;
   for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>) {
     ahead.fetch(i, kPairs * kPair<E>);

@@ -1,7 +1,7 @@
 // Softmax, log-softmax and logsumexp on the CPU, and the table of all row kernels of an instruction set. Each kernel reads a
 // row once for its maximum and sum (online softmax, core/online_softmax.h), and once more for its result.
 #include "kernels.h"
-#include "row_tile.h"
+#include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
@@ -136,7 +136,10 @@ struct SoftmaxBackwardOp : RowOp {
     for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
       grad.read(first, count);
       if (!kLog) output.read(first, count);
-      for (int64_t r = 0; r < tile.rows; ++r) partial[r].sum += sum_of(grad.row(r), kLog ? nullptr : output.row(r), count);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        grad_input.fetch(r, first, count);
+        partial[r].sum += sum_of(grad.row(r), kLog ? nullptr : output.row(r), count);
+      }
     });
   }
   static void merge(Partial& partial, const Partial& other) { partial.sum += other.sum; }
@@ -219,10 +222,68 @@ struct LogSumExpBackwardOp : RowOp {
   }
 };
 
+template <class E, class R>
+void short_softmax(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  for_each_block<T>(problem, executor, [&](const Block& block) {
+    Vector<T> x[kShort];
+    load_block<E>(problem, problem.input, block, x);
+    if (problem.log) {
+      const auto state = absorb_block<E, Weighing::kSum, false>(problem.classes, x);
+      const Vector<T> max = pivot(state.max);
+      double logs[kLanes<T>];
+      log_sums<T>(state.sum, logs);
+      Vector<T> log_sum;
+      for (int l = 0; l < kLanes<T>; ++l) log_sum[l] = static_cast<T>(logs[l]);
+      for (int64_t c = 0; c < problem.classes; ++c) x[c] = (x[c] - max) - log_sum;
+    } else {
+      constexpr Weighing kWeighing = sizeof(R) == 2 ? Weighing::kRounded : Weighing::kExact;
+      const Vector<T> scale = absorb_block<E, kWeighing, true>(problem.classes, x).inverse_sum();
+      for (int64_t c = 0; c < problem.classes; ++c) x[c] *= scale;
+    }
+    store_block<R>(problem, problem.result, block, x);
+  });
+}
+
+template <class E, class R>
+void short_softmax_backward(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  for_each_block<T>(problem, executor, [&](const Block& block) {
+    Vector<T> g[kShort], y[kShort];
+    load_block<R>(problem, problem.grad, block, g);
+    load_block<R>(problem, problem.output, block, y);
+    Vector<T> sum = {};
+    if constexpr (sizeof(R) == 4) {  // terms that cancel, as in sum_wide
+      WideSum wide;
+      for (int64_t c = 0; c < problem.classes; ++c) problem.log ? wide.add(g[c]) : wide.add_product(g[c], y[c]);
+      sum = wide.narrowed();
+    } else {
+      for (int64_t c = 0; c < problem.classes; ++c) sum += problem.log ? g[c] : g[c] * y[c];
+    }
+    for (int64_t c = 0; c < problem.classes; ++c)
+      g[c] = problem.log ? g[c] - exp_rounded_to<E>(y[c]) * sum : (g[c] - sum) * y[c];
+    store_block<E>(problem, problem.grad_input, block, g);
+  });
+}
+
+template <class E>
+void short_logsumexp(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  for_each_block<T>(problem, executor, [&](const Block& block) {
+    Vector<T> x[kShort];
+    load_block<E>(problem, problem.input, block, x);
+    const auto state = absorb_block<E, Weighing::kSum, false>(problem.classes, x);
+    double logs[kLanes<T>];
+    log_sums<T>(state.sum, logs);
+    store_numbers<T>(problem.lse, block, lse_of<T>(problem.classes, x, state.max, logs));
+  });
+}
+
 void softmax(const RowProblem& problem, const Executor& executor) {
   visit_row_types(problem, [&](auto e, auto r) {
     using E = decltype(e);
     using R = decltype(r);
+    if (is_short(problem)) return short_softmax<E, R>(problem, executor);
     if (problem.log)
       run_rows<LogSoftmaxOp<E, R>>(problem, executor);
     else
@@ -234,6 +295,7 @@ void softmax_backward(const RowProblem& problem, const Executor& executor) {
   visit_row_types(problem, [&](auto e, auto r) {
     using E = decltype(e);
     using R = decltype(r);
+    if (is_short(problem, kShort * 3 / 4)) return short_softmax_backward<E, R>(problem, executor);
     if (problem.log)
       run_rows<SoftmaxBackwardOp<E, R, true>>(problem, executor);
     else
@@ -242,8 +304,11 @@ void softmax_backward(const RowProblem& problem, const Executor& executor) {
 }
 
 void logsumexp(const RowProblem& problem, const Executor& executor) {
-  visit_floating<Float16, BFloat16>(
-      problem.dtype, [&](auto type) { run_rows<LogSumExpOp<typename decltype(type)::type>>(problem, executor); });
+  visit_floating<Float16, BFloat16>(problem.dtype, [&](auto type) {
+    using E = typename decltype(type)::type;
+    if (is_short(problem)) return short_logsumexp<E>(problem, executor);
+    run_rows<LogSumExpOp<E>>(problem, executor);
+  });
 }
 
 void logsumexp_backward(const RowProblem& problem, const Executor& executor) {

@@ -175,7 +175,9 @@ FLASH_ONLINE_INLINE Vector<float> largest(Vector<float> a, Vector<float> b) {
 // exp(-inf) = 0, NaN stays. exp(inf) is inf of a number, NaN in a vector of them, where nothing asks for it: a score less its
 // maximum is never inf.
 struct FastNatural {
-  static constexpr float kLeast = -110.f, kMost = 100.f;      // beyond these a result is 0 or inf
+  // Beyond these a result is 0 or inf, and 0 by a product with 0: to underflow takes the processor a hundred times as long, and
+  // scores of -inf are common. (A scaling by 2^n is fast again where n is out of all reach.)
+  static constexpr float kLeast = -176.f, kMost = 100.f, kLeastScaled = -1000.f;
   static constexpr float kLog2e = 1.44269504f, kRound = 12582912.f;  // 1.5 * 2^23: the last digit counts ones
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * the first is exact
 
@@ -191,13 +193,17 @@ struct FastNatural {
   static FLASH_ONLINE_INLINE float exp(float x) {
     const float clamped = x < kLeast ? kLeast : x > kMost ? kMost : x;  // NaN fails both and passes through
     const float shifted = clamped * kLog2e + kRound, n = shifted - kRound;
-    // 2^n in two factors, as n reaches from -159 to 144 and a float's exponent does not.
+    // 2^n in two factors, as n reaches from -254 to 144 and a float's exponent does not.
     const int32_t exponent = static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - 0x4b400000u), half = exponent >> 1;
     const auto power = [](int32_t e) { return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23); };
     return of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
   }
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) {
+#if defined(__AVX512F__)
+    const Vector<float> clamped = largest(broadcast(kLeastScaled), x);
+#else
     const Vector<float> clamped = largest(broadcast(kLeast), x);
+#endif
     const Vector<float> shifted = clamped * kLog2e + kRound, n = shifted - kRound;
     const Vector<float> scaled = of_remainder((clamped - n * kLn2High) - n * kLn2Low);
 #if defined(__AVX512F__)
