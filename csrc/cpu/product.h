@@ -27,11 +27,6 @@ constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
 template <class F>
 constexpr int64_t kRowStep = kPaired<F> ? 16 : 1;
 
-constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// A length rounded up to whole vectors of the widest set, so that scratch has the same shape in every set.
-constexpr int64_t padded(int64_t length) { return round_up(length, 16); }
-
 // What becomes of the sums: they replace c, are added to it, or are added to c * factor[column].
 enum class Into { kReplace, kAdd, kRescaleAndAdd };
 

@@ -189,7 +189,8 @@ FLASH_ONLINE_INLINE Vector<float> largest(Vector<float> a, Vector<float> b) {
 // exp(-inf) = 0, NaN stays. exp(inf) is inf of a number, NaN in a vector of them, where nothing asks for it: a score less its
 // maximum is never inf.
 struct FastNatural {
-  static constexpr float kLeast = -110.f, kMost = 100.f;      // beyond these a result is 0 or inf
+  // Beyond these a result is 0 or inf, and 0 by a product with 0: to underflow takes the processor a hundred times as long.
+  static constexpr float kLeast = -176.f, kMost = 100.f;
   static constexpr float kLeastNormal = -87.3365447f;         // the logarithm of 2^-126
   static constexpr float kLog2e = 1.44269504f, kRound = 12582912.f;  // 1.5 * 2^23: the last digit counts ones
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * the first is exact
@@ -206,7 +207,7 @@ struct FastNatural {
   static FLASH_ONLINE_INLINE float exp(float x) {
     const float clamped = x < kLeast ? kLeast : x > kMost ? kMost : x;  // NaN fails both and passes through
     const float shifted = clamped * kLog2e + kRound, n = shifted - kRound;
-    // 2^n in two factors, as n reaches from -159 to 144 and a float's exponent does not.
+    // 2^n in two factors, as n reaches from -254 to 144 and a float's exponent does not.
     const int32_t exponent = static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - 0x4b400000u), half = exponent >> 1;
     const auto power = [](int32_t e) { return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23); };
     return of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
@@ -241,5 +242,10 @@ struct FastNatural {
 
 template <class T>
 using Softmax = OnlineSoftmax<T, FastNatural>;
+
+constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// A length rounded up to whole vectors of the widest set, so that scratch has the same shape in every set.
+constexpr int64_t padded(int64_t length) { return round_up(length, 16); }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

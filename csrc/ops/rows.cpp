@@ -6,6 +6,10 @@
 #include <numeric>
 #include <tuple>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "../cpu/kernels.h"
 #include "tensor.h"
 
@@ -101,6 +105,19 @@ RowProblem problem_of(const std::vector<int64_t>& sizes, int64_t dim, ScalarType
   return problem;
 }
 
+// Asks for large pages under a large new result. From 32 MiB on the C library maps memory anew for every tensor, and to have it
+// mapped 4 KiB at a time takes longer than the kernels do. Only advice: the kernel may not take it.
+void use_large_pages([[maybe_unused]] const Tensor& result) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096;
+  const int64_t bytes = result.numel() * size_of(dtype_of(result));
+  if (bytes < int64_t{32} << 20) return;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(result.data_ptr());
+  const uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 using RowKernel = void (*)(const RowProblem&, const cpu::Executor&);
 
 void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like) {
@@ -129,6 +146,7 @@ SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dty
 
 Tensor softmax_forward_cpu(Tensor input, int64_t dim, bool log, ScalarType dtype) {
   const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
+  use_large_pages(call.result);
   run_on_cpu(cpu::kernels().rows.softmax, call.problem, input);
   return call.result;
 }
@@ -149,6 +167,7 @@ SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, 
 
 Tensor softmax_backward_cpu(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
   const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
+  use_large_pages(call.result);
   run_on_cpu(cpu::kernels().rows.softmax_backward, call.problem, output);
   return call.result;
 }
@@ -201,6 +220,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   problem.input = view_of(input, dim);
   problem.grad_lse = grad.data_ptr();
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
+  use_large_pages(grad_input);
   run_on_cpu(cpu::kernels().rows.logsumexp_backward, problem, input);
   return grad_input;
 }
@@ -276,6 +296,8 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   Tensor grad_target = empty(target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
   problem.grad_input = view_of<MutableView3>(grad_input, 1);
   if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
+  use_large_pages(grad_input);
+  use_large_pages(grad_target);
   run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, problem, input);
   return {grad_input, grad_target};
 }
@@ -323,6 +345,7 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
   problem.indices = view_of<View3<int64_t*>>(indices, dim);
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
   problem.bad_row = &bad_row;
+  use_large_pages(grad_input);
   run_on_cpu(cpu::kernels().rows.topk_softmax_backward, problem, input);
   check(bad_row < 0, "indices: row ", bad_row, " has one out of bounds; accepted are 0 to ", problem.classes - 1);
   return grad_input;
