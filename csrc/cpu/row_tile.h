@@ -58,8 +58,9 @@ class Arena {
 };
 
 // From one row's buffer to the next: past whole vectors, and not a power of two, which would put all rows into one cache set.
+constexpr int64_t kPitchExtra = 48;
 FLASH_ONLINE_INLINE int64_t buffer_pitch(const RowProblem& problem) {
-  return (problem.classes < kChunk ? padded(problem.classes) : kChunk) + 48;
+  return (problem.classes < kChunk ? padded(problem.classes) : kChunk) + kPitchExtra;
 }
 
 // A tile's rows of a tensor, a chunk at a time.
