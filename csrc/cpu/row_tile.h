@@ -8,7 +8,7 @@
 #include "../core/rows.h"
 #include "../core/visit.h"
 #include "executor.h"
-#include "row_vector.h"
+#include "row_weights.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
@@ -74,7 +74,7 @@ class Chunks {
         row_stride_(row_stride(problem, view)),
         class_stride_(view.stride[1]),
         rows_(tile.rows),
-        direct_(is_direct(problem, view)),
+        direct_(view.data == nullptr || is_direct(problem, view)),
         soon_(problem.classes * static_cast<int64_t>(sizeof(E)) <= kSoon) {
     if (direct_) return;
     pitch_ = buffer_pitch(problem);

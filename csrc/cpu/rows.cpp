@@ -30,7 +30,7 @@ int64_t scratch(const RowProblem& problem) {
     add(problem.output, problem.result_dtype);
   }
   // Weights for the second pass of what begins with a first.
-  const bool softmax_backward = problem.output.data != nullptr && problem.k == 0;
+  const bool softmax_backward = problem.input.data == nullptr;
   const bool softmax = problem.result.data != nullptr && problem.k == 0 && !problem.log;
   if (softmax || (problem.grad_input.data != nullptr && !softmax_backward)) {
     int64_t numbers = kept_numbers(problem, cut.rows);
