@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import CLASSES, DTYPES, EMPTY_ROW_SHAPES, ROW_SHAPES
@@ -104,6 +109,131 @@ def test_same_bits_for_any_threads_and_any_batch(name):
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(call(x[row : row + 1]), together, strict=True))
 
 
+def _every_function(rows, k=5):
+    """All row functions of a [rows, classes] tensor and their gradients."""
+    x = rows.detach().requires_grad_()
+    weight = torch.linspace(-1, 1, x.shape[1], dtype=torch.float64).to(x.dtype)
+    target = torch.arange(x.shape[0]) * 7 % x.shape[1]
+    results = []
+    for name in SOFTMAXES:
+        y = getattr(flash_online, name)(x, 1)
+        grad = weight.expand_as(y) if y.dim() == 2 else torch.ones_like(y)
+        results += [y, torch.autograd.grad(y, x, grad)[0]]
+    loss = flash_online.cross_entropy(x, target, reduction="none")
+    results += [loss, torch.autograd.grad(loss, x, torch.ones_like(loss))[0]]
+    smooth = flash_online.cross_entropy(x, target, reduction="none", label_smoothing=0.1)
+    results += [smooth, torch.autograd.grad(smooth, x, torch.ones_like(smooth))[0]]
+    spread = weight.abs().expand(x.shape).clone().requires_grad_()
+    soft = flash_online.cross_entropy(x, spread, reduction="none")
+    results += [soft, *torch.autograd.grad(soft, (x, spread), torch.ones_like(soft))]
+    probabilities, indices = flash_online.topk_softmax(x, min(k, x.shape[1]))
+    results += [probabilities, indices, torch.autograd.grad(probabilities, x, torch.ones_like(probabilities))[0]]
+    return [r.detach() for r in results]
+
+
+@pytest.mark.parametrize("rows, classes", [(1, 200_003), (2, 70_001), (3, 32_769)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_that_share_a_row_change_no_bit(rows, classes, dtype):
+    """Few long rows are cut up among the threads; one thread, or a batch that keeps them busy, takes each as a whole."""
+    x = random_tensor(rows, classes, dtype=dtype, scale=4)
+    torch.set_num_threads(1)
+    alone = _every_function(x)
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(_every_function(x), alone, strict=True)), threads
+    torch.set_num_threads(2)
+    if dtype == torch.float32:
+        batch = torch.cat([torch.randn(9, classes), x])
+        for name in ("softmax", "log_softmax", "logsumexp"):
+            assert torch.equal(getattr(flash_online, name)(batch, 1)[9:], getattr(flash_online, name)(x, 1))
+
+
+@pytest.mark.parametrize("classes", [1, 3, 16, 17, 24, 25, 32, 33, 100, 2047, 2049, 5000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_change_no_bit(classes, dtype):
+    """A row's result depends on its elements alone: not on how they lie in memory, nor on the rows beside it."""
+    x = random_tensor(19, classes, dtype=dtype, scale=3)
+    expected = _every_function(x)
+    for layout in ("columns", "strided", "unaligned"):
+        assert all(torch.equal(a, b) for a, b in zip(_every_function(lay_out(x, layout)), expected, strict=True)), layout
+    for name in SOFTMAXES:
+        images = x.t().contiguous().view(1, classes, 19)  # the rows side by side
+        result = getattr(flash_online, name)(images, 1)
+        row = getattr(flash_online, name)(x, 1)
+        assert torch.equal(result.reshape(-1, 19).t() if result.dim() == 3 else result.view(19), row)
+    assert all(torch.equal(a, b[6:7]) for a, b in zip(_every_function(x[6:7])[:6], expected[:6], strict=True))
+
+
+@pytest.mark.parametrize("classes", [2047, 2048, 2049, 4097, 16383, 16385, 70_000, 163_841])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_at_the_edges_of_chunks(classes, dtype):
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        compare_with_reference(name, random_tensor(2, classes, dtype=dtype, scale=3, requires_grad=True), 1)
+    target = torch.tensor([0, classes - 1])
+    compare_with_reference(
+        "cross_entropy", random_tensor(2, classes, dtype=dtype, scale=3, requires_grad=True), target, return_lse=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_chunks_of_very_different_size(dtype):
+    """The maximum comes first, last, in steps, or far above or below zero; whole chunks weigh nothing, or hold -inf."""
+    base = random_tensor(1, 9000, dtype=torch.float32)
+    rows = [base + 200 * (torch.arange(9000) // 2048 == chunk) for chunk in range(5)]
+    rows += [base + torch.linspace(-300, 0, 9000), base - 3000, base + 3000, base * 1e4]
+    rows += [torch.where(torch.arange(9000) // 2048 == chunk, -INF, base) for chunk in range(5)]
+    x = torch.cat(rows).to(dtype).requires_grad_()
+    for name in SOFTMAXES:
+        compare_with_reference(name, x, 1)
+    compare_with_reference("cross_entropy", x, torch.arange(len(x)) + 8900)
+
+
+def test_large_pages_change_nothing():
+    """From 32 MiB on, the memory of a result is asked to come in large pages."""
+    x = torch.randn(4099, 2049)
+    for name in ("softmax", "log_softmax"):
+        call = getattr(flash_online, name)
+        assert torch.equal(call(x, 1), torch.cat([call(part, 1) for part in x.split(1000)]))
+
+
+def test_exp_over_all_exponents():
+    """p = e^v / (1 + e^v) from softmax([0, v]), for scores of every exponent: exp within 1 ulp (1.2 without FMA), and half an
+    ulp each for the sum, its inverse and their product; in rows of a lane and in rows of a vector."""
+    exponents, mantissas = np.arange(1, 255, dtype=np.uint32), np.arange(0, 1 << 23, 99991, dtype=np.uint32)
+    scores = -(exponents[:, None] << 23 | mantissas).view(np.float32).ravel()
+    scores = np.concatenate([scores, -np.linspace(0, 90, 50_001, dtype=np.float32)])
+    weight = np.exp(scores.astype(np.float64))
+    expected = weight / (1 + weight)
+    for width in (2, 40):
+        x = torch.full((len(scores), width), -INF)
+        x[:, 0], x[:, 1] = 0, torch.from_numpy(scores)
+        got = flash_online.softmax(x, 1)[:, 1].double().numpy()
+        normal = expected > 2.0**-126
+        assert np.abs(got / np.where(normal, expected, 1) - 1)[normal].max() < 2.7 * 2.0**-23
+        # Below, a vector gives 0.
+        assert ((got == 0) | (np.abs(got - expected) <= 2.0**-149))[~normal].all()
+        assert (flash_online.softmax(x, 1)[:, 2:] == 0).all()
+        lse = flash_online.logsumexp(x, 1).double().numpy()
+        assert np.abs(lse - np.log1p(weight)).max() < 2.0**-23
+        for dtype in (torch.float16, torch.bfloat16):
+            half = x.to(dtype)
+            exact = torch.softmax(half.double(), 1)
+            error = (flash_online.softmax(half, 1).double() - exact).abs()
+            assert (error <= 0.51 * torch.finfo(dtype).eps * exact + 2.0**-24).all()
+    x = torch.tensor([[0.0, math.nan] + [0.0] * 38])
+    assert flash_online.softmax(x, 1).isnan().all() and flash_online.softmax(x[:, :2], 1).isnan().all()
+
+
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
+def test_every_instruction_set(instruction_set):
+    """Those of the tests above that the sets' own code decides."""
+    tests = "exp_over_all_exponents or strides_change_no_bit or chunks or share_a_row or topk"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", tests]
+    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+
+
 # --- topk_softmax ------------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +260,24 @@ def test_topk_ties_in_any_order(dtype):
     torch.testing.assert_close(probabilities, expected.topk(60).values)
     torch.testing.assert_close(expected.gather(1, indices), probabilities)
     assert all(len(set(row)) == 60 for row in indices.tolist())
+
+
+@pytest.mark.parametrize("k", [1, 5, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_topk_of_long_rows(k, dtype):
+    """Rising, falling and level rows, and a NaN wherever it may lie: the k largest, whatever a lane or a chunk held before."""
+    ramp = torch.arange(5000, dtype=torch.float64) / 700
+    rows = [ramp, -ramp, ramp % 1, torch.zeros(5000), torch.randn(5000), torch.randn(5000) - 50]
+    x = torch.stack([r.double() for r in rows]).to(dtype)
+    probabilities, indices = flash_online.topk_softmax(x, k)
+    assert torch.equal(x.gather(1, indices), x.topk(k).values)
+    torch.testing.assert_close(probabilities.double(), torch.softmax(x.double(), 1).topk(k).values, rtol=2e-2, atol=1e-7)
+    assert all(len(set(row)) == k for row in indices.tolist())
+    for place in (0, 1, 31, 2047, 2048, 4999):
+        y = x.clone()
+        y[:, place] = math.nan
+        probabilities, indices = flash_online.topk_softmax(y, k)
+        assert (indices[:, 0] == place).all() and probabilities.isnan().all()
 
 
 def test_topk_dtype_and_order():

@@ -51,22 +51,23 @@ FLASH_ONLINE_INLINE int64_t class_of(const RowProblem& problem, int64_t row) {
   return kIgnored;
 }
 
-template <class T>
-struct LossPartial {
-  RowState<T> state;
-  double share = 0, share_score = 0;  // sums of a_c and of a_c x_c; with class indices, of weight_c and weight_c x_c
+struct Shares {
+  double sum = 0, score_sum = 0;  // of a_c and of a_c x_c; with class indices, of weight_c and weight_c x_c
+  void add(const Shares& other) {
+    sum += other.sum;
+    score_sum += other.score_sum;
+  }
 };
 
 template <class T>
-FLASH_ONLINE_INLINE void join_losses(LossPartial<T>& partial, const LossPartial<T>& other) {
-  join(partial.state, other.state);
-  partial.share += other.share;
-  partial.share_score += other.share_score;
-}
+struct LossPartial {
+  RowState<T> state;
+  Shares shares;
+};
 
-// Adds to `sum` a_c, and to `score_sum` a_c x_c, for a chunk of scores x; share(i, n) is a pair of the a_c.
+// Adds what a chunk of scores x has; share(i, n) is a pair of the a_c.
 template <class E, class Share>
-FLASH_ONLINE_INLINE void add_shares(const E* x, int64_t count, const Share& share, double& sum, double& score_sum) {
+FLASH_ONLINE_INLINE void add_shares(const E* x, int64_t count, const Share& share, Shares& to) {
   WideSum shares, scores;
   const auto add = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     const auto score = load_some(x + i, n, Accumulator<E>(0)), a = share(i, n);
@@ -78,8 +79,7 @@ FLASH_ONLINE_INLINE void add_shares(const E* x, int64_t count, const Share& shar
   int64_t i = 0;
   for (; i + kPair<E> <= count; i += kPair<E>) add(i, kPair<E>);
   if (i < count) add(i, count - i);
-  sum += shares.total();
-  score_sum += scores.total();
+  to.add({shares.total(), scores.total()});
 }
 
 template <class E>
@@ -94,7 +94,10 @@ struct ForwardOp : RowOp {
 
   ForwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool)
       : problem(problem), tile(tile), classes(problem), weights(problem, tile, arena, false) {}
-  static void merge(Partial& partial, const Partial& other) { join_losses(partial, other); }
+  static void merge(Partial& partial, const Partial& other) {
+    join(partial.state, other.state);
+    partial.shares.add(other.shares);
+  }
 
  protected:
   void finish_row(int64_t r, Partial& partial, double loss, T weight) {
@@ -115,13 +118,15 @@ struct IndexForwardOp : ForwardOp<E> {
 
   void first(int64_t begin, int64_t end, Partial* partial) {
     const bool smooth = this->classes.spread != T(0);
+    Shares shares[kTileRows];  // of this segment, summed apart as where threads share the row
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
           const auto weight = [&](int64_t i, int64_t n) { return this->classes.template weights<E>(first + i, n); };
-          if (smooth) add_shares(x, count, weight, partial[r].share, partial[r].share_score);
+          if (smooth) add_shares(x, count, weight, shares[r]);
         },
         NoResult());
+    for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
@@ -135,7 +140,7 @@ struct IndexForwardOp : ForwardOp<E> {
         const double log_sum = FastNatural::log(static_cast<double>(state.sum));
         loss = static_cast<double>(this->classes.keep) * weight * (log_sum - (x - pivot(state.max)));
         if (this->classes.spread != T(0))
-          loss += this->classes.spread * (partial[r].share * (state.max + log_sum) - partial[r].share_score);
+          loss += this->classes.spread * (partial[r].shares.sum * (state.max + log_sum) - partial[r].shares.score_sum);
       }
       this->finish_row(r, partial[r], loss, weight);
     }
@@ -153,6 +158,7 @@ struct ProbabilityForwardOp : ForwardOp<E> {
   ProbabilityForwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool keep)
       : Base(problem, tile, arena, keep), target(problem, problem.target_probabilities, tile, arena) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
+    Shares shares[kTileRows];  // of this segment, as above
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
@@ -161,15 +167,16 @@ struct ProbabilityForwardOp : ForwardOp<E> {
           const auto share = [&](int64_t i, int64_t n) {
             return this->classes.template shares<E>(first + i, n, load_some(t + i, n, T(0)));
           };
-          add_shares(x, count, share, partial[r].share, partial[r].share_score);
+          add_shares(x, count, share, shares[r]);
         },
         NoResult());
+    for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
       const RowState<T>& state = partial[r].state;
       const double lse = state.max + FastNatural::log(static_cast<double>(state.sum));
-      this->finish_row(r, partial[r], partial[r].share * lse - partial[r].share_score, T(1));
+      this->finish_row(r, partial[r], partial[r].shares.sum * lse - partial[r].shares.score_sum, T(1));
     }
   }
 };
@@ -308,6 +315,7 @@ struct ProbabilityBackwardOp : RowOp {
         grad_input(problem, problem.grad_input, tile, arena),
         grad_target(problem, problem.grad_target, tile, arena) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
+    double shares[kTileRows] = {};  // of this segment, as above
     weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E*, int64_t first, int64_t count, double, T) {
@@ -320,9 +328,10 @@ struct ProbabilityBackwardOp : RowOp {
             sum.add(share.a);
             sum.add(share.b);
           }
-          partial[r].share += sum.total();
+          shares[r] += sum.total();
         },
         grad_input);
+    for (int64_t r = 0; r < tile.rows; ++r) partial[r].share += shares[r];
   }
   static void merge(Partial& partial, const Partial& other) {
     join(partial.state, other.state);

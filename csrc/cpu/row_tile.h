@@ -8,7 +8,7 @@
 #include "../core/rows.h"
 #include "../core/visit.h"
 #include "executor.h"
-#include "row_vector.h"
+#include "row_weights.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
@@ -58,8 +58,9 @@ class Arena {
 };
 
 // From one row's buffer to the next: past whole vectors, and not a power of two, which would put all rows into one cache set.
+constexpr int64_t kPitchExtra = 48;
 FLASH_ONLINE_INLINE int64_t buffer_pitch(const RowProblem& problem) {
-  return (problem.classes < kChunk ? padded(problem.classes) : kChunk) + 48;
+  return (problem.classes < kChunk ? padded(problem.classes) : kChunk) + kPitchExtra;
 }
 
 // A tile's rows of a tensor, a chunk at a time.
@@ -73,7 +74,7 @@ class Chunks {
         row_stride_(row_stride(problem, view)),
         class_stride_(view.stride[1]),
         rows_(tile.rows),
-        direct_(is_direct(problem, view)),
+        direct_(view.data == nullptr || is_direct(problem, view)),
         soon_(problem.classes * static_cast<int64_t>(sizeof(E)) <= kSoon) {
     if (direct_) return;
     pitch_ = buffer_pitch(problem);

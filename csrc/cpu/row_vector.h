@@ -1,8 +1,6 @@
-// The vectors of a row: pairs of registers read from and written to elements of any type, their tails, sums, and the weights
-// of a softmax.
+// The vectors of a row: pairs of registers read from and written to elements of any type, their tails, sums, transposition.
 #pragma once
 
-#include <limits>
 #include <utility>
 
 #include "simd.h"
@@ -394,147 +392,6 @@ FLASH_ONLINE_INLINE double sum_wide(const E* g, const E* y, int64_t count) {
   }
 }
 
-// The largest of `count` elements, NaN aside; -inf if there are none.
-template <class E>
-FLASH_ONLINE_INLINE Accumulator<E> max_of_numbers(const E* x, int64_t count) {
-  using T = Accumulator<E>;
-  constexpr int kPairs = 2;
-  Vector<T> max[2 * kPairs];
-  for (auto& lanes : max) lanes = lowest<Vector<T>>();
-  const auto take = [&](int p, Pair<T> pair) __attribute__((always_inline)) {
-    max[2 * p] = largest(pair.a, max[2 * p]);
-    max[2 * p + 1] = largest(pair.b, max[2 * p + 1]);
-  };
-  int64_t i = 0;
-  for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>)
-    for (int p = 0; p < kPairs; ++p) take(p, load_pair(x + i + p * kPair<E>));
-  for (; i + kPair<E> <= count; i += kPair<E>) take(0, load_pair(x + i));
-  if (i < count) take(1, load_pair(x + i, count - i, lowest<T>()));
-  return reduce(largest(largest(max[0], max[1]), largest(max[2], max[3])),
-                [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
-}
-
-// Elements of 16 bits are ordered as integers where they are positive, and their largest is, more often than not.
-template <class E>
-FLASH_ONLINE_INLINE Accumulator<E> max_of(const E* x, int64_t count) {
-  if constexpr (sizeof(E) == 2) {
-    using Bits = Vector<int16_t>;
-    constexpr int kVectors = 4;
-    Bits max[kVectors];
-    for (auto& lanes : max) lanes = Bits{} + std::numeric_limits<int16_t>::min();
-    const auto take = [&](int v, Bits bits) __attribute__((always_inline)) { max[v] = bits > max[v] ? bits : max[v]; };
-    const auto load = [](const E* from) __attribute__((always_inline)) {
-      Bits bits;
-      __builtin_memcpy(&bits, from, sizeof bits);
-      return bits;
-    };
-    int64_t i = 0;
-    for (; i + kVectors * kPair<E> <= count; i += kVectors * kPair<E>)
-      for (int v = 0; v < kVectors; ++v) take(v, load(x + i + v * kPair<E>));
-    for (; i + kPair<E> <= count; i += kPair<E>) take(0, load(x + i));
-    if (i < count) take(1, reinterpret_cast<Bits>(load_bits(x + i, count - i, lowest<float>())));
-    for (int v = 1; v < kVectors; ++v) take(0, max[v]);
-    const int16_t largest = reduce(max[0], [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
-    const uint16_t bits = static_cast<uint16_t>(largest);
-    if (bits < narrow<E>(-lowest<float>()).bits) return widen(E{bits});  // 0 or more, and neither infinity nor NaN
-  }
-  return max_of_numbers(x, count);
-}
-
-// How good weights are. kExact: within 1 ulp of exp(score - max), 1.2 without FMA. kSum: the less they weigh, the less exact,
-// by as much as the difference's own rounding; the largest is exactly 1. kRounded: within 3e-6, to be rounded to 16 bits.
-enum class Weighing { kExact, kSum, kRounded };
-
-#if defined(__AVX512F__)
-// 2^x = 2^floor(x) 2^f, by instructions that cut off f and scale by 2^floor(x), for any x: 0 at -inf, inf at inf, NaN stays.
-// 2^f is a minimax polynomial on [0, 1): of degree 6, 2e-9 from it, or 5, 8e-8, both exactly 1 at 0; of degree 4, 2.6e-6.
-template <int kDegree>
-FLASH_ONLINE_INLINE Vector<float> power_of_2(Vector<float> x) {
-  constexpr int kFloor = 9;
-  const auto f = reinterpret_cast<Vector<float>>(_mm512_maskz_reduce_ps(0xffff, reinterpret_cast<__m512>(x), kFloor));
-  Vector<float> p;
-  if constexpr (kDegree == 6) {
-    p = 0.000216129149f * f + 0.0012467847f;
-    p = p * f + 0.00967545155f;
-    p = p * f + 0.0554852821f;
-    p = p * f + 0.240229309f;
-    p = p * f + 0.693147063f;
-    p = p * f + 1.f;
-  } else if constexpr (kDegree == 5) {
-    p = 0.00186713005f * f + 0.00901703071f;
-    p = p * f + 0.0557999127f;
-    p = p * f + 0.240164444f;
-    p = p * f + 0.693151295f;
-    p = p * f + 1.f;
-  } else {
-    static_assert(kDegree == 4);
-    p = 0.0135341678f * f + 0.0520114601f;
-    p = p * f + 0.241442755f;
-    p = p * f + 0.693003833f;
-    p = p * f + 1.00000262f;
-  }
-  return reinterpret_cast<Vector<float>>(
-      _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
-}
-
-template <int kDegree>
-struct BriefNatural {
-  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
-};
-template <int kDegree>
-struct BriefBinary {
-  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x); }
-};
-#endif
-
-// exp of what is rounded to an R afterwards.
-template <class R, class V>
-FLASH_ONLINE_INLINE V exp_rounded_to(V x) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(R) == 2) return BriefNatural<4>::exp(x);
-#endif
-  return FastNatural::exp(x);
-}
-
-// The weights exp(score - max) of a chunk of scores with the maximum that it is made from.
-template <class T, class Base>
-struct Weigher {
-  OnlineSoftmax<Vector<T>, Base> state;
-  double max;
-  explicit FLASH_ONLINE_INLINE Weigher(T chunk_max) : state{.max = broadcast(chunk_max)}, max(chunk_max) {}
-  FLASH_ONLINE_INLINE Vector<T> operator()(Vector<T> score) const { return state.weight(score); }
-};
-
-#if defined(__AVX512F__)
-// Score and maximum in units of log 2, so that their difference is one instruction. The maximum is rounded; all of the weights
-// are measured from what it is then.
-template <int kDegree>
-struct Weigher<float, BriefBinary<kDegree>> {
-  OnlineSoftmax<Vector<float>, BriefBinary<kDegree>> state;
-  double max;
-  explicit FLASH_ONLINE_INLINE Weigher(float chunk_max)
-      : state{.max = broadcast(chunk_max * FastNatural::kLog2e)},
-        max(static_cast<double>(chunk_max * FastNatural::kLog2e) / FastNatural::kLog2e) {}
-  FLASH_ONLINE_INLINE Vector<float> operator()(Vector<float> score) const { return state.weight(score * FastNatural::kLog2e); }
-};
-#endif
-
-// Calls body(weigher) for a chunk of scores.
-template <Weighing weighing, class E, class Body>
-FLASH_ONLINE_INLINE void with_weigher(const E* x, int64_t count, const Body& body) {
-  using T = Accumulator<E>;
-  const T max = max_of(x, count);
-#if defined(__AVX512F__)
-  if constexpr (weighing == Weighing::kSum && sizeof(T) == 4)
-    return body(Weigher<T, BriefNatural<sizeof(E) == 2 ? 5 : 6>>(max));
-  if constexpr (weighing == Weighing::kRounded && sizeof(T) == 4) {
-    constexpr float kMost = 0x1p19f;  // beyond, a difference of scores in units of log 2 is too coarse a fraction of 1
-    if (max < kMost && max > -kMost) return body(Weigher<T, BriefBinary<4>>(max));
-  }
-#endif
-  body(Weigher<T, FastNatural>(max));
-}
-
 // f(index, count, weights of the pair): what a kernel makes of a chunk, pair by pair, the last one with count < kPair. L is the
 // element type whose lanes f's pairs have.
 template <class L, class R, class F>
@@ -542,49 +399,6 @@ FLASH_ONLINE_INLINE void write_chunk(int64_t count, R* to, const F& f) {
   int64_t i = 0;
   for (; i + kPair<L> <= count; i += kPair<L>) store_pair(to + i, relay<L, R>(f(i, kPair<L>)));
   if (i < count) store_pair(to + i, count - i, relay<L, R>(f(i, count - i)));
-}
-
-// Memory that is going to be written, an element of `size` bytes for each that is read; no data: none that is worth it.
-struct Ahead {
-  char* data = nullptr;
-  int64_t size = 0;
-  // Makes new memory's pages exist: to look for one that does not costs a prefetch more than all else, and is in vain.
-  FLASH_ONLINE_INLINE void touch(int64_t count) const {
-    constexpr int64_t kPage = 4096;
-    if (data == nullptr) return;
-    for (int64_t offset = 0; offset < count * size; offset += kPage) *static_cast<volatile char*>(data + offset) = 0;
-  }
-  FLASH_ONLINE_INLINE void fetch(int64_t index, int64_t count) const {
-    if (data == nullptr) return;
-    for (int64_t line = 0; line < count * size; line += 64) __builtin_prefetch(data + index * size + line, 1, 2);
-  }
-};
-
-// The sum of a chunk's weights, which are also kept, as pairs, where `keep` is not null. Meanwhile the memory that the chunk's
-// result goes to comes into the cache: the pass that writes it does little else than wait for it.
-template <bool kKeep, class E, class W>
-FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& weight, Accumulator<E>* keep, Ahead ahead) {
-  using T = Accumulator<E>;
-  constexpr int kPairs = kLanes<T> >= 8 ? 2 : 4;  // many sums of few terms each, to lose no digit
-  Vector<T> sum[2 * kPairs] = {};
-  const auto take = [&](int p, int64_t i, Pair<T> pair) __attribute__((always_inline)) {
-    pair.a = weight(pair.a);
-    pair.b = weight(pair.b);
-    if (kKeep) store_pair(keep + i, pair);
-    sum[2 * p] += pair.a;
-    sum[2 * p + 1] += pair.b;
-  };
-  ahead.touch(count);
-  int64_t i = 0;
-  for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>) {
-    ahead.fetch(i, kPairs * kPair<E>);
-    for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, load_pair(x + i + p * kPair<E>));
-  }
-  for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, load_pair(x + i));
-  if (i < count) take(1, i, load_pair(x + i, count - i, lowest<T>()));
-  for (int width = kPairs; width > 0; width /= 2)
-    for (int v = 0; v < width; ++v) sum[v] += sum[v + width];
-  return sum_of_lanes<T>(sum[0]);
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

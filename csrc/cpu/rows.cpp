@@ -9,6 +9,11 @@ namespace {
 
 int64_t scratch(const RowProblem& problem) {
   const Cut cut(problem, 1);
+  if (problem.input.data == nullptr && problem.grad.data == nullptr) {  // a question of how much it is at most
+    const int64_t number = size_of(problem.dtype);
+    return cut.rows * Arena::bytes<std::byte>(topk_storage(problem)) + 2 * kTileRows * (kChunk + kPitchExtra) * number +
+           Arena::bytes<std::byte>(kKept * number) + Arena::bytes<double>(kKept / kChunk + kTileRows);
+  }
   int64_t bytes = shared_scratch(problem, topk_storage(problem)) + cut.rows * Arena::bytes<std::byte>(topk_storage(problem));
   // Buffers for rows whose classes do not lie side by side.
   const auto add = [&](const auto& view, DType dtype) {
@@ -25,7 +30,7 @@ int64_t scratch(const RowProblem& problem) {
     add(problem.output, problem.result_dtype);
   }
   // Weights for the second pass of what begins with a first.
-  const bool softmax_backward = problem.output.data != nullptr && problem.k == 0;
+  const bool softmax_backward = problem.input.data == nullptr;
   const bool softmax = problem.result.data != nullptr && problem.k == 0 && !problem.log;
   if (softmax || (problem.grad_input.data != nullptr && !softmax_backward)) {
     int64_t numbers = kept_numbers(problem, cut.rows);
@@ -133,14 +138,16 @@ struct SoftmaxBackwardOp : RowOp {
         grad_input(problem, problem.grad_input, tile, arena),
         tile(tile) {}
   void first(int64_t begin, int64_t end, Partial* partial) {
+    Partial segment[kTileRows];  // summed apart, as where threads share the row
     for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
       grad.read(first, count);
       if (!kLog) output.read(first, count);
       for (int64_t r = 0; r < tile.rows; ++r) {
         grad_input.fetch(r, first, count);
-        partial[r].sum += sum_of(grad.row(r), kLog ? nullptr : output.row(r), count);
+        segment[r].sum += sum_of(grad.row(r), kLog ? nullptr : output.row(r), count);
       }
     });
+    for (int64_t r = 0; r < tile.rows; ++r) merge(partial[r], segment[r]);
   }
   static void merge(Partial& partial, const Partial& other) { partial.sum += other.sum; }
   void finish(Partial*) {}

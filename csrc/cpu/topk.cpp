@@ -2,6 +2,7 @@
 // elements so far (Milakov and Gimelshein, arXiv 1805.02867, section 4).
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "row_tile.h"
 
@@ -37,15 +38,16 @@ class Best {
   template <class E>
   void offer(const E* x, int64_t begin, int64_t count, T chunk_max, bool nan) {
     if (capacity_ == 0 || (size_ == capacity_ && !nan && chunk_max <= worst().value)) return;
-    // Nothing below `least` is among the best, be it that so many are known already or that the chunk holds so many above.
-    T least = size_ == capacity_ ? worst().value : lower_bound(x, count);
+    // Nothing below `least` is among the best, be it that enough are known already or that the chunk holds enough from there
+    // on.
+    T least = size_ == capacity_ ? above_worst() : lower_bound(x, count);
     for (int64_t i = 0; i < count; i += kPair<E>) {
       const int64_t n = count - i < kPair<E> ? count - i : kPair<E>;
       for (uint32_t lanes = not_below(load_some(x + i, n, lowest<T>()), least); lanes != 0; lanes &= lanes - 1) {
         const int64_t j = element_in_lane<E>(std::countr_zero(lanes));
         if (j < n) take({widen(x[i + j]), begin + i + j});
       }
-      if (size_ == capacity_ && worst().value > least) least = worst().value;
+      if (size_ == capacity_ && !(above_worst() <= least)) least = above_worst();
     }
   }
   void merge(const Best& other) {
@@ -61,6 +63,9 @@ class Best {
   static constexpr int64_t kMostInList = 32;
   bool is_list() const { return capacity_ <= kMostInList; }
   const Candidate<T>& worst() const { return is_list() ? places_[size_ - 1] : places_[0]; }
+
+  // Of two equal elements the first is kept, which is the worst, as later ones are offered later.
+  T above_worst() const { return std::nextafter(worst().value, std::numeric_limits<T>::infinity()); }
 
   void take(const Candidate<T>& candidate) {
     const bool full = size_ == capacity_;
