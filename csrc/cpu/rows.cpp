@@ -10,9 +10,9 @@ namespace {
 int64_t scratch(const RowProblem& problem) {
   const Cut cut(problem, 1);
   if (problem.input.data == nullptr && problem.grad.data == nullptr) {  // a question of how much it is at most
-    const int64_t number = size_of(problem.dtype);
-    return cut.rows * Arena::bytes<std::byte>(topk_storage(problem)) + 2 * kTileRows * (kChunk + kPitchExtra) * number +
-           Arena::bytes<std::byte>(kKept * number) + Arena::bytes<double>(kKept / kChunk + kTileRows);
+    const int64_t number = size_of(problem.dtype), buffer = kLine * (kChunk + kPitchExtra);  // a line's worth of rows
+    return cut.rows * Arena::bytes<std::byte>(topk_storage(problem)) + 2 * buffer + Arena::bytes<std::byte>(kKept * number) +
+           Arena::bytes<double>(kKept / kChunk + kTileRows);
   }
   int64_t bytes = shared_scratch(problem, topk_storage(problem)) + cut.rows * Arena::bytes<std::byte>(topk_storage(problem));
   // Buffers for rows whose classes do not lie side by side.
