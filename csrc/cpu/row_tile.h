@@ -12,13 +12,13 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-constexpr int64_t kChunk = 2048;             // classes that are weighed from one maximum
-constexpr int64_t kSegment = 8 * kChunk;     // classes of a long row that one thread takes at a time
-constexpr int64_t kTileRows = 32;            // at most
-constexpr int64_t kLine = 64;                // bytes of the cache
-constexpr int64_t kKept = 160 * 1024;        // weights of a tile that are kept for the second pass: half of a large L2 cache
-constexpr int64_t kSoon = 1024 * 1024;        // bytes of a row's result that may wait in the cache to be written
-constexpr int64_t kMostSharedRows = 64;      // more rows keep the threads busy without sharing one
+constexpr int64_t kChunk = 2048;         // classes that are weighed from one maximum
+constexpr int64_t kSegment = 8 * kChunk; // classes of a long row that one thread takes at a time
+constexpr int64_t kTileRows = 32;        // at most
+constexpr int64_t kLine = 64;            // bytes of the cache
+constexpr int64_t kKept = 640 * 1024;    // bytes of a tile's weights that are kept: a third of a large L2 cache
+constexpr int64_t kSoon = 1024 * 1024;   // bytes of a row's result that may wait in the cache to be written
+constexpr int64_t kMostSharedRows = 64;  // more rows keep the threads busy without sharing one
 
 // `rows` neighbouring rows: along inner, or along outer where inner is 1.
 struct Tile {
@@ -162,9 +162,12 @@ FLASH_ONLINE_INLINE void join(RowState<T>& state, const RowState<T>& other) {
     state.merge(other);
 }
 
-// How many numbers the weights of so many rows are, rounded up to whole pairs of the widest set.
+// How many numbers the weights of so many rows are, rounded up to whole pairs of the widest set; whether they are kept.
 FLASH_ONLINE_INLINE int64_t kept_numbers(const RowProblem& problem, int64_t rows) {
   return rows * ((problem.classes + 31) / 32 * 32);
+}
+FLASH_ONLINE_INLINE bool may_keep(const RowProblem& problem, int64_t rows) {
+  return kept_numbers(problem, rows) * (problem.dtype == DType::kFloat64 ? 8 : 4) <= kKept;
 }
 
 // The sum of a chunk's weights; the weights too, pair by pair, if they are to be kept.
@@ -350,7 +353,7 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
   const int64_t tiles_a_group = (cut.run + cut.rows - 1) / cut.rows, tiles = cut.groups * tiles_a_group;
   const int64_t tile_size = cut.rows * (problem.classes > 0 ? problem.classes : 1);
   const int64_t tiles_an_item = tile_size < kRowGrain ? kRowGrain / tile_size : 1;
-  const bool keep = kept_numbers(problem, cut.rows) <= kKept;
+  const bool keep = may_keep(problem, cut.rows);
   for_each_item(executor, (tiles + tiles_an_item - 1) / tiles_an_item, [&](int64_t item, std::byte* scratch) {
     const int64_t first = item * tiles_an_item, last = first + tiles_an_item < tiles ? first + tiles_an_item : tiles;
     for (int64_t t = first; t < last; ++t) {

@@ -10,9 +10,9 @@ namespace {
 int64_t scratch(const RowProblem& problem) {
   const Cut cut(problem, 1);
   if (problem.input.data == nullptr && problem.grad.data == nullptr) {  // a question of how much it is at most
-    const int64_t number = size_of(problem.dtype);
-    return cut.rows * Arena::bytes<std::byte>(topk_storage(problem)) + 2 * kTileRows * (kChunk + kPitchExtra) * number +
-           Arena::bytes<std::byte>(kKept * number) + Arena::bytes<double>(kKept / kChunk + kTileRows);
+    const int64_t buffer = kLine * (kChunk + kPitchExtra);  // of a line's worth of rows
+    return cut.rows * Arena::bytes<std::byte>(topk_storage(problem)) + 2 * buffer + kKept +
+           Arena::bytes<double>(kKept / 4 / kChunk + kTileRows);
   }
   int64_t bytes = shared_scratch(problem, topk_storage(problem)) + cut.rows * Arena::bytes<std::byte>(topk_storage(problem));
   // Buffers for rows whose classes do not lie side by side.
@@ -33,9 +33,10 @@ int64_t scratch(const RowProblem& problem) {
   const bool softmax_backward = problem.input.data == nullptr;
   const bool softmax = problem.result.data != nullptr && problem.k == 0 && !problem.log;
   if (softmax || (problem.grad_input.data != nullptr && !softmax_backward)) {
-    int64_t numbers = kept_numbers(problem, cut.rows);
-    for (int64_t rows = cut.rows; numbers > kKept && rows > 1;) numbers = kept_numbers(problem, rows /= 2);
-    if (numbers <= kKept) {
+    int64_t rows = cut.rows;  // fewer of them are in a tile where there are many threads
+    while (rows > 1 && !may_keep(problem, rows)) rows /= 2;
+    if (may_keep(problem, rows)) {
+      const int64_t numbers = kept_numbers(problem, rows);
       bytes += Arena::bytes<std::byte>(numbers * (problem.dtype == DType::kFloat64 ? 8 : 4));
       bytes += Arena::bytes<double>(numbers / kChunk + cut.rows);
     }
