@@ -363,6 +363,30 @@ FLASH_ONLINE_INLINE double sum_wide(const E* g, const E* y, int64_t count) {
     WideSum total;
     for (const auto& lanes : sum) total.add(lanes);
     return total.total();
+  } else if constexpr (sizeof(E) == 4) {
+    // Four terms in a row in float, whose roundings are those of a single term; what is summed far is summed in double.
+    constexpr int kSums = 4, kWidth = kLanes<float>, kRow = 4;
+    WideSum sum[kSums];
+    const auto take = [&](int64_t i) __attribute__((always_inline)) {
+      if constexpr (kProduct)
+        return load_vector(g + i) * load_vector(y + i);
+      else
+        return load_vector(g + i);
+    };
+    int64_t i = 0;
+    for (; i + kSums * kRow * kWidth <= count; i += kSums * kRow * kWidth)
+      for (int v = 0; v < kSums; ++v) {
+        const int64_t at = i + v * kRow * kWidth;
+        sum[v].add((take(at) + take(at + kWidth)) + (take(at + 2 * kWidth) + take(at + 3 * kWidth)));
+      }
+    for (; i + kWidth <= count; i += kWidth) sum[0].add(take(i));
+    if (i < count) {
+      T last[2][kWidth] = {};
+      std::copy(g + i, g + count, last[0]);
+      if constexpr (kProduct) std::copy(y + i, y + count, last[1]);
+      sum[1].add(kProduct ? load_vector(last[0]) * load_vector(last[1]) : load_vector(last[0]));
+    }
+    return (sum[0].total() + sum[1].total()) + (sum[2].total() + sum[3].total());
   } else {
     // Widened straight from memory, half a register at a time: shuffles would be what limits it.
     typedef T Half __attribute__((vector_size(kLanes<double> * sizeof(T)), aligned(alignof(T)), may_alias));
