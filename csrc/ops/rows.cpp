@@ -280,6 +280,40 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   return {grad_input, grad_target};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
+                                                                           Tensor input, Tensor target,
+                                                                           std::optional<Tensor> weight, int64_t ignore_index,
+                                                                           double label_smoothing, bool target_grad,
+                                                                           bool forward) {
+  const void* logits = input.data_ptr();
+  RowProblem problem = prepare_cross_entropy(input, target, weight, ignore_index, label_smoothing);
+  check(input.data_ptr() == logits, "input: its strides do not let the gradient take its place");
+  const std::vector<int64_t> rows = without(sizes_of(input), 1), nothing{0}, &results = forward ? rows : nothing;
+  const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
+  check(!target_grad || target.scalar_type() == type, "target_grad: a target of classes has no gradient");
+  check_like(grad_loss, "grad_loss", rows, accumulator, input);
+  grad_loss = torch::stable::contiguous(grad_loss);
+  problem.grad_loss = grad_loss.data_ptr();
+  if (grad_lse) {
+    check_like(*grad_lse, "grad_lse", rows, accumulator, input);
+    grad_lse = torch::stable::contiguous(*grad_lse);
+    problem.grad_lse = grad_lse->data_ptr();
+  }
+  Tensor loss = empty(results, accumulator, input), lse = empty(results, accumulator, input);
+  Tensor row_weight = empty(results, accumulator, input);
+  Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
+  if (forward) {
+    problem.loss = loss.data_ptr();
+    problem.lse = lse.data_ptr();
+    problem.row_weight = row_weight.data_ptr();
+    run_cross_entropy(cpu::kernels().rows.cross_entropy, problem, input);
+  }
+  problem.grad_input = view_of<MutableView3>(input, 1);
+  if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, problem, input);
+  return {loss, lse, row_weight, grad_target};
+}
+
 // the k largest probabilities of a softmax
 
 std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
@@ -340,6 +374,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
   m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
   m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
 }
