@@ -30,7 +30,7 @@ struct RowProblem {
   // softmax and top-k, backward
   ConstView3 grad;                       // like result
   ConstView3 output;                     // what the forward gave: softmax's result, top-k's probabilities
-  MutableView3 grad_input;               // [outer, classes, inner], also of logsumexp and cross-entropy (may be input itself)
+  MutableView3 grad_input;               // [outer, classes, inner], also of logsumexp and cross-entropy
 
   // logsumexp and cross-entropy
   void* lse = nullptr;                   // one number a row, like the next four

@@ -44,8 +44,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
-  // The same with grad_input in the place of input, whose dimensions before and after the classes must each have one stride;
-  // with `forward` also cross_entropy_forward's three results (else without elements). One table of logits instead of two.
+  // The same with grad_input in the place of input; with `forward` also cross_entropy_forward's three results (else without
+  // elements). One table of logits instead of two.
   m.def(
       "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "

@@ -280,38 +280,56 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   return {grad_input, grad_target};
 }
 
+// A kernel may read a row once more while it writes that row's gradient, so the gradient of some rows at a time is made beside
+// them and then copied into their place. (A device whose kernels read a row no more once they write to it needs none of this.)
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
                                                                            Tensor input, Tensor target,
                                                                            std::optional<Tensor> weight, int64_t ignore_index,
                                                                            double label_smoothing, bool target_grad,
                                                                            bool forward) {
-  const void* logits = input.data_ptr();
-  RowProblem problem = prepare_cross_entropy(input, target, weight, ignore_index, label_smoothing);
-  check(input.data_ptr() == logits, "input: its strides do not let the gradient take its place");
-  const std::vector<int64_t> rows = without(sizes_of(input), 1), nothing{0}, &results = forward ? rows : nothing;
+  using torch::stable::copy_;
+  using torch::stable::narrow;
+  check_floating(input, "input");
+  check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
+  const int64_t rows = input.size(0);
+  check(target.dim() >= 1 && target.size(0) == rows, "target: ", rows, " rows are expected, got ", shape_of(target));
+  check(grad_loss.dim() >= 1 && grad_loss.size(0) == rows, "grad_loss: ", rows, " rows are expected, got ",
+        shape_of(grad_loss));
+  check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
   const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
-  check(!target_grad || target.scalar_type() == type, "target_grad: a target of classes has no gradient");
-  check_like(grad_loss, "grad_loss", rows, accumulator, input);
-  grad_loss = torch::stable::contiguous(grad_loss);
-  problem.grad_loss = grad_loss.data_ptr();
-  if (grad_lse) {
-    check_like(*grad_lse, "grad_lse", rows, accumulator, input);
-    grad_lse = torch::stable::contiguous(*grad_lse);
-    problem.grad_lse = grad_lse->data_ptr();
+  const std::vector<int64_t> nothing{0}, &numbers = forward ? without(sizes_of(input), 1) : nothing;
+  const std::vector<Tensor> results{empty(numbers, accumulator, input), empty(numbers, accumulator, input),
+                                    empty(numbers, accumulator, input)};
+  const Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
+
+  constexpr int64_t kBytes = int64_t{8} << 20;  // of the gradients beside: the cache holds them, and malloc keeps them
+  const int64_t row_bytes = std::max<int64_t>(input.numel() / std::max<int64_t>(rows, 1) * size_of(dtype_of(type)), 1);
+  const int64_t most = std::max<int64_t>(kBytes / row_bytes, 1);
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    const int64_t count = std::min(most, rows - begin);
+    const auto part = [&](const Tensor& tensor) {
+      Tensor whole = tensor;
+      return narrow(whole, 0, begin, count);
+    };
+    Tensor place = part(input);
+    if (forward) {
+      const auto [loss, lse, row_weight] = cross_entropy_forward(place, part(target), weight, ignore_index, label_smoothing);
+      size_t i = 0;
+      for (const Tensor& result : {loss, lse, row_weight}) {
+        Tensor to = part(results[i++]);
+        copy_(to, result);
+      }
+    }
+    const auto [grad_input, grad_of_target] =
+        cross_entropy_backward(part(grad_loss), grad_lse ? std::optional(part(*grad_lse)) : std::nullopt, place, part(target),
+                               weight, ignore_index, label_smoothing, target_grad);
+    copy_(place, grad_input);
+    if (target_grad) {
+      Tensor to = part(grad_target);
+      copy_(to, grad_of_target);
+    }
   }
-  Tensor loss = empty(results, accumulator, input), lse = empty(results, accumulator, input);
-  Tensor row_weight = empty(results, accumulator, input);
-  Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
-  if (forward) {
-    problem.loss = loss.data_ptr();
-    problem.lse = lse.data_ptr();
-    problem.row_weight = row_weight.data_ptr();
-    run_cross_entropy(cpu::kernels().rows.cross_entropy, problem, input);
-  }
-  problem.grad_input = view_of<MutableView3>(input, 1);
-  if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
-  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, problem, input);
-  return {loss, lse, row_weight, grad_target};
+  return {results[0], results[1], results[2], grad_target};
 }
 
 // the k largest probabilities of a softmax
