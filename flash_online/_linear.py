@@ -87,6 +87,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.copy_(product) if first else total.add_(product)
 
 
+def _empty_gradients(tensors, wanted):
+    """Tensors for the wanted gradients, contiguous; without elements for the others."""
+
+    def empty(tensor, want):
+        return tensors[0].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape if want else [0])
+
+    return tuple(empty(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
+
+
 def _run(
     input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, forward,
     grad_loss=None, grad_lse=None, lse_factor=None, wanted=(False,) * 4,
@@ -102,8 +111,7 @@ def _run(
 
     numbers = [rows, positions] if forward else [0]
     loss, lse, row_weight = (input.new_empty(numbers, dtype=accumulator) for _ in range(3))
-    leaves = (input, linear_weight, linear_bias, target)
-    grads = [t.new_empty(t.shape if w else [0]) if t is not None else input.new_empty([0]) for t, w in zip(leaves, wanted)]
+    grads = _empty_gradients((input, linear_weight, linear_bias, target), wanted)
     grad_input, grad_linear_weight, grad_linear_bias, grad_target = grads
     total = grad_linear_weight.view(columns, width) if wanted[1] else grad_linear_weight
     if wide:
@@ -206,25 +214,18 @@ def _fake_rows(arguments):
     return tuple(input.new_empty(sizes, dtype=accumulator_of(common_dtype(dtype, target))) for _ in range(3))
 
 
-def _fake_gradients(arguments, wanted):
-    def gradient(tensor, want):
-        return arguments[0].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape if want else [0])
-
-    return tuple(gradient(tensor, want) for tensor, want in zip(arguments[:4], wanted, strict=True))
-
-
 def _forward_fake(*arguments):
     return _fake_rows(arguments)
 
 
 def _backward_fake(*arguments):
     *arguments, _, _, _, wanted = arguments
-    return _fake_gradients(arguments, wanted)
+    return _empty_gradients(arguments[:4], wanted)
 
 
 def _step_fake(*arguments):
     *arguments, _, _, wanted = arguments
-    return *_fake_rows(arguments), *_fake_gradients(arguments, wanted)
+    return *_fake_rows(arguments), *_empty_gradients(arguments[:4], wanted)
 
 
 def _flops(*arguments, out_shape=None, **kwargs) -> int:

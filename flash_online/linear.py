@@ -66,7 +66,8 @@ def _differentiably(ctx, results_of, grads):
         results = results_of(_logits_in_chunks(*tensors, weight, *ctx.options), tensors[3])
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
         leaves = [t for t, wanted in zip(tensors, ctx.wanted, strict=True) if wanted]
-        found = iter(torch.autograd.grad(*zip(*pairs, strict=True), create_graph=True, allow_unused=True, inputs=leaves))
+        results, cotangents = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(results, leaves, cotangents, create_graph=True, allow_unused=True))
     return tuple(next(found) if wanted else None for wanted in ctx.wanted)
 
 
@@ -110,7 +111,7 @@ class _Reduced(Function):
         tensors, made = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         classes, (ignore_index, *_) = tensors[1].shape[0], ctx.options
         if torch.compiler.is_compiling():
-            grads = tuple(None if m is None else m * grad for m in made)
+            grads = tuple(None if m is None else _scaled(m, grad, False) for m in made)
         elif torch.is_grad_enabled():
 
             def results_of(rows, target):
@@ -161,15 +162,17 @@ def _cotangents(scale, classes, target, weight, options, reduction: int, z_loss:
 
 
 def _scaled(made: Tensor, grad: Tensor, last: bool) -> Tensor:
-    """made * grad, a scalar in float32 beside a 16-bit `made` too; in place if nobody will read `made` again."""
-    if type(grad) is Tensor and grad.is_cpu and grad.item() == 1 and last:
+    """made * grad, where grad is a scalar in float32 beside a 16-bit `made` too; in place if nobody will read `made` again."""
+    if not last:
+        return (made.to(grad.dtype) * grad).to(made.dtype)
+    on_cpu = type(grad) is Tensor and grad.is_cpu
+    if on_cpu and grad.item() == 1:
         return made
-    if made.dtype.itemsize > 2:
-        return made.mul_(grad) if last else made * grad
-    made = made if last else made.clone()
-    if type(grad) is Tensor and grad.is_cpu:
+    if made.dtype == grad.dtype:
+        return made.mul_(grad)
+    if on_cpu:
         return made.mul_(grad.item())
-    # mul would first round grad to made's dtype, and with it every element the same way.
+    # mul would first round grad to made's dtype, and so every element the same way.
     torch._amp_foreach_non_finite_check_and_unscale_([made], torch.zeros_like(grad), grad)
     return made
 
@@ -312,8 +315,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """cross_entropy(linear(input, linear_weight, linear_bias), target), without the logits: they live a chunk of rows at a time,
-    128 MiB of them on the CPU and 512 MiB on CUDA, in the backward pass too.
+    """cross_entropy(linear(input, linear_weight, linear_bias), target), without the logits: a chunk of rows of them lives at a
+    time, 128 MiB on the CPU and 512 MiB on CUDA, in the backward pass too.
 
     input: [H] or [..., H]; float16, bfloat16, float32 or float64. linear_weight: [C, H], of input's dtype, or for a loss at K
     dimensions of positions [C, d_1, ..., d_K, H]. linear_bias: [C] or [C, d_1, ..., d_K]. target: class indices (int64 or
