@@ -12,7 +12,7 @@ import importlib
 from . import functional
 from ._ops import InvalidArgument, ops
 from .attention import attention, merge_attention
-from .linear import linear_cross_entropy
+from .linear_losses import linear_cross_entropy
 from .losses import cross_entropy
 from .override import disable, enable, override
 from .plan import Plan, explain, strict

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as _torch
 from torch import Tensor
 
-from . import _shapes, linear, losses, rows
+from . import _shapes, linear_losses, losses, rows
 from ._ops import InvalidArgument
 from .attention import _attend
 from .plan import forward_to_torch, refusal, require_kernel
@@ -233,10 +233,10 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing,
             options=options,
         )
-    linear.check_linear(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, most_dims=2)
+    linear_losses.check_linear(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, most_dims=2)
     number = losses.reduction_number(reduction, None, None)
     _check_weight_dtype(input, target, weight)
-    return linear.linear_cross_entropy_of(
+    return linear_losses.linear_cross_entropy_of(
         *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, False, 0.0, None)
     )
 

@@ -219,14 +219,14 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
 
 def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
     """Of a function that explain takes: the name that decisions go by, a title, our function and torch's original."""
-    from . import functional, linear, losses, rows  # not on import: they import this module
+    from . import functional, linear_losses, losses, rows  # not on import: they import this module
     from .attention import attention, merge_attention
 
     for name in functional.NAMES:
         ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
         if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    full = (attention, merge_attention, losses.cross_entropy, linear.linear_cross_entropy)
+    full = (attention, merge_attention, losses.cross_entropy, linear_losses.linear_cross_entropy)
     for ours in (*full, *(getattr(rows, name) for name in rows.__all__)):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
