@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import _fragment, _one_by_one, _register, accumulator_of, ops
+from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, ops
 
 # Bytes of a chunk of logits. On a GPU 2048 rows of a 128k vocabulary in 16 bits: long enough products for cuBLAS, and the
 # gradient of linear_weight, which each chunk reads and writes once, costs less than a tenth of the product that makes it.
@@ -268,3 +268,30 @@ _define(
     _step,
     _step_fake,
 )
+
+# tensor *= factor, one number in float32 or wider (mul_ would round it to tensor's dtype first, and so every element the same
+# way). Of a factor of 1, which is what a loss that is differentiated itself has, a kernel of ours on CUDA reads that alone.
+_fragment.define("scale_(Tensor(a!) tensor, Tensor factor) -> ()")
+
+
+def _scale_on_cpu(tensor, factor):
+    number = factor.item()
+    if number != 1:
+        tensor.mul_(number)
+
+
+def _scale_on_cuda(tensor, factor):
+    if tensor.dtype == factor.dtype:
+        tensor.mul_(factor)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_([tensor], torch.zeros_like(factor), factor)
+
+
+def _scale_vmap(info, in_dims, tensor, factor):
+    raise NotImplementedError("scale_: vmap over what is scaled in place")
+
+
+_fragment.impl("scale_", _scale_on_cpu, "CPU")
+if not torch._C._dispatch_has_kernel_for_dispatch_key("flash_online::scale_", "CUDA"):
+    _fragment.impl("scale_", _scale_on_cuda, "CUDA")
+_register("scale_", lambda tensor, factor: None, _scale_vmap, _no_flops)

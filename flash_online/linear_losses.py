@@ -165,15 +165,7 @@ def _scaled(made: Tensor, grad: Tensor, last: bool) -> Tensor:
     """made * grad, where grad is a scalar in float32 beside a 16-bit `made` too; in place if nobody will read `made` again."""
     if not last:
         return (made.to(grad.dtype) * grad).to(made.dtype)
-    on_cpu = type(grad) is Tensor and grad.is_cpu
-    if on_cpu and grad.item() == 1:
-        return made
-    if made.dtype == grad.dtype:
-        return made.mul_(grad)
-    if on_cpu:
-        return made.mul_(grad.item())
-    # mul would first round grad to made's dtype, and so every element the same way.
-    torch._amp_foreach_non_finite_check_and_unscale_([made], torch.zeros_like(grad), grad)
+    ops.scale_.default(made, grad)
     return made
 
 

@@ -88,6 +88,8 @@ def row_calls(dtype, layout):
             y, indices = RAW.topk_softmax_forward(x, 2, dim, renormalize, accumulator)
             yield RAW.topk_softmax_forward, (x, 2, dim, renormalize, accumulator)
             yield RAW.topk_softmax_backward, (torch.randn_like(y), y, indices, x, dim, renormalize)
+    for factor in (1.0, 0.3):
+        yield RAW.scale_, (x.contiguous().clone(), torch.tensor(factor, dtype=accumulator))
     for target in (targets, probabilities):
         soft = target is probabilities
         yield RAW.cross_entropy_forward, (x, target, weight, 2, 0.1)
@@ -149,7 +151,7 @@ def test_opcheck(name):
 
 
 def metadata(results):
-    return [(t.dtype, tuple(t.shape), t.stride()) for t in tree_leaves(results)]
+    return [(t.dtype, tuple(t.shape), t.stride()) for t in tree_leaves(results) if t is not None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
