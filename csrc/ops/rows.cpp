@@ -2,6 +2,7 @@
 // where it stands; it is copied only if the dimensions on one side of dim do not share one stride.
 #include "../core/rows.h"
 
+#include <array>
 #include <functional>
 #include <numeric>
 #include <tuple>
@@ -280,6 +281,14 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   return {grad_input, grad_target};
 }
 
+// tensor[begin : begin + count], a view. Not torch::stable::narrow, whose symbol is none of the shims that promise to stay.
+Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 4> stack{from(tensor), from(int64_t{0}), from(begin), from(count)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::narrow", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // A kernel may read a row once more while it writes that row's gradient, so the gradient of some rows at a time is made beside
 // them and then copied into their place. (A device whose kernels read a row no more once they write to it needs none of this.)
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
@@ -288,7 +297,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
                                                                            double label_smoothing, bool target_grad,
                                                                            bool forward) {
   using torch::stable::copy_;
-  using torch::stable::narrow;
   check_floating(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   const int64_t rows = input.size(0);
@@ -307,10 +315,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
   const int64_t most = std::max<int64_t>(kBytes / row_bytes, 1);
   for (int64_t begin = 0; begin < rows; begin += most) {
     const int64_t count = std::min(most, rows - begin);
-    const auto part = [&](const Tensor& tensor) {
-      Tensor whole = tensor;
-      return narrow(whole, 0, begin, count);
-    };
+    const auto part = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
     Tensor place = part(input);
     if (forward) {
       const auto [loss, lse, row_weight] = cross_entropy_forward(place, part(target), weight, ignore_index, label_smoothing);
