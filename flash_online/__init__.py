@@ -12,13 +12,18 @@ import importlib
 from . import functional
 from ._ops import InvalidArgument, ops
 from .attention import attention, merge_attention
+from .linear_losses import linear_cross_entropy
 from .losses import cross_entropy
 from .override import disable, enable, override
 from .plan import Plan, explain, strict
 from .rows import log_softmax, logsumexp, softmax, topk_softmax
 
 # Forward operators worth keeping under selective activation checkpointing: each costs a product of matrices to repeat.
-SAC_SAVE_OPS = [ops.attention_forward.default]
+SAC_SAVE_OPS = [
+    ops.attention_forward.default,
+    ops.linear_cross_entropy_forward.default,
+    ops.linear_cross_entropy_step.default,
+]
 
 __all__ = [
     "InvalidArgument",
@@ -30,6 +35,7 @@ __all__ = [
     "enable",
     "explain",
     "functional",
+    "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
     "merge_attention",

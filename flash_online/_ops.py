@@ -346,6 +346,23 @@ def _cross_entropy_backward_vmap(
 _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy_backward_vmap, _no_flops)
 
 
+def _cross_entropy_backward_in_place_fake(
+    grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, forward
+):
+    rows = _without(input.shape, 1) if forward else [0]
+    grad_target = target.new_empty(target.shape) if target_grad else input.new_empty([0])
+    return *(_accumulator(input, rows) for _ in range(3)), grad_target
+
+
+def _cross_entropy_backward_in_place_vmap(info, in_dims, *args):
+    if in_dims[2] is None:
+        raise NotImplementedError("cross_entropy_backward_: vmap with an input that is not mapped, which it writes to")
+    return _one_by_one(ops.cross_entropy_backward_.default, info, in_dims, args)
+
+
+_register("cross_entropy_backward_", _cross_entropy_backward_in_place_fake, _cross_entropy_backward_in_place_vmap, _no_flops)
+
+
 def _topk_softmax_forward_fake(input, k, dim, renormalize, dtype):
     sizes = [k if i == dim else size for i, size in enumerate(input.shape)]
     return input.new_empty(sizes, dtype=dtype), input.new_empty(sizes, dtype=torch.int64)

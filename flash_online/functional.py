@@ -1,8 +1,9 @@
-"""torch.nn.functional with scaled_dot_product_attention, softmax, log_softmax and cross_entropy by online softmax:
+"""torch.nn.functional with scaled_dot_product_attention, softmax, log_softmax, cross_entropy and linear_cross_entropy by online
+softmax:
 
     import flash_online.functional as F
 
-The four have torch's signatures, results, errors and behaviour under autocast, autograd, torch.func and torch.compile; every
+The five have torch's signatures, results, errors and behaviour under autocast, autograd, torch.func and torch.compile; every
 other name is torch's own. Tensors that our kernels do not take (`flash_online.explain` says why) go to torch's function.
 """
 
@@ -14,17 +15,18 @@ import torch
 import torch.nn.functional as _torch
 from torch import Tensor
 
-from . import _shapes, losses, rows
+from . import _shapes, linear_losses, losses, rows
 from ._ops import InvalidArgument
 from .attention import _attend
-from .plan import forward_to_torch, refusal
+from .plan import forward_to_torch, refusal, require_kernel
 
-# Captured once, since override() puts our functions in their place.
-ORIGINALS = {
-    name: getattr(_torch, name) for name in ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy")
-}
+NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
 
-__all__ = [name for name in dir(_torch) if not name.startswith("_")]  # what torch's module gives to `import *`
+# Captured once, since override() puts our functions in their place. Before 2.13 torch has no linear_cross_entropy.
+ORIGINALS = {name: getattr(_torch, name) for name in NAMES if hasattr(_torch, name)}
+
+# What torch's module gives to `import *`, and ours.
+__all__ = [name for name in {*dir(_torch), *NAMES} if not name.startswith("_")]
 
 
 def scaled_dot_product_attention(
@@ -184,11 +186,59 @@ def cross_entropy(
         )
     reduction = losses.reduction_number(reduction, size_average, reduce)
     losses.check_losses(input, target, weight, ignore_index, label_smoothing)
+    _check_weight_dtype(input, target, weight)
+    return losses.cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
+
+
+def _check_weight_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
     if weight is not None and not target.is_floating_point():
         weight_dtype, input_dtype = (torch.float32 if _shapes.autocasts(t) else t.dtype for t in (weight, input))
         if weight_dtype != input_dtype:
             raise InvalidArgument(f"weight: dtype {weight.dtype}, expected input's {input.dtype} beside class indices")
-    return losses.cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options=None,
+) -> Tensor:
+    """torch.nn.functional.linear_cross_entropy, as torch 2.13 has it: cross_entropy(linear(input, linear_weight, linear_bias),
+    target) without a table of logits; see flash_online.linear_cross_entropy. input: [H] or [N, H]. `options` is taken and
+    left aside: our own chunks stand, for every kind of target and reduction. Beside class indices `weight` has input's dtype.
+    """
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        rows.check_tensor(name, tensor)
+    for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
+        if tensor is not None:
+            rows.check_tensor(name, tensor)
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    if "linear_cross_entropy" not in ORIGINALS:
+        require_kernel("linear_cross_entropy", *tensors)
+    reason = refusal("linear_cross_entropy", *tensors)
+    if reason is not None:
+        return forward_to_torch(
+            *("linear_cross_entropy", reason, ORIGINALS["linear_cross_entropy"]),
+            *(input, linear_weight, target),
+            linear_bias=linear_bias,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            options=options,
+        )
+    linear_losses.check_linear(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, most_dims=2)
+    number = losses.reduction_number(reduction, None, None)
+    _check_weight_dtype(input, target, weight)
+    return linear_losses.linear_cross_entropy_of(
+        *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, False, 0.0, None)
+    )
 
 
 def __getattr__(name: str):

@@ -146,7 +146,7 @@ _cross_entropy = differentiable(CrossEntropy)
 _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 
-def _cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
+def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
     """CrossEntropy, with torch's errors for a target out of range and for a weight that wants a gradient."""
     wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if wants_grad and not target.is_floating_point():
@@ -226,6 +226,25 @@ def reduction_number(reduction: str, size_average: bool | None, reduce: bool | N
     return _reduction.get_enum(reduction)
 
 
+def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction: int, z_loss: float) -> Tensor:
+    """The z-loss added to the losses of rows, and these reduced; in the accumulator type. Arguments as CrossEntropy's results;
+    no derivative goes by row_weight."""
+    probabilities, ignored, z_term = target.is_floating_point(), None, None
+    if z_loss != 0:
+        if not probabilities:  # masked before it is squared, so that an ignored row of NaN has the gradient 0 and not 0 * NaN
+            ignored = target == ignore_index
+        z_term = z_loss * (lse if ignored is None else lse.masked_fill(ignored, 0)).square()
+    if reduction == 0:
+        return loss if z_term is None else loss + z_term
+    if reduction == 2:
+        return loss.sum() if z_term is None else (loss + z_term).sum()
+    count = loss.numel() if classes != 0 else 0  # of a loss without classes torch's mean is NaN
+    result = loss.sum() / (count if probabilities else row_weight.detach().sum())
+    if z_term is not None:
+        result = result + z_term.sum() / (count if ignored is None else loss.numel() - ignored.sum())
+    return result
+
+
 def cross_entropy_of(
     input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -249,24 +268,10 @@ def cross_entropy_of(
     if alone:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
     # No output is marked as without derivative, since a mark does not survive torch.func.vmap; row_weight's is dropped here.
-    loss, lse, row_weight = _cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
-
-    ignored, z_term = None, None
-    if z_loss != 0:
-        if not probabilities:  # masked before it is squared, so that an ignored row of NaN has the gradient 0 and not 0 * NaN
-            ignored = target == ignore_index
-        z_term = z_loss * (lse if ignored is None else lse.masked_fill(ignored, 0)).square()
-    if reduction == 0:
-        result = loss if z_term is None else loss + z_term
-        if alone:
-            result = result.squeeze(0)
-    elif reduction == 2:
-        result = loss.sum() if z_term is None else (loss + z_term).sum()
-    else:
-        count = loss.numel() if input.shape[1] != 0 else 0  # of a loss without classes torch's mean is NaN
-        result = loss.sum() / (count if probabilities else row_weight.detach().sum())
-        if z_term is not None:
-            result = result + z_term.sum() / (count if ignored is None else loss.numel() - ignored.sum())
+    loss, lse, row_weight = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
+    result = reduce_rows(loss, lse, row_weight, target, ignore_index, input.shape[1], reduction, z_loss)
+    if alone and reduction == 0:
+        result = result.squeeze(0)
     result = result.to(result_dtype)
     return (result, lse.reshape(rows)) if return_lse else result
 

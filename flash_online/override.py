@@ -15,7 +15,8 @@ _replaced: dict[str, object] = {}  # what stood in torch.nn.functional before
 
 
 def enable() -> None:
-    """Makes torch.nn.functional's scaled_dot_product_attention, softmax, log_softmax and cross_entropy ours, until disable().
+    """Makes torch.nn.functional's scaled_dot_product_attention, softmax, log_softmax, cross_entropy and (where torch has it)
+    linear_cross_entropy ours, until disable().
 
     The module's attributes are replaced: callers that look them up there follow (torch.nn's modules do, and
     multi_head_attention_forward), those that imported a function by name, and torch.softmax or Tensor.softmax, do not. For

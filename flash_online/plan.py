@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from . import _linear
 from ._ops import LIBRARY, InvalidArgument
 
 # The raw operator that a function stands on, whose kernels say where it can run.
@@ -27,6 +28,7 @@ _OPERATORS = {
     "logsumexp": "logsumexp_forward",
     "topk_softmax": "topk_softmax_forward",
     "cross_entropy": "cross_entropy_forward",
+    "linear_cross_entropy": "cross_entropy_forward",
 }
 _ON_CUDA = frozenset(
     name
@@ -169,8 +171,9 @@ class Plan:
 def explain(function: Callable, *args, **kwargs) -> Plan:
     """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() reads well.
 
-    function: one of flash_online's (attention, merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy),
-    of flash_online.functional's or torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax, cross_entropy).
+    function: one of flash_online's (attention, merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy,
+    linear_cross_entropy), of flash_online.functional's or torch.nn.functional's (scaled_dot_product_attention, softmax,
+    log_softmax, cross_entropy, linear_cross_entropy).
     Raises what the call would raise, but for what only values tell, such as a target out of range; InvalidArgument for another
     function.
     """
@@ -208,19 +211,23 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
         scratch = sum(_scratch(name, arguments) for name, arguments in record.operators)
         if scratch:
             extra["scratch"] = scratch
+    for operator, arguments in record.operators:
+        if operator.startswith("linear_cross_entropy"):
+            extra["chunk of logits"] = _linear.scratch_bytes(operator, arguments)
     return Plan(title, device, True, kernel, tuple(name for name, _ in record.operators), refused, extra)
 
 
 def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
     """Of a function that explain takes: the name that decisions go by, a title, our function and torch's original."""
-    from . import functional, losses, rows  # not on import: they import this module
+    from . import functional, linear_losses, losses, rows  # not on import: they import this module
     from .attention import attention, merge_attention
 
-    for name, original in functional.ORIGINALS.items():
-        ours = getattr(functional, name)
-        if function in (ours, original):
+    for name in functional.NAMES:
+        ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
+        if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    for ours in (attention, merge_attention, losses.cross_entropy, *(getattr(rows, name) for name in rows.__all__)):
+    full = (attention, merge_attention, losses.cross_entropy, linear_losses.linear_cross_entropy)
+    for ours in (*full, *(getattr(rows, name) for name in rows.__all__)):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
     raise InvalidArgument(

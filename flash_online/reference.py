@@ -22,6 +22,7 @@ __all__ = [
     "logsumexp",
     "topk_softmax",
     "cross_entropy",
+    "linear_cross_entropy",
     "visible",
     "dropout_keep",
 ]
@@ -245,6 +246,44 @@ def cross_entropy(
         loss = loss.sum() if penalty is None else loss.sum() + penalty.sum()
     elif penalty is not None:
         loss = loss + penalty
+    return (loss, lse) if return_lse else loss
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options=None,
+    return_lse: bool = False,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+):
+    """cross_entropy of the logits input linear_weight^T + linear_bias, all of them at once.
+
+    input [..., H], linear_weight [C, d_1, ..., d_K, H], linear_bias [C, d_1, ..., d_K] -> logits [..., C, d_1, ..., d_K];
+    target [..., d_1, ..., d_K], or probabilities like the logits.
+    """
+    batch, (classes, *positions, width) = list(input.shape[:-1]), linear_weight.shape
+    logits = input.reshape(math.prod(batch), width) @ linear_weight.reshape(classes * math.prod(positions), width).t()
+    logits = logits.reshape(math.prod(batch), classes, *positions)
+    if linear_bias is not None:
+        logits = logits + linear_bias
+    soft = target.is_floating_point()
+    target = target.reshape(logits.shape if soft else [logits.shape[0], *positions])
+    result = cross_entropy(
+        *(logits, target, weight, -100 if ignore_index is None else ignore_index, reduction, label_smoothing),
+        return_lse=True,
+        z_loss=z_loss,
+        dtype=dtype,
+    )
+    loss, lse = result[0], result[1].reshape(batch + positions)
+    loss = loss.reshape(batch + positions) if reduction == "none" else loss
     return (loss, lse) if return_lse else loss
 
 

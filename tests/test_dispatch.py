@@ -40,6 +40,7 @@ FORWARDED = {
     "subclass": (F.softmax, (LOGITS.as_subclass(Named), 1), "Named"),
     "mask of a subclass": (F.scaled_dot_product_attention, (Q, K, V, causal_lower_right(5, 5)), "CausalBias"),
     "complex attention": (F.scaled_dot_product_attention, (Q.to(torch.complex64),) * 3, "complex"),
+    "sparse linear weight": (F.linear_cross_entropy, (LOGITS, LOGITS.to_sparse(), TARGET), "sparse"),
     "complex target": (F.cross_entropy, (LOGITS, LOGITS.to(torch.complex64)), "complex"),
 }
 
@@ -88,6 +89,13 @@ OURS = {
     "top k": (flash_online.topk_softmax, (LOGITS, 2), {}, ["topk_softmax_forward"], 0),
     "merge": (flash_online.merge_attention, ([Q, K], [Q[..., 0], K[..., 0]]), {}, ["attention_merge"], 0),
     "cross_entropy": (F.cross_entropy, (LOGITS, TARGET), {"reduction": "none"}, ["cross_entropy_forward"], 2 * 3 * 4),
+    "linear_cross_entropy": (
+        flash_online.linear_cross_entropy,
+        (Q[0, 0, :3], K[0, 0], TARGET.clamp(max=4)),
+        {"reduction": "none", "return_lse": True},
+        ["linear_cross_entropy_forward"],
+        3 * 4 + 4 + 3 * 5 * 4,  # the rows' weights, a number that stands for the logits while they are checked, a chunk of them
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import flash_online
 import flash_online.functional as F
 
 TF = torch.nn.functional
-NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy")
+NAMES = tuple(name for name in F.NAMES if hasattr(TF, name))  # torch has linear_cross_entropy from 2.13 on
 TORCHS = {name: getattr(TF, name) for name in NAMES}
 
 

@@ -88,11 +88,29 @@ def row_calls(dtype, layout):
             y, indices = RAW.topk_softmax_forward(x, 2, dim, renormalize, accumulator)
             yield RAW.topk_softmax_forward, (x, 2, dim, renormalize, accumulator)
             yield RAW.topk_softmax_backward, (torch.randn_like(y), y, indices, x, dim, renormalize)
+    for factor in (1.0, 0.3):
+        yield RAW.scale_, (x.contiguous().clone(), torch.tensor(factor, dtype=accumulator))
     for target in (targets, probabilities):
         soft = target is probabilities
         yield RAW.cross_entropy_forward, (x, target, weight, 2, 0.1)
         yield RAW.cross_entropy_backward, (rows, rows, x, target, weight, 2, 0.1, soft)
         yield RAW.cross_entropy_backward, (rows, None, x, target, None, -100, 0.0, False)
+        written = x.clone(memory_format=torch.preserve_format) if layout != "broadcast" else x.contiguous()
+        yield RAW.cross_entropy_backward_, (rows, rows, written, target, weight, 2, 0.1, soft, True)
+        yield RAW.cross_entropy_backward_, (rows, None, written, target, None, -100, 0.0, False, False)
+    # The classes of x are [3, 5, 4] logits here as well: of 3 rows of width 2, 5 classes and 4 positions.
+    parameters = torch.randn(5, 4, 2, dtype=dtype), torch.randn(5, 4, dtype=dtype)
+    hidden = (
+        torch.randn(2, 3, dtype=dtype).t()[: len(x)] if layout == "transposed" else torch.randn(3, 2, dtype=dtype)[: len(x)]
+    )
+    for target, linear_bias in ((targets, None), (probabilities, parameters[1])):
+        soft = target is probabilities
+        arguments = (hidden, parameters[0], linear_bias, target, weight, 2, 0.1, dtype)
+        wanted = [True, not soft, soft, soft]
+        yield RAW.linear_cross_entropy_forward, arguments
+        yield RAW.linear_cross_entropy_backward, (*arguments, rows, rows, rows, wanted)
+        yield RAW.linear_cross_entropy_backward, (*arguments, rows, None, None, [False, True, False, False])
+        yield RAW.linear_cross_entropy_step, (*arguments, rows, None if soft else rows, wanted)
 
 
 def calls(dtype, layout):
@@ -133,7 +151,7 @@ def test_opcheck(name):
 
 
 def metadata(results):
-    return [(t.dtype, tuple(t.shape), t.stride()) for t in tree_leaves(results)]
+    return [(t.dtype, tuple(t.shape), t.stride()) for t in tree_leaves(results) if t is not None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -181,6 +199,18 @@ def test_flops_of_grouped_heads_and_of_rows():
         flash_online.attention(query, key, value)
         F.softmax(query, -1)
     assert counter.get_total_flops() == 2 * (2 * 4 * 3 * 5) * (8 + 6)
+
+
+def test_flops_of_a_linear_cross_entropy():
+    """Three products where the gradients are made on the way forward, four where they are not, one alone."""
+    x, w, target = leaf(6, 4), leaf(5, 4), torch.tensor([0, 1, 2, 3, 4, 0])
+    for reduction, products in (("mean", 3), ("none", 4)):
+        with FlopCounterMode(display=False) as counter:
+            F.linear_cross_entropy(x, w, target, reduction=reduction).sum().backward()
+        assert counter.get_total_flops() == products * 2 * 6 * 4 * 5
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        F.linear_cross_entropy(x, w, target)
+    assert counter.get_total_flops() == 2 * 6 * 4 * 5
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------------
@@ -244,6 +274,10 @@ COMPILED = {
     "z-loss": (
         lambda x: flash_online.cross_entropy(x, TARGET, WEIGHT, z_loss=0.1, return_lse=True),
         (leaf(3, 4, 5),),
+    ),
+    "linear cross-entropy": (
+        lambda x, w, b: F.linear_cross_entropy(x, w, TARGET[0, :4].clone(), linear_bias=b, label_smoothing=0.1),
+        (leaf(4, 3), leaf(6, 3), leaf(6)),
     ),
     "probabilities": (lambda x, p: F.cross_entropy(x, p.softmax(1)), (leaf(3, 4, 5), leaf(3, 4, 5))),
     "autocast": (autocast_region, (*QKV, leaf(3, 4, 5))),

@@ -44,6 +44,12 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
+  // The same with grad_input in the place of input; with `forward` also cross_entropy_forward's three results (else without
+  // elements). One table of logits instead of two.
+  m.def(
+      "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
+      "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "
+      "Tensor row_weight, Tensor grad_target)");
   // The k largest probabilities along dim, descending, and their indices (int64); k <= input.size(dim).
   m.def(
       "topk_softmax_forward(Tensor input, int k, int dim, bool renormalize, ScalarType dtype) -> "

@@ -2,6 +2,7 @@
 // where it stands; it is copied only if the dimensions on one side of dim do not share one stride.
 #include "../core/rows.h"
 
+#include <array>
 #include <functional>
 #include <numeric>
 #include <tuple>
@@ -302,6 +303,62 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   return {grad_input, grad_target};
 }
 
+// tensor[begin : begin + count], a view. Not torch::stable::narrow, whose symbol is none of the shims that promise to stay.
+Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 4> stack{from(tensor), from(int64_t{0}), from(begin), from(count)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::narrow", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// A kernel may read a row once more while it writes that row's gradient, so the gradient of some rows at a time is made beside
+// them and then copied into their place. (A device whose kernels read a row no more once they write to it needs none of this.)
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
+                                                                           Tensor input, Tensor target,
+                                                                           std::optional<Tensor> weight, int64_t ignore_index,
+                                                                           double label_smoothing, bool target_grad,
+                                                                           bool forward) {
+  using torch::stable::copy_;
+  check_floating(input, "input");
+  check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
+  const int64_t rows = input.size(0);
+  check(target.dim() >= 1 && target.size(0) == rows, "target: ", rows, " rows are expected, got ", shape_of(target));
+  check(grad_loss.dim() >= 1 && grad_loss.size(0) == rows, "grad_loss: ", rows, " rows are expected, got ",
+        shape_of(grad_loss));
+  check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
+  const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
+  const std::vector<int64_t> nothing{0}, &numbers = forward ? without(sizes_of(input), 1) : nothing;
+  const std::vector<Tensor> results{empty(numbers, accumulator, input), empty(numbers, accumulator, input),
+                                    empty(numbers, accumulator, input)};
+  const Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
+
+  constexpr int64_t kBytes = int64_t{16} << 20;  // of the gradients beside: the cache holds them, and malloc keeps them
+  const int64_t row_bytes = std::max<int64_t>(input.numel() / std::max<int64_t>(rows, 1) * size_of(dtype_of(type)), 1);
+  const int64_t most = std::max<int64_t>(kBytes / row_bytes, 1);
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    const int64_t count = std::min(most, rows - begin);
+    const auto part = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
+    Tensor place = part(input);
+    if (forward) {
+      const auto [loss, lse, row_weight] = cross_entropy_forward(place, part(target), weight, ignore_index, label_smoothing);
+      size_t i = 0;
+      for (const Tensor& result : {loss, lse, row_weight}) {
+        Tensor to = part(results[i++]);
+        copy_(to, result);
+      }
+    }
+    const auto [grad_input, grad_of_target] =
+        cross_entropy_backward(part(grad_loss), grad_lse ? std::optional(part(*grad_lse)) : std::nullopt, place, part(target),
+                               weight, ignore_index, label_smoothing, target_grad);
+    copy_(place, grad_input);
+    if (target_grad) {
+      Tensor to = part(grad_target);
+      copy_(to, grad_of_target);
+    }
+  }
+  return {results[0], results[1], results[2], grad_target};
+}
+
 // the k largest probabilities of a softmax
 
 std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
@@ -363,6 +420,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
   m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
   m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
 }

@@ -1,0 +1,658 @@
+"""linear_cross_entropy: against torch's and the reference, in one chunk and in many, differentiated once, twice and again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from cases import DTYPES
+from test_functional import compare
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, hessian, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flash_online
+import flash_online.functional as F
+from flash_online import _linear, reference
+from flash_online.testing import assert_close_to_float64, error, peak_extra_bytes
+
+TF = torch.nn.functional
+DOUBLE = torch.float64
+NAN, INF = math.nan, math.inf
+
+
+def plain(
+    input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ignore_index=None, label_smoothing=0.0
+):
+    """Torch's own, or what it is defined as where torch has none."""
+    options = {"weight": weight, "reduction": reduction, "label_smoothing": label_smoothing}
+    if hasattr(TF, "linear_cross_entropy"):
+        original = F.ORIGINALS["linear_cross_entropy"]
+        return original(input, linear_weight, target, linear_bias=linear_bias, ignore_index=ignore_index, **options)
+    classes, *positions, width = linear_weight.shape
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = TF.linear(input, linear_weight.reshape(-1, width), bias).reshape(*input.shape[:-1], classes, *positions)
+    return TF.cross_entropy(logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **options)
+
+
+needs_torchs = pytest.mark.skipif(not hasattr(TF, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+
+
+def of_rows(monkeypatch, rows, pitch=1):
+    """Makes every chunk one of `rows` rows."""
+    monkeypatch.setattr(_linear, "_ROW_UNIT", rows)
+    monkeypatch.setattr(_linear, "_CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(_linear, "_PITCH_BYTES", {"cpu": pitch})
+
+
+@pytest.fixture(params=["one chunk", "chunks of 4 rows", "chunks of 4 rows, padded"])
+def chunks(request, monkeypatch):
+    if request.param != "one chunk":
+        of_rows(monkeypatch, 4, 64 if "padded" in request.param else 1)
+
+
+def leaf(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape) * scale).to(dtype).requires_grad_()
+
+
+def problem(rows=13, width=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True):
+    """(input, linear_weight) and keywords: target, linear_bias."""
+    input, linear_weight = leaf(rows, width, dtype=dtype), leaf(classes, *positions, width, dtype=dtype)
+    if soft:
+        target = torch.rand(rows, classes, *positions).softmax(1).to(dtype).requires_grad_()
+    else:
+        target = torch.randint(0, classes, (rows, *positions))
+        if ignored and target.numel() > 1:
+            target.view(-1)[1] = -100
+    return (input, linear_weight), {"target": target, "linear_bias": leaf(classes, *positions, dtype=dtype) if bias else None}
+
+
+# --- the drop-in ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_options(reduction, smoothing, weighted, dtype, chunks):
+    options = {"reduction": reduction, "label_smoothing": smoothing, "weight": torch.rand(7).to(dtype) if weighted else None}
+    for soft in (False, True):
+        for positions in ((), (3,)):
+            args, kwargs = problem(dtype=dtype, positions=positions, soft=soft, bias=weighted)
+            compare(F.linear_cross_entropy, plain, args, kwargs | options)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_edges_of_chunks(rows, reduction, monkeypatch):
+    of_rows(monkeypatch, 4)
+    args, kwargs = problem(rows, dtype=DOUBLE, ignored=False)
+    compare(F.linear_cross_entropy, plain, args, kwargs | {"reduction": reduction})
+
+
+@pytest.mark.parametrize("classes", [1, 2, 17, 64, 1031])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_class_counts(classes, dtype):
+    args, kwargs = problem(rows=150, width=33, classes=classes, dtype=dtype)
+    compare(F.linear_cross_entropy, plain, args, kwargs)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 6, 1000])
+def test_ignore_index_may_be_any_number(ignore_index):
+    for reduction in ("mean", "sum", "none"):
+        args, kwargs = problem(ignored=False)
+        kwargs["target"][2] = ignore_index
+        compare(F.linear_cross_entropy, plain, args, kwargs | {"ignore_index": ignore_index, "reduction": reduction})
+
+
+def test_one_row_without_a_batch():
+    x, w = leaf(6), leaf(7, 6)
+    for reduction in ("mean", "none"):
+        for target in (torch.tensor(3), torch.rand(7, requires_grad=True)):
+            compare(F.linear_cross_entropy, plain, (x, w), {"target": target, "reduction": reduction})
+        # Of a target [1] torch takes the loss, and fails on the way back.
+        ours, torchs = (f(x, w, torch.tensor([3]), reduction=reduction) for f in (F.linear_cross_entropy, plain))
+        torch.testing.assert_close(ours, torchs)
+        expected = torch.autograd.grad(F.linear_cross_entropy(x, w, torch.tensor(3), reduction=reduction), (x, w))
+        torch.testing.assert_close(torch.autograd.grad(ours, (x, w)), expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 6, 7), (3, 0, 7), (0, 0, 7)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_sizes_of_zero(sizes, reduction):
+    rows, width, classes = sizes
+    args, kwargs = problem(rows, width, classes, ignored=False)
+    compare(F.linear_cross_entropy, plain, args, kwargs | {"reduction": reduction})
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
+def test_strides(layout):
+    (x, w), kwargs = problem(rows=8, width=6, classes=6)
+    made = {
+        "transposed": lambda t: t.detach().t().contiguous().t(),
+        "expanded": lambda t: t.detach()[:1].expand(t.shape),
+        "strided": lambda t: t.detach().repeat_interleave(2, -1)[:, ::2],
+    }[layout]
+    x, w = made(x).requires_grad_(), made(w).requires_grad_()
+    compare(F.linear_cross_entropy, plain, (x, w), kwargs)
+
+
+def test_gradients_of_a_part():
+    """Each combination of tensors that want a gradient."""
+    for bits in range(1, 8):
+        (x, w), kwargs = problem()
+        tensors = (x, w, kwargs["linear_bias"])
+        for i, tensor in enumerate(tensors):
+            tensor.requires_grad_(bool(bits >> i & 1))
+        for reduction in ("mean", "none"):
+            compare(F.linear_cross_entropy, plain, (x, w), kwargs | {"reduction": reduction})
+
+
+def test_torchs_options_are_taken():
+    args, kwargs = problem()
+    made = torch.nn.LinearCrossEntropyOptions() if hasattr(torch.nn, "LinearCrossEntropyOptions") else object()
+    assert torch.equal(F.linear_cross_entropy(*args, **kwargs, options=made), F.linear_cross_entropy(*args, **kwargs))
+
+
+@needs_torchs
+def test_opinfo_samples():
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        if op.name != "nn.functional.linear_cross_entropy":
+            continue
+        for dtype in (t for t in DTYPES if t in op.dtypes):
+            for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
+                arguments = dict(zip(("linear_weight", "target"), sample.args, strict=False)) | sample.kwargs
+                arguments.pop("options", None)
+                weight = arguments.pop("linear_weight")
+                compare(F.linear_cross_entropy, plain, (sample.input, weight), arguments)
+
+
+def test_all_targets_ignored():
+    (x, w), kwargs = problem()
+    kwargs["target"].fill_(-100)
+    for options in ({}, {"weight": torch.rand(7)}):
+        loss = F.linear_cross_entropy(x, w, **kwargs, **options)
+        assert loss.isnan()
+        assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w)))
+        assert flash_online.linear_cross_entropy(x, w, **kwargs, **options, reduction="sum", z_loss=0.5) == 0
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ignored_rows_may_hold_anything(bad, reduction, chunks):
+    (x, w), kwargs = problem(ignored=False)
+    target, kept = kwargs["target"], torch.ones(13, dtype=torch.bool)
+    kept[[1, 5, 12]] = False
+    target[~kept] = -100
+    with torch.no_grad():
+        x[~kept] = bad
+    for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 0.1}):
+        options = options | {"reduction": reduction, "linear_bias": kwargs["linear_bias"]}
+        found = flash_online.linear_cross_entropy(x, w, target, **options)
+        expected = flash_online.linear_cross_entropy(x[kept], w, target[kept], **options)
+        torch.testing.assert_close(found[kept] if reduction == "none" else found, expected)
+        ours, others = (torch.autograd.grad(loss.sum(), (x, w)) for loss in (found, expected))
+        assert (ours[0][~kept] == 0).all()
+        torch.testing.assert_close(ours, others)
+
+
+def test_target_out_of_range():
+    (x, w), _ = problem(rows=3)
+    for bad in (7, -1, 10**12):
+        for reduction in ("mean", "none"):
+            for weight in (None, torch.rand(7)):
+                with pytest.raises(IndexError, match="target"):
+                    F.linear_cross_entropy(x, w, torch.tensor([0, bad, 1]), reduction=reduction, weight=weight)
+        with pytest.raises(IndexError, match="target"), torch.no_grad():
+            F.linear_cross_entropy(x, w, torch.tensor([0, bad, 1]))
+
+
+WRONG = {
+    "input of 3 dimensions": (lambda x, w, t: ((x[None], w, t[None]), {}), "input"),
+    "input of none": (lambda x, w, t: ((x[0, 0], w, t), {}), "input"),
+    "weight of 1 dimension": (lambda x, w, t: ((x, w[0], t), {}), "linear_weight"),
+    "widths": (lambda x, w, t: ((x, w[:, :5], t), {}), "linear_weight"),
+    "bias": (lambda x, w, t: ((x, w, t), {"linear_bias": torch.zeros(6)}), "linear_bias"),
+    "positions without a batch": (lambda x, w, t: ((x[0], w[:, None], t[0]), {}), "input"),
+    "dtypes": (lambda x, w, t: ((x, w.double(), t), {}), "linear_weight"),
+    "bias's dtype": (lambda x, w, t: ((x, w, t), {"linear_bias": torch.zeros(7).double()}), "linear_bias"),
+    "integers": (lambda x, w, t: ((x.long(), w.long(), t), {}), "input"),
+    "target's shape": (lambda x, w, t: ((x, w, t[:2]), {}), "target"),
+    "target's dtype": (lambda x, w, t: ((x, w, t.float()), {}), "target"),
+    "probabilities of integers": (lambda x, w, t: ((x, w, torch.ones(3, 7, dtype=torch.long)), {}), "target"),
+    "ignored probabilities": (lambda x, w, t: ((x, w, torch.rand(3, 7)), {"ignore_index": 2}), "ignore_index"),
+    "ignored probabilities by default": (lambda x, w, t: ((x, w, torch.rand(3, 7)), {"ignore_index": -100}), "ignore_index"),
+    "class weights": (lambda x, w, t: ((x, w, t), {"weight": torch.ones(6)}), "weight"),
+    "class weights' dtype": (lambda x, w, t: ((x, w, t), {"weight": torch.ones(7).double()}), "weight"),
+    "reduction": (lambda x, w, t: ((x, w, t), {"reduction": "average"}), "reduction"),
+    "smoothing": (lambda x, w, t: ((x, w, t), {"label_smoothing": 1.5}), "label_smoothing"),
+    "class weights that want a gradient": (lambda x, w, t: ((x, w, t), {"weight": torch.ones(7).requires_grad_()}), "weight"),
+    "no tensor": (lambda x, w, t: (([1.0], w, t), {}), "input"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_torchs(name):
+    make, word = WRONG[name]
+    args, kwargs = make(torch.randn(3, 6), torch.randn(7, 6), torch.tensor([0, 1, 6]))
+    with pytest.raises(Exception, match=word) as ours:
+        F.linear_cross_entropy(*args, **kwargs)
+    if hasattr(TF, "linear_cross_entropy"):
+        with pytest.raises(Exception) as theirs:
+            F.ORIGINALS["linear_cross_entropy"](*args, **kwargs)
+        assert isinstance(ours.value, theirs.type) or theirs.type is AttributeError
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast(dtype, lower):
+    """Dtypes and values of the result and of the gradients as torch's; products in the lower precision."""
+    for soft in (False, True):
+        for reduction in ("mean", "none"):
+            (x, w), kwargs = problem(rows=64, width=32, dtype=dtype, soft=soft)
+            leaves, results = (x, w, kwargs["linear_bias"]), []
+            for function in (F.linear_cross_entropy, plain):
+                with torch.autocast("cpu", lower):
+                    result = function(x, w, **kwargs, reduction=reduction)
+                results.append((result, *torch.autograd.grad(result.sum(), leaves)))
+            for ours, torchs in zip(*results, strict=True):
+                assert ours.dtype == torchs.dtype
+                torch.testing.assert_close(ours.float(), torchs.float(), rtol=0.02, atol=0.02 * torchs.abs().max().item())
+            if dtype == torch.float32:  # the products did run in the lower precision
+                exact = plain(x, w, **kwargs, reduction=reduction)
+                assert not torch.equal(results[0][0], exact)
+
+
+# --- the full function ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 1, 3), (2, 0)], ids=str)
+def test_everything_beside_the_reference(lead, reduction, soft, chunks):
+    """Any dimensions in front, lse and z-loss, every incoming gradient another one."""
+    for positions in ((),) if not lead else ((), (2, 3)):
+        x, w, b = (leaf(*s, dtype=DOUBLE) for s in ((*lead, 6), (7, *positions, 6), (7, *positions)))
+        if soft:
+            target = torch.rand(*lead, 7, *positions, dtype=DOUBLE).requires_grad_()
+        else:
+            target = torch.randint(0, 7, (*lead, *positions))
+            if target.numel() > 2:
+                target.view(-1)[2] = -100
+        leaves = (x, w, b, *([target] if soft else []))
+        options = {"linear_bias": b, "weight": torch.rand(7, dtype=DOUBLE), "reduction": reduction, "label_smoothing": 0.2}
+        results = []
+        for module in (flash_online, reference):
+            torch.manual_seed(3)
+            both = module.linear_cross_entropy(x, w, target, **options, z_loss=0.1, return_lse=True)
+            alone = module.linear_cross_entropy(x, w, target, **options, z_loss=0.1)
+            cotangents = [torch.randn_like(t) for t in both]
+            results.append(
+                (
+                    *both,
+                    alone,
+                    *torch.autograd.grad(both, leaves, cotangents, retain_graph=True),
+                    *torch.autograd.grad(both[1], leaves[:3], cotangents[1], retain_graph=True),
+                    *torch.autograd.grad(both[0], leaves, cotangents[0]),
+                    *torch.autograd.grad(alone, leaves, cotangents[0]),
+                )
+            )
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
+def test_dtype_and_lse_are_the_accumulators():
+    for dtype in (torch.float16, torch.bfloat16):
+        (x, w), kwargs = problem(rows=300, width=64, classes=50, dtype=dtype)
+        loss, lse = flash_online.linear_cross_entropy(
+            x, w, **kwargs, return_lse=True, dtype=torch.float32, weight=torch.rand(50)
+        )
+        assert loss.dtype == lse.dtype == torch.float32 and lse.shape == (300,)
+        logits = TF.linear(x, w, kwargs["linear_bias"])
+        torch.testing.assert_close(lse, logits.float().logsumexp(1), rtol=1e-6, atol=1e-6)
+        assert flash_online.linear_cross_entropy(x, w, **kwargs).dtype == dtype
+
+
+def test_second_use_and_other_incoming_gradients():
+    """What was handed out stays as it was, and what is handed out next is right."""
+    for dtype in (torch.bfloat16, torch.float32):
+        (x, w), kwargs = problem(dtype=dtype)
+        loss = flash_online.linear_cross_entropy(x, w, **kwargs, dtype=torch.float32)
+        first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+        kept = [g.clone() for g in first]
+        second = torch.autograd.grad(loss * 4, (x, w), retain_graph=True)
+        first[0].zero_()
+        third = torch.autograd.grad(loss * -2, (x, w), retain_graph=True)
+        last = torch.autograd.grad(loss, (x, w))
+        for once, four, minus_two, again in zip(kept, second, third, last, strict=True):
+            assert torch.equal(four, once * 4) and torch.equal(minus_two, once * -2) and torch.equal(again, once)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+def test_an_incoming_gradient_is_not_rounded():
+    """0.3 is 0.26% off in bfloat16, and so would be every gradient."""
+    (x, w), kwargs = problem(rows=64, width=64, classes=33, dtype=torch.bfloat16)
+    truth = torch.autograd.grad(
+        plain(x.double(), w.double(), kwargs["target"], linear_bias=kwargs["linear_bias"].double()), (x, w)
+    )
+    for keep in (False, True):
+        loss = flash_online.linear_cross_entropy(x, w, **kwargs, dtype=torch.float32)
+        for found, exact in zip(torch.autograd.grad(loss * 0.3, (x, w), retain_graph=keep), truth, strict=True):
+            found, exact = found.double(), exact.double()
+            assert abs((found * exact).sum() / exact.square().sum() - 0.3) < 0.3 * 0.001
+
+
+def test_a_loss_scale_saves_float16():
+    """Of 4096 rows' mean every gradient of a logit is below float16's smallest number, until the loss is scaled."""
+    torch.manual_seed(1)
+    x, w, target = (
+        leaf(4096, 8, dtype=torch.float16),
+        leaf(512, 8, dtype=torch.float16, scale=0.02),
+        torch.randint(0, 512, (4096,)),
+    )
+    truth = torch.autograd.grad(plain(x.double(), w.double(), target), (x, w))
+    scale = 2.0**14
+    ours = torch.autograd.grad(flash_online.linear_cross_entropy(x, w, target, dtype=torch.float32) * scale, (x, w))
+    torchs = torch.autograd.grad(plain(x, w, target).float() * scale, (x, w))
+    for found, other, exact in zip(ours, torchs, truth, strict=True):
+        assert_close_to_float64(found, other, exact * scale)
+
+
+@pytest.mark.parametrize("scale", [0.25, 30.0])
+def test_the_sum_over_chunks_keeps_its_accuracy(scale, monkeypatch):
+    """A 16-bit gradient of linear_weight over 8 chunks in its own dtype, over more in float32."""
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w, target = leaf(2048, 48, dtype=dtype), leaf(160, 48, dtype=dtype, scale=0.1), torch.randint(0, 160, (2048,))
+        wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
+        truth = torch.autograd.grad(plain(wide_x, wide_w, target, reduction="sum") * scale, (wide_x, wide_w))
+        torchs = torch.autograd.grad(plain(x, w, target, reduction="sum").float() * scale, (x, w))
+        for rows, accumulator in ((2048, False), (256, False), (16, True)):
+            of_rows(monkeypatch, rows)
+            assert _linear.chunk_plan(2048, 160, 48, dtype, "cpu", True) == (rows, accumulator)
+            loss = flash_online.linear_cross_entropy(x, w, target, reduction="sum", dtype=torch.float32)
+            ours = torch.autograd.grad(loss * scale, (x, w))
+            for found, other, exact in zip(ours, torchs, truth, strict=True):
+                assert_close_to_float64(found, other, exact, name=f"{rows} rows a chunk")
+                assert error(found, exact).rms < 2 * error(other, exact).rms
+
+
+def test_plans_of_chunks():
+    """Rows a chunk and the need for an accumulator, at the sizes that the bars are set for and at the edges."""
+    bfloat16, plan = torch.bfloat16, _linear.chunk_plan
+    assert plan(4096, 128256, 4096, bfloat16, "cuda", True) == (2048, False)
+    assert plan(16384, 128256, 4096, bfloat16, "cuda", True) == (2048, False)
+    assert 2048 * 128256 * 2 < 512 << 20
+    assert plan(32768, 128256, 4096, bfloat16, "cuda", True) == (4096, False)  # a longer chunk is less than an accumulator
+    assert plan(1 << 20, 128256, 4096, bfloat16, "cuda", True) == (2048, True)
+    assert plan(1 << 20, 128256, 4096, bfloat16, "cuda", False) == (2048, False)
+    assert plan(1 << 20, 128256, 4096, torch.float32, "cuda", False) == (1024, False)
+    assert plan(5000, 128256, 4096, bfloat16, "cuda", True) == (1792, False)  # three even chunks
+    assert plan(100, 128256, 4096, bfloat16, "cuda", True) == (100, False)
+    assert plan(100, 1 << 30, 4096, bfloat16, "cuda", True) == (100, False)
+    assert plan(1000, 1 << 30, 1, bfloat16, "cuda", False) == (128, False)
+    assert plan(0, 7, 4, bfloat16, "cpu", True)[0] == plan(3, 0, 4, bfloat16, "cpu", True)[0] // 3 == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_of_a_chunk(reduction, dtype, monkeypatch):
+    """Forward and backward hold the gradients and a chunk: 4 MiB here, where all logits were 64."""
+    budget, size = 4 << 20, dtype.itemsize
+    monkeypatch.setattr(_linear, "_CHUNK_BYTES", {"cpu": budget})
+    x, w, target = leaf(4096, 32, dtype=dtype), leaf((16 << 10) // size, 32, dtype=dtype), torch.randint(0, 4096, (4096,))
+    assert x.shape[0] * w.shape[0] * size == 64 << 20
+
+    def call():
+        x.grad = w.grad = None
+        flash_online.linear_cross_entropy(x, w, target, reduction=reduction).sum().backward()
+        return x.grad, w.grad
+
+    gradients = (x.numel() + w.numel()) * size
+    # Beside: some numbers a row; on the CPU a second copy of some rows; in 16 bits the accumulator and a product.
+    beside = 20 * 4096 * 4 + 2 * (1 << 20) + (0 if size == 4 else 6 * w.numel())
+    call()
+    x.grad = w.grad = None
+    assert peak_extra_bytes(call) < gradients + 2 * budget + beside
+    with torch.no_grad():
+        assert peak_extra_bytes(lambda: flash_online.linear_cross_entropy(x, w, target)) < budget + beside
+
+
+def test_same_bits_in_every_run():
+    args, kwargs = problem(rows=600, width=40, classes=101, dtype=torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        loss = F.linear_cross_entropy(*args, **kwargs)
+        runs.append((loss, *torch.autograd.grad(loss, (*args, kwargs["linear_bias"]))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------------
+
+TARGET = torch.tensor([2, -100, 5, 0, 1, 1, -100])
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.5, 0.7], dtype=DOUBLE)
+DERIVED = {
+    "plain": {},
+    "none": {"reduction": "none"},
+    "options": {"weight": WEIGHT, "label_smoothing": 0.2, "z_loss": 0.1, "return_lse": True, "reduction": "sum"},
+    "mean options": {"weight": WEIGHT, "label_smoothing": 0.2, "z_loss": 0.1},
+    "none options": {"weight": WEIGHT, "label_smoothing": 0.2, "z_loss": 0.1, "return_lse": True, "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("options", DERIVED.values(), ids=DERIVED.keys())
+def test_first_and_second_derivatives(options, soft, monkeypatch):
+    of_rows(monkeypatch, 2)
+    inputs = [leaf(7, 3, dtype=DOUBLE), leaf(6, 3, dtype=DOUBLE), leaf(6, dtype=DOUBLE)]
+    if soft:
+        inputs.append(torch.rand(7, 6, dtype=DOUBLE).requires_grad_())
+
+    def call(x, w, b, target=TARGET):
+        return flash_online.linear_cross_entropy(x, w, target, linear_bias=b, **options)
+
+    assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(call, inputs, check_fwd_over_rev=True, fast_mode=True)
+
+
+def test_class_weights_have_a_gradient_beside_probabilities():
+    x, w, p, c = (
+        leaf(7, 3, dtype=DOUBLE),
+        leaf(6, 3, dtype=DOUBLE),
+        torch.rand(7, 6, dtype=DOUBLE),
+        WEIGHT.clone().requires_grad_(),
+    )
+    assert gradcheck(lambda x, w, c: flash_online.linear_cross_entropy(x, w, p, weight=c, label_smoothing=0.1), (x, w, c))
+
+
+def test_torch_func():
+    def scalar(module):
+        return lambda x, w, b: module.linear_cross_entropy(x, w, TARGET, linear_bias=b, weight=WEIGHT, label_smoothing=0.1)
+
+    ours, plain = scalar(flash_online), scalar(reference)
+    inputs = tuple(torch.randn(s, dtype=DOUBLE) for s in ((7, 3), (6, 3), (6,)))
+    tangents = tuple(torch.randn_like(t) for t in inputs)
+    every = (0, 1, 2)
+    torch.testing.assert_close(grad(ours, every)(*inputs), grad(plain, every)(*inputs))
+    torch.testing.assert_close(jvp(ours, inputs, tangents), jvp(plain, inputs, tangents))
+    torch.testing.assert_close(hessian(ours)(*inputs), hessian(plain)(*inputs))
+    batch = torch.randn(4, 7, 3, dtype=DOUBLE)
+    expected = torch.stack([grad(plain, 1)(x, *inputs[1:]) for x in batch])
+    torch.testing.assert_close(vmap(grad(ours, 1), (0, None, None))(batch, *inputs[1:]), expected)
+    expected = torch.stack([plain(x, *inputs[1:]) for x in batch])
+    torch.testing.assert_close(vmap(ours, (0, None, None))(batch, *inputs[1:]), expected)
+
+
+# --- torch.compile, export, override, explain --------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """The names of our operators that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "flash_online":
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", DERIVED.values(), ids=DERIVED.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, DOUBLE], ids=str)
+def test_compile(options, dtype, dynamic):
+    inputs = [leaf(7, 3, dtype=dtype), leaf(6, 3, dtype=dtype), leaf(6, dtype=dtype)]
+
+    def call(x, w, b):
+        return flash_online.linear_cross_entropy(x, w, TARGET, linear_bias=b, **options)
+
+    torch._dynamo.reset()
+    results = []
+    for function in (torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager"), call):
+        made = function(*inputs)
+        made = made if isinstance(made, tuple) else (made,)
+        results.append((*made, *torch.autograd.grad([t.sum() for t in made], inputs)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, check_stride=True)
+
+
+def test_dynamic_shapes_compile_once():
+    count = 0
+
+    def backend(graph, inputs):
+        nonlocal count
+        count += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    loss = torch.compile(F.linear_cross_entropy, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (300, 500, 800):
+        x, w, target = torch.randn(rows, 4), torch.randn(rows + 3, 4), torch.arange(rows)
+        torch.testing.assert_close(loss(x, w, target), F.linear_cross_entropy(x, w, target))
+    assert count == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor():
+    leaves = leaf(30, 8), leaf(11, 8)
+    target = torch.arange(30) % 11
+
+    def step(x, w):
+        return F.linear_cross_entropy(x * 2, w, target, label_smoothing=0.1) * 0.3
+
+    torch._dynamo.reset()
+    results = [f(*leaves) for f in (torch.compile(step, fullgraph=True), step)]
+    torch.testing.assert_close(*((loss, *torch.autograd.grad(loss, leaves)) for loss in results))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_checkpoints_and_saved_tensors_elsewhere(reduction):
+    """What the forward pass keeps may be made anew or lie in another memory until the backward pass."""
+    leaves, target = (leaf(30, 8), leaf(11, 8)), torch.arange(30) % 11
+
+    def step(x, w):
+        return F.linear_cross_entropy(x, w, target, reduction=reduction).sum() * 2
+
+    expected = torch.autograd.grad(step(*leaves), leaves)
+    torch.testing.assert_close(torch.autograd.grad(checkpoint(step, *leaves, use_reentrant=False), leaves), expected)
+    with torch.autograd.graph.save_on_cpu():
+        loss = step(*leaves)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected)
+
+
+def test_gradients_of_several_steps_add_up():
+    """.grad takes what the backward pass hands over, without a copy, and is nobody else's."""
+    x, w, target = leaf(30, 8), leaf(11, 8), torch.arange(30) % 11
+    for _ in range(3):
+        F.linear_cross_entropy(x, w, target).backward()
+    expected = torch.autograd.grad(F.linear_cross_entropy(x, w, target), (x, w))
+    torch.testing.assert_close([x.grad, w.grad], [3 * g for g in expected])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(7, 6))
+
+        def forward(self, x, target):
+            return F.linear_cross_entropy(x, self.weight, target)
+
+    head, length = Head(), torch.export.Dim("length", min=2, max=64)
+    arguments = torch.randn(5, 6), torch.randint(0, 7, (5,))
+    program = torch.export.export(head, arguments, dynamic_shapes=({0: length}, {0: length}), strict=strict)
+    called = {str(node.target) for node in program.run_decompositions().graph.nodes}
+    assert "flash_online.linear_cross_entropy_forward.default" in called
+    x, target = torch.randn(9, 6), torch.randint(0, 7, (9,))
+    torch.testing.assert_close(program.module()(x, target), head(x, target))
+
+
+@needs_torchs
+def test_override_and_torchs_module():
+    module = torch.nn.LinearCrossEntropyLoss(6, 7, bias=True, label_smoothing=0.1)
+    x, target = leaf(5, 6), torch.tensor([0, 6, -100, 2, 2])
+    results = []
+    for ours in (False, True):
+        with flash_online.override() if ours else torch.enable_grad(), Operators() as seen:
+            loss = module(x, target)
+        assert seen.names == (["linear_cross_entropy_step"] if ours else [])
+        results.append((loss, *torch.autograd.grad(loss, (x, *module.parameters()))))
+    torch.testing.assert_close(*results)
+
+
+def test_which_operators_run():
+    """Gradients are made on the way forward where that is right, and the forward pass alone runs where nothing wants one."""
+    for dtype, options, wanted in (
+        (torch.float32, {}, "step"),
+        (torch.float32, {"return_lse": True}, "step"),
+        (torch.float32, {"reduction": "none"}, "forward"),
+        (torch.float16, {}, "forward"),
+    ):
+        args, kwargs = problem(dtype=dtype)
+        with Operators() as seen:
+            flash_online.linear_cross_entropy(*args, **kwargs, **options)
+        assert seen.names == [f"linear_cross_entropy_{wanted}"]
+        with Operators() as seen, torch.no_grad():
+            flash_online.linear_cross_entropy(*args, **kwargs, **options)
+        assert seen.names == ["linear_cross_entropy_forward"]
+
+
+def test_explain_and_strict():
+    (x, w), kwargs = problem()
+    for function in (F.linear_cross_entropy, flash_online.linear_cross_entropy):
+        found = flash_online.explain(function, x, w, **kwargs)
+        assert found.ours and found.operators == ("linear_cross_entropy_forward",)
+        assert found.extra["chunk of logits"] == 13 * 7 * 4
+    rows = torch.empty(1, device="meta").expand(16384, 4096)
+    vocabulary = torch.empty(1).expand(128256, 4096)
+    big = flash_online.explain(
+        F.linear_cross_entropy, torch.empty(1).expand(16384, 4096), vocabulary, torch.zeros(16384).long()
+    )
+    assert big.extra["chunk of logits"] <= _linear._CHUNK_BYTES["cpu"] + (128 * 128256 * 4)
+    with flash_online.strict(), pytest.raises(RuntimeError, match="strict|device meta"):
+        F.linear_cross_entropy(rows, rows, torch.zeros(16384, dtype=torch.long, device="meta"))
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy: device meta"):
+        flash_online.linear_cross_entropy(rows, rows, torch.zeros(16384, dtype=torch.long, device="meta"))
+
+
+def test_where_torch_has_none(monkeypatch):
+    """As before torch 2.13: ours still runs, nothing is overridden that is not there, and nothing is forwarded."""
+    (x, w), kwargs = problem()
+    monkeypatch.delitem(F.ORIGINALS, "linear_cross_entropy", raising=False)
+    monkeypatch.delattr(TF, "linear_cross_entropy", raising=False)
+    loss = F.linear_cross_entropy(x, w, **kwargs)
+    torch.testing.assert_close(loss, reference.linear_cross_entropy(x, w, **kwargs))
+    with flash_online.override():
+        assert not hasattr(TF, "linear_cross_entropy")
+    assert flash_online.explain(F.linear_cross_entropy, x, w, **kwargs).ours
+    with pytest.raises(NotImplementedError):
+        F.linear_cross_entropy(x.to_sparse(), w, **kwargs)
