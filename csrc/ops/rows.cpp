@@ -13,6 +13,8 @@
 #ifdef FLASH_ONLINE_CUDA
 #include "../cuda/rows/rows.h"
 #include "cuda_stream.h"
+#else
+struct CUstream_st;
 #endif
 
 namespace flash_online::ops {
@@ -110,6 +112,46 @@ void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like)
   kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
 }
 
+// The CUDA kernels of a build that has them.
+using CudaRowKernel = void (*)(const RowProblem&, CUstream_st*);
+using CudaWorkspace = int64_t (*)(const RowProblem&);
+struct CudaRows {
+  struct Kernel {
+    CudaRowKernel run = nullptr;
+    CudaWorkspace workspace = nullptr;
+  };
+  Kernel softmax, softmax_backward, logsumexp, logsumexp_backward, cross_entropy, cross_entropy_backward;
+};
+constexpr CudaRows kCudaRows = {
+#ifdef FLASH_ONLINE_CUDA
+    .softmax = {cuda::softmax, cuda::rows_workspace},
+    .softmax_backward = {cuda::softmax_backward, cuda::softmax_backward_workspace},
+    .logsumexp = {cuda::logsumexp, cuda::rows_workspace},
+    .logsumexp_backward = {cuda::logsumexp_backward, cuda::rows_workspace},
+    .cross_entropy = {cuda::cross_entropy, cuda::rows_workspace},
+    .cross_entropy_backward = {cuda::cross_entropy_backward, cuda::rows_workspace},
+#endif
+};
+
+// Where the tensors are.
+void run(RowKernel on_cpu, [[maybe_unused]] const CudaRows::Kernel& on_cuda, RowProblem problem, const Tensor& like) {
+  if (!like.is_cuda()) return run_on_cpu(on_cpu, problem, like);
+#ifdef FLASH_ONLINE_CUDA
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  std::optional<Tensor> workspace;
+  if (const int64_t bytes = on_cuda.workspace(problem); bytes > 0) {
+    workspace = empty({bytes}, ScalarType::Byte, like);
+    problem.workspace = workspace->data_ptr();
+  }
+  on_cuda.run(problem, current_cuda_stream(like.get_device_index()));
+#endif
+}
+
+void check_cuda_dtype(const Tensor& tensor, const char* name) {
+  check(!tensor.is_cuda() || tensor.scalar_type() != ScalarType::Double, name,
+        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
+}
+
 // softmax, log-softmax
 
 struct SoftmaxCall {
@@ -119,6 +161,7 @@ struct SoftmaxCall {
 
 SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dtype) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
   SoftmaxCall call{problem_of(sizes_of(input), dim, input.scalar_type(), dtype), empty(sizes_of(input), dtype, input)};
@@ -128,14 +171,15 @@ SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dty
   return call;
 }
 
-Tensor softmax_forward_cpu(Tensor input, int64_t dim, bool log, ScalarType dtype) {
+Tensor softmax_forward(Tensor input, int64_t dim, bool log, ScalarType dtype) {
   const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
-  run_on_cpu(cpu::kernels().rows.softmax, call.problem, input);
+  run(cpu::kernels().rows.softmax, kCudaRows.softmax, call.problem, input);
   return call.result;
 }
 
 SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, bool log, ScalarType input_dtype) {
   check_floating(output, "output");
+  check_cuda_dtype(output, "output");
   check_dim(output, dim);
   check_result_dtype("output", output.scalar_type(), input_dtype);
   check_like(grad, "grad", sizes_of(output), output.scalar_type(), output);
@@ -148,51 +192,30 @@ SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, 
   return call;
 }
 
-Tensor softmax_backward_cpu(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
+Tensor softmax_backward(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
   const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
-  run_on_cpu(cpu::kernels().rows.softmax_backward, call.problem, output);
+  run(cpu::kernels().rows.softmax_backward, kCudaRows.softmax_backward, call.problem, output);
   return call.result;
 }
-
-#ifdef FLASH_ONLINE_CUDA
-void check_cuda_dtype(const Tensor& tensor, const char* name) {
-  check(tensor.scalar_type() != ScalarType::Double, name,
-        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
-}
-
-Tensor softmax_forward_cuda(Tensor input, int64_t dim, bool log, ScalarType dtype) {
-  check_cuda_dtype(input, "input");
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
-  cuda::softmax(call.problem, current_cuda_stream(input.get_device_index()));
-  return call.result;
-}
-
-Tensor softmax_backward_cuda(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
-  check_cuda_dtype(output, "output");
-  const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
-  const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
-  cuda::softmax_backward(call.problem, current_cuda_stream(output.get_device_index()));
-  return call.result;
-}
-#endif
 
 // logsumexp
 
 Tensor logsumexp_forward(Tensor input, int64_t dim) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   Tensor lse = empty(without(sizes_of(input), dim), accumulator_of(type), input);
   RowProblem problem = problem_of(sizes_of(input), dim, type, type);
   problem.input = view_of(input, dim);
   problem.lse = lse.data_ptr();
-  run_on_cpu(cpu::kernels().rows.logsumexp, problem, input);
+  run(cpu::kernels().rows.logsumexp, kCudaRows.logsumexp, problem, input);
   return lse;
 }
 
 Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   check_like(grad, "grad", without(sizes_of(input), dim), accumulator_of(type), input);
@@ -202,7 +225,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   problem.input = view_of(input, dim);
   problem.grad_lse = grad.data_ptr();
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
-  run_on_cpu(cpu::kernels().rows.logsumexp_backward, problem, input);
+  run(cpu::kernels().rows.logsumexp_backward, kCudaRows.logsumexp_backward, problem, input);
   return grad_input;
 }
 
@@ -212,6 +235,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
 RowProblem prepare_cross_entropy(Tensor& input, Tensor& target, std::optional<Tensor>& weight, int64_t ignore_index,
                                  double label_smoothing) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
   const ScalarType type = input.scalar_type();
@@ -237,10 +261,11 @@ RowProblem prepare_cross_entropy(Tensor& input, Tensor& target, std::optional<Te
   return problem;
 }
 
-void run_cross_entropy(RowKernel kernel, RowProblem& problem, const Tensor& input) {
+// On CUDA a target out of range is a device assert: nothing waits for the device to look.
+void run_cross_entropy(RowKernel on_cpu, const CudaRows::Kernel& on_cuda, RowProblem& problem, const Tensor& input) {
   int64_t bad_row = -1;
   problem.bad_row = &bad_row;
-  run_on_cpu(kernel, problem, input);
+  run(on_cpu, on_cuda, problem, input);
   check(bad_row < 0, "target: ", bad_row < 0 ? 0 : problem.target[bad_row], " is out of bounds; accepted are 0 to ",
         problem.classes - 1, " and ignore_index, ", problem.ignore_index);
 }
@@ -254,7 +279,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor ta
   problem.loss = loss.data_ptr();
   problem.lse = lse.data_ptr();
   problem.row_weight = row_weight.data_ptr();
-  run_cross_entropy(cpu::kernels().rows.cross_entropy, problem, input);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
   return {loss, lse, row_weight};
 }
 
@@ -277,7 +302,7 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   Tensor grad_target = empty(target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
   problem.grad_input = view_of<MutableView3>(grad_input, 1);
   if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
-  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, problem, input);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
   return {grad_input, grad_target};
 }
 
@@ -341,6 +366,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
 
 std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
   check(k >= 0 && k <= input.size(dim), "k: must lie in [0, ", input.size(dim), "], the input's size along dim ", dim, "; got ",
@@ -359,6 +385,7 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
 
 Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int64_t dim, bool renormalize) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check(probabilities.dim() == input.dim(), "probabilities: as many dimensions as the input's, ", input.dim(),
         ", are needed, got ", probabilities.dim());
@@ -391,8 +418,8 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
   using namespace flash_online::ops;
-  m.impl("softmax_forward", TORCH_BOX(&softmax_forward_cpu));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_cpu));
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
   m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward));
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
@@ -405,7 +432,11 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
 #ifdef FLASH_ONLINE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   using namespace flash_online::ops;
-  m.impl("softmax_forward", TORCH_BOX(&softmax_forward_cuda));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_cuda));
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
+  m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward));
+  m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
 }
 #endif

@@ -1,5 +1,5 @@
-// What csrc/ops may call on CUDA. A call queues work on the stream, which belongs to the current device, and returns: no
-// synchronisation, no allocation. An error of the launch is thrown as std::runtime_error.
+// What csrc/ops may call on CUDA, for float16, bfloat16 and float32. A call queues work on the stream, which belongs to the
+// current device, and returns: no synchronisation, no allocation. An error of the launch is thrown as std::runtime_error.
 #pragma once
 
 #include "../../core/rows.h"
@@ -8,7 +8,16 @@ struct CUstream_st;  // what a cudaStream_t points to
 
 namespace flash_online::cuda {
 
-void softmax(const RowProblem& problem, CUstream_st* stream);           // float16, bfloat16 and float32
+// Bytes that problem.workspace must have, aligned to 16; often 0. The first is for all that have none of their own.
+int64_t rows_workspace(const RowProblem& problem);
+int64_t softmax_backward_workspace(const RowProblem& problem);
+
+void softmax(const RowProblem& problem, CUstream_st* stream);
 void softmax_backward(const RowProblem& problem, CUstream_st* stream);
+void logsumexp(const RowProblem& problem, CUstream_st* stream);
+void logsumexp_backward(const RowProblem& problem, CUstream_st* stream);
+// A target out of range stops the kernel with a device assert; problem.bad_row is not written.
+void cross_entropy(const RowProblem& problem, CUstream_st* stream);
+void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream);
 
 }  // namespace flash_online::cuda
