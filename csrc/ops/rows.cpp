@@ -315,7 +315,8 @@ Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
 }
 
 // A kernel may read a row once more while it writes that row's gradient, so the gradient of some rows at a time is made beside
-// them and then copied into their place. (A device whose kernels read a row no more once they write to it needs none of this.)
+// them and then copied into their place. CUDA's kernels read an element for the last time just before they write its gradient,
+// and that of the probabilities after: without that one they write in place.
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
                                                                            Tensor input, Tensor target,
                                                                            std::optional<Tensor> weight, int64_t ignore_index,
@@ -331,6 +332,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
   check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
   const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
   const std::vector<int64_t> nothing{0}, &numbers = forward ? without(sizes_of(input), 1) : nothing;
+  if (input.is_cuda() && !target_grad) {
+    Tensor loss = empty({0}, accumulator, input), lse = loss, row_weight = loss, place = input;
+    if (forward) std::tie(loss, lse, row_weight) = cross_entropy_forward(input, target, weight, ignore_index, label_smoothing);
+    RowProblem problem = prepare_cross_entropy(place, target, weight, ignore_index, label_smoothing);
+    check_like(grad_loss, "grad_loss", without(sizes_of(input), 1), accumulator, input);
+    grad_loss = torch::stable::contiguous(grad_loss);
+    problem.grad_loss = grad_loss.data_ptr();
+    if (grad_lse) {
+      check_like(*grad_lse, "grad_lse", without(sizes_of(input), 1), accumulator, input);
+      grad_lse = torch::stable::contiguous(*grad_lse);
+      problem.grad_lse = grad_lse->data_ptr();
+    }
+    problem.grad_input = view_of<MutableView3>(place, 1);
+    run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
+    if (place.data_ptr() != input.data_ptr()) copy_(input, place);  // of strides that no kernel takes
+    return {loss, lse, row_weight, empty({0}, type, input)};
+  }
   const std::vector<Tensor> results{empty(numbers, accumulator, input), empty(numbers, accumulator, input),
                                     empty(numbers, accumulator, input)};
   const Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
@@ -361,6 +379,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
   }
   return {results[0], results[1], results[2], grad_target};
 }
+
+#ifdef FLASH_ONLINE_CUDA
+// tensor *= factor; its schema is Python's (flash_online/_linear.py), as what needs it is.
+void scale_in_place(Tensor tensor, Tensor factor) {
+  check_floating(tensor, "tensor");
+  check_cuda_dtype(tensor, "tensor");
+  check(tensor.is_contiguous(), "tensor: must be contiguous");
+  check(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float && factor.is_cuda() &&
+            factor.get_device_index() == tensor.get_device_index(),
+        "factor: one float32 number on the tensor's device is expected, got shape ", shape_of(factor));
+  const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+  cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()),
+              current_cuda_stream(tensor.get_device_index()));
+}
+#endif
 
 // the k largest probabilities of a softmax
 
@@ -438,5 +471,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
+  m.impl("scale_", TORCH_BOX(&scale_in_place));
 }
 #endif

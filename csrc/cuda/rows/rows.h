@@ -20,4 +20,7 @@ void logsumexp_backward(const RowProblem& problem, CUstream_st* stream);
 void cross_entropy(const RowProblem& problem, CUstream_st* stream);
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream);
 
+// data *= *factor, in place; of a factor of 1 nothing but the factor is read.
+void scale(DType dtype, void* data, int64_t count, const float* factor, CUstream_st* stream);
+
 }  // namespace flash_online::cuda
