@@ -353,7 +353,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
                                     empty(numbers, accumulator, input)};
   const Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
 
-  constexpr int64_t kBytes = int64_t{8} << 20;  // of the gradients beside: the cache holds them, and malloc keeps them
+  constexpr int64_t kBytes = int64_t{16} << 20;  // of the gradients beside: the cache holds them, and malloc keeps them
   const int64_t row_bytes = std::max<int64_t>(input.numel() / std::max<int64_t>(rows, 1) * size_of(dtype_of(type)), 1);
   const int64_t most = std::max<int64_t>(kBytes / row_bytes, 1);
   for (int64_t begin = 0; begin < rows; begin += most) {
