@@ -120,16 +120,19 @@ struct CudaRows {
     CudaRowKernel run = nullptr;
     CudaWorkspace workspace = nullptr;
   };
-  Kernel softmax, softmax_backward, logsumexp, logsumexp_backward, cross_entropy, cross_entropy_backward;
+  Kernel softmax, softmax_backward, logsumexp, logsumexp_backward, cross_entropy, cross_entropy_backward, topk_softmax,
+      topk_softmax_backward;
 };
 constexpr CudaRows kCudaRows = {
 #ifdef FLASH_ONLINE_CUDA
     .softmax = {cuda::softmax, cuda::rows_workspace},
     .softmax_backward = {cuda::softmax_backward, cuda::softmax_backward_workspace},
-    .logsumexp = {cuda::logsumexp, cuda::rows_workspace},
+    .logsumexp = {cuda::logsumexp, cuda::reduce_workspace},
     .logsumexp_backward = {cuda::logsumexp_backward, cuda::rows_workspace},
-    .cross_entropy = {cuda::cross_entropy, cuda::rows_workspace},
+    .cross_entropy = {cuda::cross_entropy, cuda::reduce_workspace},
     .cross_entropy_backward = {cuda::cross_entropy_backward, cuda::rows_workspace},
+    .topk_softmax = {cuda::topk_softmax, cuda::topk_workspace},
+    .topk_softmax_backward = {cuda::topk_softmax_backward, cuda::rows_workspace},
 #endif
 };
 
@@ -402,6 +405,8 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
   check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
+  check(!input.is_cuda() || input.size(dim) < 0xffffffff,
+        "input: on CUDA at most 2^32 - 2 elements along dim are accepted, got ", input.size(dim));
   check(k >= 0 && k <= input.size(dim), "k: must lie in [0, ", input.size(dim), "], the input's size along dim ", dim, "; got ",
         k);
   const std::vector<int64_t> sizes = with_size(sizes_of(input), dim, k);
@@ -412,7 +417,7 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
   problem.input = view_of(input, dim);
   problem.result = view_of<MutableView3>(probabilities, dim);
   problem.indices = view_of<View3<int64_t*>>(indices, dim);
-  run_on_cpu(cpu::kernels().rows.topk_softmax, problem, input);
+  run(cpu::kernels().rows.topk_softmax, kCudaRows.topk_softmax, problem, input);
   return {probabilities, indices};
 }
 
@@ -440,7 +445,7 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
   problem.indices = view_of<View3<int64_t*>>(indices, dim);
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
   problem.bad_row = &bad_row;
-  run_on_cpu(cpu::kernels().rows.topk_softmax_backward, problem, input);
+  run(cpu::kernels().rows.topk_softmax_backward, kCudaRows.topk_softmax_backward, problem, input);
   check(bad_row < 0, "indices: row ", bad_row, " has one out of bounds; accepted are 0 to ", problem.classes - 1);
   return grad_input;
 }
@@ -473,5 +478,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
   m.impl("scale_", TORCH_BOX(&scale_in_place));
+  m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
+  m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
 }
 #endif

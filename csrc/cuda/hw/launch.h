@@ -40,10 +40,12 @@ inline int largest_cluster() {
   return major < 9 ? 1 : major < 12 ? 16 : 8;
 }
 
-// Queues kernel(problem) in clusters of `cluster` blocks, of which `blocks` is a multiple.
+// Queues kernel(problem) with dynamic shared memory, in clusters of `cluster` blocks, of which `blocks` is a multiple.
 template <class Problem>
-void launch_clusters(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, unsigned cluster,
-                     cudaStream_t stream) {
+void launch_shared(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, unsigned shared_bytes,
+                   unsigned cluster, cudaStream_t stream) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
   if (cluster > 8)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
   cudaLaunchAttribute attribute{};
@@ -53,9 +55,10 @@ void launch_clusters(void (*kernel)(Problem), const Problem& problem, unsigned b
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = cluster > 1 ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
 }
 

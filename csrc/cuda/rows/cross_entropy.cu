@@ -33,7 +33,7 @@ __device__ __forceinline__ int64_t class_of(const RowProblem& problem, const Row
 }
 
 // Writes what is known of a row at its end. `settled`: see there.
-__device__ __forceinline__ void finish(const RowProblem& problem, int64_t row, float loss, float weight, RowState settled) {
+__device__ __forceinline__ void write_row(const RowProblem& problem, int64_t row, float loss, float weight, RowState settled) {
   static_cast<float*>(problem.loss)[row] = loss;
   static_cast<float*>(problem.row_weight)[row] = weight;
   static_cast<float*>(problem.lse)[row] = settled.lse();
@@ -49,7 +49,7 @@ __device__ __forceinline__ void finish_indices(const RowProblem& problem, int64_
     loss = classes.keep * (weight * -state.log_probability(score));
     if (classes.spread != 0) loss += classes.spread * smooth;
   }
-  finish(problem, row, loss, weight, settled);
+  write_row(problem, row, loss, weight, settled);
 }
 
 // -log p_c of a row.
@@ -59,13 +59,10 @@ struct Surprise {
   __device__ __forceinline__ float operator()(float x) const { return log_sum - (x - max); }
 };
 
-struct NoExtra {
-  __device__ __forceinline__ float operator()(int64_t, float) const { return 0.0f; }
-};
-
 template <bool kSmooth>
 struct Indices {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = true, kSumsAgain = kSmooth;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
@@ -73,9 +70,9 @@ struct Indices {
   }
   template <class Result, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
+    const int64_t target = class_of(problem, rows.place);  // before the row: it would have to wait behind it
     auto row = rows.read(problem.input);
-    const int64_t target = class_of(problem, row.place());
-    const float score = row.leads() && target != kIgnored ? row[target] : 0.0f;
+    row.keep(target);
     const RowState state = row.state();
     float smooth = 0;
     if constexpr (kSmooth) {
@@ -84,17 +81,28 @@ struct Indices {
       const auto term = [&](int64_t c, float x) { return classes.weight_of(c) * surprise(x); };
       if constexpr (Rows::kSplit) {
         row.leave_sum(row, problem.outer * problem.inner * row.pieces(), [&](int64_t c, float x, float) { return term(c, x); });
-        return;  // finish_kernel does the rest
+        return;
+      } else {
+        smooth = row.sum(term);
       }
-      smooth = row.sum(term);
     }
     const RowState end = settled(row, state);
-    if (row.leads()) finish_indices(problem, row.place().number, target, score, state, end, smooth);
+    if (row.leads()) {
+      const float score = target == kIgnored ? 0.0f : row.kept(target);
+      finish_indices(problem, row.place().number, target, score, state, end, smooth);
+    }
+  }
+  template <class T>
+  __device__ static void finish(const RowProblem& problem, const RowPlace& place, const Whole& whole, float sum) {
+    const int64_t target = class_of(problem, place);
+    const float score = target == kIgnored ? 0.0f : row_of<const T>(problem.input, place)[target];
+    finish_indices(problem, place.number, target, score, whole.state, whole.settled(), sum);
   }
 };
 
 struct Probabilities {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = true, kSumsAgain = true;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
@@ -113,33 +121,14 @@ struct Probabilities {
     } else {
       const float loss = row.sum(term);
       const RowState end = settled(row, state);
-      if (row.leads()) finish(problem, row.place().number, loss, 1, end);
+      if (row.leads()) write_row(problem, row.place().number, loss, 1, end);
     }
   }
-};
-
-// A warp a split row whose loss is a sum over its pieces.
-template <class T>
-__global__ void finish_kernel(const __grid_constant__ RowProblem problem) {
-  const int64_t rows = problem.outer * problem.inner;
-  const int64_t number = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
-  if (number >= rows) return;
-  const int64_t pieces = Pieces::of(problem.classes, Type<T>{}).count;
-  const Partial* partials = static_cast<const Partial*>(problem.workspace);
-  const Whole whole = merge_pieces(partials + number * pieces, pieces);
-  const float sum = merge_pieces(partials + (rows + number) * pieces, pieces).extra;
-  if (threadIdx.x % kWarp != 0) return;
-  RowState end = whole.state;
-  if (end.max == INFINITY && whole.nan == 0) end.sum = 1;
-  if (problem.target == nullptr) {
-    finish(problem, number, sum, 1, end);
-    return;
+  template <class T>
+  __device__ static void finish(const RowProblem& problem, const RowPlace& place, const Whole& whole, float sum) {
+    write_row(problem, place.number, sum, 1, whole.settled());
   }
-  const RowPlace place{number / problem.inner, number % problem.inner, number, true};
-  const int64_t target = class_of(problem, place);
-  const float score = target == kIgnored ? 0.0f : row_of<const T>(problem.input, place)[target];
-  finish_indices(problem, number, target, score, whole.state, end, sum);
-}
+};
 
 __device__ __forceinline__ float of_row(const void* numbers, const RowPlace& place) {
   return numbers == nullptr || !place.exists ? 0.0f : static_cast<const float*>(numbers)[place.number];
@@ -148,6 +137,7 @@ __device__ __forceinline__ float of_row(const void* numbers, const RowPlace& pla
 template <bool kSmooth>
 struct IndicesBackward {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = false, kSumsAgain = false;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   __device__ static bool weights_matter(const RowProblem& problem) { return kSmooth && problem.weight != nullptr; }
   template <class Rows>
@@ -161,17 +151,18 @@ struct IndicesBackward {
   }
   template <class T, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
-    auto row = rows.read(problem.input);
-    const RowPlace place = row.place();
+    const RowPlace place = rows.place;
     const Classes classes(problem);
+    // Before the row: these would have to wait behind it.
     const int64_t target = class_of(problem, place);
+    const float grad_lse = of_row(problem.grad_lse, place);
+    const float grad_loss = target == kIgnored ? 0.0f : of_row(problem.grad_loss, place);
+    auto row = rows.read(problem.input);
     const RowState state = row.state();
+    float scale = grad_lse, direct = 0, spread = 0;
     float weight_sum = static_cast<float>(problem.classes);
     if (weights_matter(problem)) weight_sum = row.sum([&](int64_t c, float) { return classes.weight_of(c); });
-
-    float scale = of_row(problem.grad_lse, place), direct = 0, spread = 0;
     if (target != kIgnored) {
-      const float grad_loss = of_row(problem.grad_loss, place);
       direct = grad_loss * (classes.keep * classes.weight_of(target));
       scale += direct;
       if (kSmooth) {
@@ -197,6 +188,7 @@ struct IndicesBackward {
 
 struct ProbabilitiesBackward {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = false, kSumsAgain = false;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   template <class T>
   struct Share {
@@ -231,26 +223,21 @@ struct ProbabilitiesBackward {
 };
 
 template <template <bool> class OfIndices, class OfProbabilities, class T>
-Ran launch(const RowProblem& problem, bool together, cudaStream_t stream, const char* name) {
-  if (problem.target == nullptr) return launch_rows<OfProbabilities, T, T>(problem, together, stream, name);
-  return problem.label_smoothing == 0 ? launch_rows<OfIndices<false>, T, T>(problem, together, stream, name)
-                                      : launch_rows<OfIndices<true>, T, T>(problem, together, stream, name);
+void launch(const RowProblem& problem, bool together, cudaStream_t stream, const char* name) {
+  if (problem.target == nullptr)
+    launch_rows<OfProbabilities, T, T>(problem, together, stream, name);
+  else if (problem.label_smoothing == 0)
+    launch_rows<OfIndices<false>, T, T>(problem, together, stream, name);
+  else
+    launch_rows<OfIndices<true>, T, T>(problem, together, stream, name);
 }
 
 }  // namespace
 
 void cross_entropy(const RowProblem& problem, CUstream_st* stream) {
-  const int64_t rows = problem.outer * problem.inner;
-  if (rows == 0) return;  // but rows of no classes have a loss
-  const char* name = "cross_entropy";
-  visit_type(problem, name, [&]<class T>(Type<T>) {
-    const Ran ran =
-        launch<Indices, Probabilities, T>(problem, classes_together(problem, {problem.input.stride[1]}), stream, name);
-    if (ran == Ran::kSplit && (problem.target == nullptr || problem.label_smoothing != 0)) {
-      constexpr int kThreads = 128, kRows = kThreads / kWarp;
-      finish_kernel<T><<<static_cast<unsigned>((rows + kRows - 1) / kRows), kThreads, 0, stream>>>(problem);
-      check_launch(name);
-    }
+  if (problem.outer == 0 || problem.inner == 0) return;  // but rows of no classes have a loss
+  visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
+    launch<Indices, Probabilities, T>(problem, classes_together(problem, {problem.input.stride[1]}), stream, "cross_entropy");
   });
 }
 

@@ -1,9 +1,13 @@
 // From a problem to the kernel that suits its rows. An operator is a struct with
 //   kTensors               how many tensors it reads whole rows of
-//   first(problem)         one of them
+//   kReduces               whether it writes but numbers of a row: then nothing of a long row is held
+//   first(problem)         one of the tensors
 //   run<R>(problem, rows)  its work on a row, of which rows.read(view) gets a tensor's; R is the element type of results
 //   part(problem, rows)    of a split row: what the first kernel leaves for run
-// and the same code serves rows that are held, strided and split.
+// and if it reduces, of split rows, which run only serves if
+//   kSumsAgain             their sum needs the row's state: run leaves it for
+//   finish<T>(problem, place, whole, sum)   which gets a row's parts merged
+// The same code serves rows that are held, strided and split.
 #pragma once
 
 #include <initializer_list>
@@ -76,8 +80,8 @@ struct HeldRows {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowPlace place;
-  __device__ __forceinline__ auto read(const ConstView3& view, uint4 filler = lowest_vector<T>()) const {
-    return HeldRow<Team, kVectors, T>(problem, view, place, filler);
+  __device__ __forceinline__ auto read(const ConstView3& view, uint4 filler = lowest_vector<T>(), int slot = 0) const {
+    return HeldRow<Team, kVectors, T>(problem, view, place, filler, slot);
   }
 };
 template <class Team, class T>
@@ -85,7 +89,7 @@ struct StridedRows {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowPlace place;
-  __device__ __forceinline__ auto read(const ConstView3& view, uint4 = {}) const {
+  __device__ __forceinline__ auto read(const ConstView3& view, uint4 = {}, int = 0) const {
     return StridedRow<Team, T>(problem, view, place);
   }
 };
@@ -93,7 +97,8 @@ template <class T>
 struct SplitRows {
   static constexpr bool kSplit = true;
   const RowProblem& problem;
-  __device__ __forceinline__ auto read(const ConstView3& view, uint4 = {}) const { return SplitRow<T>(problem, view); }
+  RowPlace place;
+  __device__ __forceinline__ auto read(const ConstView3& view, uint4 = {}, int = 0) const { return SplitRow<T>(problem, view); }
 };
 
 template <class Op, class Team, int kVectors, class T, class R>
@@ -109,44 +114,61 @@ __global__ void __launch_bounds__(Team::kThreads) strided_kernel(const __grid_co
 }
 
 template <class Op, class T>
-__global__ void __launch_bounds__(SplitTeam::kThreads, 2) part_kernel(const __grid_constant__ RowProblem problem) {
-  Op::part(problem, SplitRows<T>{problem});
+__global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) part_kernel(const __grid_constant__ RowProblem problem) {
+  Op::part(problem, SplitRows<T>{problem, split_place(problem, Pieces::of(problem.classes, Type<T>{}))});
 }
 
 template <class Op, class T, class R>
-__global__ void __launch_bounds__(SplitTeam::kThreads, 2) split_kernel(const __grid_constant__ RowProblem problem) {
-  Op::template run<R>(problem, SplitRows<T>{problem});
+__global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) split_kernel(const __grid_constant__ RowProblem problem) {
+  Op::template run<R>(problem, SplitRows<T>{problem, split_place(problem, Pieces::of(problem.classes, Type<T>{}))});
 }
 
-enum class Ran { kHeld, kSplit, kStrided };
+constexpr int kFinishThreads = 128;
+
+// A warp a row.
+template <class Op, class T>
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ RowProblem problem) {
+  const int64_t rows = problem.outer * problem.inner;
+  const int64_t number = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarp;
+  if (number >= rows) return;
+  const int64_t pieces = Pieces::of(problem.classes, Type<T>{}).count;
+  const Partial* partials = static_cast<const Partial*>(problem.workspace);
+  const Whole whole = merge_pieces(partials + number * pieces, pieces);
+  const float sum = Op::kSumsAgain ? merge_pieces(partials + (rows + number) * pieces, pieces).extra : 0.0f;
+  if (threadIdx.x % kWarp == 0)
+    Op::template finish<T>(problem, RowPlace{number / problem.inner, number % problem.inner, number, true}, whole, sum);
+}
 
 // Queues an operator's kernels. `classes_together`: in every tensor of the problem a row's classes lie side by side.
 template <class Op, class T, class R>
-Ran launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t stream, const char* name) {
-  const int64_t vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>;
+void launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t stream, const char* name) {
+  const int64_t vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>, rows = problem.outer * problem.inner;
   if (classes_together) {
     bool held = false;
-    visit_held<Op::kTensors>(vectors, [&]<class Team, int kVectors>(int cluster) {
+    visit_held<Op::kTensors, Op::kReduces>(vectors, [&]<class Team, int kVectors>(int cluster) {
       held = launch_held<Team>(held_kernel<Op, Team, kVectors, T, R>, problem, cluster, stream);
     });
-    if (held) {
-      check_launch(name);
-      return Ran::kHeld;
-    }
+    if (held) return check_launch(name);
     if (problem.workspace != nullptr) {
-      const auto blocks = static_cast<unsigned>(problem.outer * problem.inner * Pieces::of(problem.classes, Type<T>{}).count);
+      const auto blocks = static_cast<unsigned>(rows * Pieces::of(problem.classes, Type<T>{}).count);
       part_kernel<Op, T><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
       check_launch(name);
-      split_kernel<Op, T, R><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
-      check_launch(name);
-      return Ran::kSplit;
+      if constexpr (!Op::kReduces || Op::kSumsAgain) {
+        split_kernel<Op, T, R><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
+        check_launch(name);
+      }
+      if constexpr (Op::kReduces) {
+        constexpr int kRows = kFinishThreads / kWarp;
+        finish_kernel<Op, T><<<static_cast<unsigned>((rows + kRows - 1) / kRows), kFinishThreads, 0, stream>>>(problem);
+        check_launch(name);
+      }
+      return;
     }
   }
   visit_strided(problem, Op::first(problem), [&]<class Team>(Team) {
     strided_kernel<Op, Team, T, R><<<strided_blocks<Team>(problem), Team::kThreads, 0, stream>>>(problem);
   });
   check_launch(name);
-  return Ran::kStrided;
 }
 
 }  // namespace flash_online::cuda

@@ -1,20 +1,24 @@
-// Rows whose classes lie side by side, held in registers: read once, in vectors of 16 bytes. A few lanes of a warp have a short
-// row, a block or a cluster of blocks a long one. Which thread has which class depends on the row's length alone, not on where
-// the row starts: a row that starts off a multiple of 16 bytes is read as aligned vectors and shifted.
+// Rows whose classes lie side by side, held on the chip: read once, in vectors of 16 bytes. A few lanes of a warp have a short
+// row, a block a longer one, in registers; blocks that hold theirs in shared memory, alone or as a cluster, the longest. Which
+// thread has which class depends on the row's length alone, not on where the row starts: a row that starts off a multiple of 16
+// bytes is read as aligned vectors and shifted.
 #pragma once
 
+#include "../hw/async_copy.cuh"
 #include "row_reduce.cuh"
 
 namespace flash_online::cuda {
 
-// The threads of a row: kLanes in a block of kThreads, in each block of a cluster if kCluster (then the block has one row).
-// Results of several merges of a kernel are kept apart in shared memory by kSlot, so that each costs one barrier.
-template <int kLanes_, int kThreads_, bool kCluster_>
+// The threads of a row: kLanes in a block of kThreads, in each block of a cluster if kCluster (then the block has one row),
+// which keep it in shared memory if kShared. Results of several merges of a kernel are kept apart in shared memory by kSlot, so
+// that each costs one barrier; slot 0 comes first.
+template <int kLanes_, int kThreads_, bool kShared_ = false, bool kCluster_ = false>
 struct HeldTeam {
   static constexpr int kLanes = kLanes_, kThreads = kThreads_, kRows = kThreads / kLanes;
-  static constexpr bool kCluster = kCluster_;
-  static constexpr int kBlocks = 1024 / kThreads;  // to be resident on a multiprocessor: 64 registers a thread
-  static_assert(!kCluster || kRows == 1);
+  static constexpr bool kShared = kShared_, kCluster = kCluster_;
+  // To be resident on a multiprocessor: 64 registers a thread, or 64 KiB of shared memory a block.
+  static constexpr int kBlocks = kShared ? 3 : 1024 / kThreads;
+  static_assert(kRows == 1 || kLanes <= kWarp);
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kLanes; }
   __device__ __forceinline__ static int rank() { return kCluster ? cluster_rank() : 0; }
@@ -22,9 +26,12 @@ struct HeldTeam {
   __device__ __forceinline__ static int lane() { return rank() * kLanes + threadIdx.x % kLanes; }
   __device__ __forceinline__ static int lanes() { return kLanes * blocks(); }
 
-  // To be called first, by all threads.
+  // To be called by all threads: first; and before anything is written into another block.
   __device__ __forceinline__ static void begin() {
     if constexpr (kCluster) cluster_arrive();
+  }
+  __device__ __forceinline__ static void others_have_begun() {
+    if constexpr (kCluster) cluster_wait();
   }
 
   // Joins what the lanes of each warp agree on (short rows: have agreed on, there is nothing left to do).
@@ -37,7 +44,6 @@ struct HeldTeam {
       __shared__ SharedStates<State, kWarps*(kCluster ? kLargestCluster : 1)> partial;
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
       if constexpr (kCluster) {
-        if constexpr (kSlot == 0) cluster_wait();  // the others have begun
         if (lane < blocks()) *in_block(&partial[rank() * kWarps + warp], lane) = state;
         cluster_arrive();
         cluster_wait();
@@ -50,6 +56,29 @@ struct HeldTeam {
         return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
       }
     }
+  }
+
+  // A number that one thread of the row hands to the leading one: give() before a merge, by all threads, of which at most one
+  // `has` it; taken() after the merge, by the leader.
+  __device__ __forceinline__ static float give(bool has, float x, int from_lane) {
+    if constexpr (kLanes <= kWarp) {
+      return __shfl_sync(lanes_mask<kLanes>(), x, from_lane, kLanes);
+    } else {
+      if (has) *in_block(given(), 0) = x;
+      return 0;
+    }
+  }
+  __device__ __forceinline__ static float taken(float kept) {
+    if constexpr (kLanes <= kWarp)
+      return kept;
+    else
+      return *given();
+  }
+
+ private:
+  __device__ __forceinline__ static float* given() {
+    __shared__ float number;
+    return &number;
   }
 };
 
@@ -118,29 +147,75 @@ __device__ __forceinline__ void store_vector(Result* row, int c, int classes, co
   }
 }
 
+// `slot`: which of the rows that a team holds at once.
 template <class Team, int kVectors, class T>
 class HeldRow {
  public:
   static constexpr int kElements = kPerVector<T>;
 
-  __device__ __forceinline__ HeldRow(const RowProblem& problem, const ConstView3& view, const RowPlace& place,
-                                     uint4 filler = lowest_vector<T>())
+  __device__ __forceinline__ HeldRow(const RowProblem& problem, const ConstView3& view, const RowPlace& place, uint4 filler,
+                                     int slot)
       : row_(row_of<const T>(view, place).data), place_(place), classes_(place.exists ? static_cast<int>(problem.classes) : 0) {
-    load_row<T>(v_, row_, Team::lane(), Team::lanes(), classes_, filler);
+    if constexpr (!Team::kShared) {
+      load_row<T>(v_, row_, Team::lane(), Team::lanes(), classes_, filler);
+    } else {
+      extern __shared__ uint4 all_shared[];
+      shared_ = all_shared + slot * kVectors * Team::kThreads + threadIdx.x;
+      if (misalignment(row_) == 0) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const int c = class_of(i);
+          uint4* to = shared_ + i * Team::kThreads;
+          if (c + kElements <= classes_)
+            copy_async(to, row_ + c);
+          else
+            *to = c < classes_ ? first_elements<T>(load_streaming(row_ + c), classes_ - c, filler) : filler;
+        }
+      } else {
+        constexpr int kAtOnce = kVectors < 4 ? kVectors : 4;
+#pragma unroll
+        for (int i = 0; i < kVectors; i += kAtOnce) {
+          uint4 v[kAtOnce];
+          load_row<T>(v, row_, Team::lane() + i * Team::lanes(), Team::lanes(), classes_, filler);
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) shared_[(i + j) * Team::kThreads] = v[j];
+        }
+      }
+      commit_copies();
+    }
+    if (slot == 0) Team::others_have_begun();
   }
+
+  // Before state(): the element of a class, or of none if it is negative, is handed to the leading thread, for kept().
+  __device__ __forceinline__ void keep(int64_t c) {
+    wait();
+    const int vector = c < 0 ? -1 : static_cast<int>(c) / kElements, element = static_cast<int>(c) % kElements;
+    uint4 found{};
+    bool has = false;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (Team::lane() + i * Team::lanes() == vector) has = true, found = held(i);
+    float x[kElements], one = 0;
+    unpack<T>(found, x);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) one = e == element ? x[e] : one;
+    kept_ = Team::give(has, one, vector < 0 ? 0 : vector % Team::kLanes);
+  }
+  __device__ __forceinline__ float kept(int64_t) const { return Team::taken(kept_); }
 
   __device__ __forceinline__ RowState state() {
     constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
+    wait();
     float max = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) max = fmaxf(max, max_of<T>(v_[i]));
+    for (int i = 0; i < kVectors; ++i) max = fmaxf(max, max_of<T>(held(i)));
     RowState state;
     state.raise(lanes_max<kLanes>(max));
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float x[kElements], part = 0;
-      unpack<T>(v_[i], x);
+      unpack<T>(held(i), x);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
       sum += part;
@@ -167,6 +242,7 @@ class HeldRow {
   template <int kSlot = 1, class F>
   __device__ __forceinline__ float sum_with(const HeldRow& other, const F& f) const {
     constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
+    wait();
     float sum = 0;
     each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
       float part = 0;
@@ -188,7 +264,6 @@ class HeldRow {
     });
   }
 
-  __device__ __forceinline__ float operator[](int64_t c) const { return widen(row_[c]); }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ bool leads() const { return place_.exists && Team::lane() == 0; }
   __device__ __forceinline__ float count_nan() const {
@@ -197,28 +272,39 @@ class HeldRow {
   __device__ __forceinline__ bool together(bool reason) const { return reason; }
 
  private:
+  __device__ __forceinline__ static int class_of(int i) { return (Team::lane() + i * Team::lanes()) * kElements; }
+  __device__ __forceinline__ static void wait() {
+    if constexpr (Team::kShared) wait_for_copies();  // a thread reads what it copied itself: no barrier
+  }
+  __device__ __forceinline__ uint4 held(int i) const {
+    if constexpr (Team::kShared)
+      return shared_[i * Team::kThreads];
+    else
+      return v_[i];
+  }
   template <class F>
   __device__ __forceinline__ void each_with(const HeldRow& other, const F& f) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int c = (Team::lane() + i * Team::lanes()) * kElements;
+      const int c = class_of(i);
       if (c >= classes_) continue;
       float x[kElements], y[kElements];
-      unpack<T>(anew(v_[i]), x);
-      unpack<T>(other.v_[i], y);
+      unpack<T>(anew(held(i)), x);
+      unpack<T>(other.held(i), y);
       f(c, x, y);
     }
   }
-
   // The vector, in a way that the compiler does not see: what state() unpacked is unpacked again, and does not stay in
   // registers meanwhile, of which 16-bit elements need twice as many unpacked.
   __device__ __forceinline__ uint4 anew(const uint4& v) const {
-    if constexpr (sizeof(T) == sizeof(float)) return v;
+    if constexpr (Team::kShared || sizeof(T) == sizeof(float)) return v;
     return {v.x ^ zero_, v.y ^ zero_, v.z ^ zero_, v.w ^ zero_};
   }
 
-  uint4 v_[kVectors];
+  uint4 v_[Team::kShared ? 1 : kVectors];
+  uint4* shared_ = nullptr;
   unsigned zero_ = 0;
+  float kept_ = 0;
   const T* row_;
   RowPlace place_;
   int classes_;
@@ -227,39 +313,43 @@ class HeldRow {
 // ---- which team
 // ----------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kBlockVectors = 4096;  // that a block of a cluster holds
+constexpr int64_t kMostInRegisters = 2048, kBlockVectors = 4096;  // vectors of a row, all its tensors counted: the most that a
+                                                                  // block holds, in registers and in shared memory
 
 // How many vectors of a row can be held at most, all its tensors counted.
-inline int64_t most_held_vectors() { return kBlockVectors * largest_cluster(); }
+inline int64_t most_held_vectors(bool reduces) { return reduces ? kMostInRegisters : kBlockVectors * largest_cluster(); }
 
 // Calls f.operator()<Team, vectors>(blocks a row) with the team that holds rows of so many vectors of each of kTensors tensors;
-// false if none does. The length alone decides, so that a row's result does not depend on how many rows there are.
-template <int kTensors, class F>
+// false if none does, or the kernel is better off with split rows since it only reduces. The length alone decides, so that a
+// row's result does not depend on how many rows there are.
+template <int kTensors, bool kReduces, class F>
 bool visit_held(int64_t vectors, const F& f) {
   const int64_t all = vectors * kTensors;
   if (all <= 16)
-    f.template operator()<HeldTeam<8, 128, false>, 2 / kTensors>(1);
+    f.template operator()<HeldTeam<8, 128>, 2 / kTensors>(1);
   else if (all <= 32)
-    f.template operator()<HeldTeam<8, 128, false>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<8, 128>, 4 / kTensors>(1);
   else if (all <= 64)
-    f.template operator()<HeldTeam<16, 128, false>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<16, 128>, 4 / kTensors>(1);
   else if (all <= 128)
-    f.template operator()<HeldTeam<32, 128, false>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<32, 128>, 4 / kTensors>(1);
   else if (all <= 256)
-    f.template operator()<HeldTeam<32, 128, false>, 8 / kTensors>(1);
+    f.template operator()<HeldTeam<64, 64>, 4 / kTensors>(1);
   else if (all <= 512)
-    f.template operator()<HeldTeam<128, 128, false>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<128, 128>, 4 / kTensors>(1);
   else if (all <= 1024)
-    f.template operator()<HeldTeam<128, 128, false>, 8 / kTensors>(1);
-  else if (all <= 2048)
-    f.template operator()<HeldTeam<256, 256, false>, 8 / kTensors>(1);
-  else if (all <= kBlockVectors)
-    f.template operator()<HeldTeam<512, 512, false>, 8 / kTensors>(1);
-  else {
-    if (all > most_held_vectors()) return false;
-    int cluster = 2;
+    f.template operator()<HeldTeam<256, 256>, 4 / kTensors>(1);
+  else if (all <= kMostInRegisters)
+    f.template operator()<HeldTeam<512, 512>, 4 / kTensors>(1);
+  else if (all > most_held_vectors(kReduces))
+    return false;
+  else if constexpr (!kReduces) {
+    int cluster = 1;
     while (all > cluster * kBlockVectors) cluster *= 2;
-    f.template operator()<HeldTeam<512, 512, true>, 8 / kTensors>(cluster);
+    if (cluster == 1)
+      f.template operator()<HeldTeam<512, 512, true>, 8 / kTensors>(1);
+    else
+      f.template operator()<HeldTeam<512, 512, true, true>, 8 / kTensors>(cluster);
   }
   return true;
 }
@@ -269,8 +359,9 @@ template <class Team>
 bool launch_held(void (*kernel)(RowProblem), const RowProblem& problem, int cluster, cudaStream_t stream) {
   const int64_t blocks = (problem.outer * problem.inner + Team::kRows - 1) / Team::kRows * cluster;
   if (blocks > 0x7fffffff) return false;
-  if (Team::kCluster)
-    launch_clusters(kernel, problem, static_cast<unsigned>(blocks), Team::kThreads, cluster, stream);
+  constexpr unsigned kSharedBytes = Team::kShared ? kBlockVectors * kVectorBytes : 0;
+  if (Team::kShared)
+    launch_shared(kernel, problem, static_cast<unsigned>(blocks), Team::kThreads, kSharedBytes, cluster, stream);
   else
     kernel<<<static_cast<unsigned>(blocks), Team::kThreads, 0, stream>>>(problem);
   return true;

@@ -206,6 +206,10 @@ class StridedRow {
   __device__ __forceinline__ StridedRow(const RowProblem& problem, const ConstView3& view, const RowPlace& place)
       : row_(row_of<const T>(view, place)), place_(place), classes_(place.exists ? problem.classes : 0) {}
 
+  // Before state(): names a class, or none if it is negative, whose element the leading thread gets from kept().
+  __device__ __forceinline__ void keep(int64_t) const {}
+  __device__ __forceinline__ float kept(int64_t c) const { return row_[c]; }
+
   // The maximum and the sum of the whole row, for all of its threads.
   __device__ __forceinline__ RowState state() const {
     constexpr int kUnroll = 4;  // classes that a thread reads before it raises its maximum
@@ -253,7 +257,6 @@ class StridedRow {
     write<Result>(view, [&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
 
-  __device__ __forceinline__ float operator[](int64_t c) const { return row_[c]; }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ bool leads() const { return place_.exists && Team::first() == 0; }
   __device__ __forceinline__ float count_nan() const {

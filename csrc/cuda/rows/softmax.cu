@@ -8,10 +8,11 @@ namespace {
 
 struct Softmax {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = false, kSumsAgain = false;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
-    rows.read(problem.input).leave_part([](int64_t, float) { return 0.0f; });
+    rows.read(problem.input).leave_part(NoExtra{});
   }
   template <class Result, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
@@ -30,6 +31,7 @@ struct Softmax {
 // With s = sum(grad * y), grad_input = (grad - s) y; of the logarithm, with s = sum(grad), grad - s exp(y).
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;
+  static constexpr bool kReduces = false, kSumsAgain = false;
   static const ConstView3& first(const RowProblem& problem) { return problem.grad; }
   struct Term {
     bool log;
@@ -42,7 +44,7 @@ struct SoftmaxBackward {
   template <class Input, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
     const auto grad = rows.read(problem.grad, uint4{});
-    const auto output = rows.read(problem.output, uint4{});
+    const auto output = rows.read(problem.output, uint4{}, 1);
     const float sum = grad.template sum_with<0>(output, Term{problem.log});
     if (problem.log)
       grad.template write_with<Input>(output, problem.grad_input,
@@ -54,10 +56,11 @@ struct SoftmaxBackward {
 
 struct LogSumExp {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = true, kSumsAgain = false;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
-    rows.read(problem.input).leave_part([](int64_t, float) { return 0.0f; });
+    rows.read(problem.input).leave_part(NoExtra{});
   }
   template <class Result, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
@@ -65,14 +68,19 @@ struct LogSumExp {
     const RowState state = settled(row, row.state());
     if (row.leads()) static_cast<float*>(problem.lse)[row.place().number] = state.lse();
   }
+  template <class T>
+  __device__ static void finish(const RowProblem& problem, const RowPlace& place, const Whole& whole, float) {
+    static_cast<float*>(problem.lse)[place.number] = whole.settled().lse();
+  }
 };
 
 struct LogSumExpBackward {
   static constexpr int kTensors = 1;
+  static constexpr bool kReduces = false, kSumsAgain = false;
   static const ConstView3& first(const RowProblem& problem) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
-    rows.read(problem.input).leave_part([](int64_t, float) { return 0.0f; });
+    rows.read(problem.input).leave_part(NoExtra{});
   }
   template <class Result, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
@@ -85,9 +93,9 @@ struct LogSumExpBackward {
 };
 
 // Bytes for rows that are too long to be held, of so many tensors of a dtype.
-int64_t workspace_for(const RowProblem& problem, DType dtype, int tensors) {
+int64_t workspace_for(const RowProblem& problem, DType dtype, int tensors, bool reduces) {
   const int64_t elements = kVectorBytes / size_of(dtype);
-  if ((problem.classes + elements - 1) / elements * tensors <= most_held_vectors()) return 0;
+  if ((problem.classes + elements - 1) / elements * tensors <= most_held_vectors(reduces)) return 0;
   const Pieces pieces =
       dtype == DType::kFloat32 ? Pieces::of(problem.classes, Type<float>{}) : Pieces::of(problem.classes, Type<__half>{});
   return split_workspace(problem.outer * problem.inner, pieces.count);
@@ -126,7 +134,8 @@ void logsumexp_backward(const RowProblem& problem, CUstream_st* stream) {
              [&]<class T>(Type<T>) { launch_rows<LogSumExpBackward, T, T>(problem, together, stream, "logsumexp_backward"); });
 }
 
-int64_t rows_workspace(const RowProblem& problem) { return workspace_for(problem, problem.dtype, 1); }
-int64_t softmax_backward_workspace(const RowProblem& problem) { return workspace_for(problem, problem.result_dtype, 2); }
+int64_t rows_workspace(const RowProblem& problem) { return workspace_for(problem, problem.dtype, 1, false); }
+int64_t reduce_workspace(const RowProblem& problem) { return workspace_for(problem, problem.dtype, 1, true); }
+int64_t softmax_backward_workspace(const RowProblem& problem) { return workspace_for(problem, problem.result_dtype, 2, false); }
 
 }  // namespace flash_online::cuda

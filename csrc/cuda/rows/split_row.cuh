@@ -10,10 +10,16 @@ namespace flash_online::cuda {
 struct alignas(16) Partial {
   float max, sum;  // of a RowState
   float extra;     // another sum, of the kernel's own
-  float nan;       // how many elements are NaN
+  float nan;       // how many elements are NaN, or just not 0
 };
 
-struct SplitTeam : HeldTeam<512, 512, false> {};
+// For kernels that sum up nothing of their own.
+struct NoExtra {
+  __device__ __forceinline__ float operator()(int64_t, float) const { return 0.0f; }
+};
+
+struct SplitTeam : HeldTeam<256, 256> {};
+constexpr int kSplitBlocks = 5;        // to be resident on a multiprocessor: 48 registers a thread
 constexpr int kSplitVectors = 4;       // of a thread at a time
 constexpr int64_t kMostPieces = 256;
 
@@ -44,6 +50,10 @@ __device__ __forceinline__ RowPlace split_place(const RowProblem& problem, const
 struct Whole {
   RowState state;
   float extra, nan;
+  // What settled() gives for other rows.
+  __device__ __forceinline__ RowState settled() const {
+    return state.max == INFINITY && nan == 0 ? RowState{state.max, 1} : state;
+  }
 };
 __device__ __forceinline__ Whole merge_pieces(const Partial* partials, int64_t count) {
   Whole whole{};
@@ -72,9 +82,11 @@ class SplitRow {
         end_(begin_ + pieces_.classes < problem.classes ? begin_ + pieces_.classes : problem.classes),
         partials_(static_cast<Partial*>(problem.workspace)) {}
 
-  // The first kernel: leaves this piece's part of the row's state. extra(class, element) is summed up beside.
+  // The first kernel: leaves this piece's part of the row's state. extra(class, element) is summed up beside, unless it is
+  // NoExtra.
   template <class F>
   __device__ __forceinline__ void leave_part(const F& extra) const {
+    constexpr bool kExtra = !std::is_same_v<F, NoExtra>;
     RowState state;
     Sum more, nan;
     Compensation compensation, of_more;
@@ -87,23 +99,32 @@ class SplitRow {
       compensation.rescale(state.raise(max));
 #pragma unroll
       for (int i = 0; i < kSplitVectors; ++i) {
-        float x[kElements], part = 0, part_of_more = 0, nans = 0;
+        float x[kElements], part = 0, part_of_more = 0;
         unpack<T>(v[i], x);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-          const int64_t c = class_of(at, i) + e;
           part += state.weight(x[e]);
-          nans += x[e] != x[e] ? 1.0f : 0.0f;
-          if (c < end_) part_of_more += extra(c, x[e]);
+          if constexpr (kExtra) {
+            const int64_t c = class_of(at, i) + e;
+            if (c < end_) part_of_more += extra(c, x[e]);
+          }
         }
         compensation.add(state, part);
-        of_more.add(more, part_of_more);
-        nan.add(nans);
+        if constexpr (kExtra) of_more.add(more, part_of_more);
       }
     }
     state = SplitTeam::merge_warps<0>(merge_lanes<kWarp>(state));
-    more = SplitTeam::merge_warps<1>(merge_lanes<kWarp>(more));
-    nan = SplitTeam::merge_warps<2>(merge_lanes<kWarp>(nan));
+    if constexpr (kExtra) more = SplitTeam::merge_warps<1>(merge_lanes<kWarp>(more));
+    if (state.max == INFINITY) {  // rare: see settled()
+      each_with(*this, [&](int64_t c, const float (&x)[kElements], const float (&)[kElements]) {
+#pragma unroll
+        for (int e = 0; e < kElements; ++e)
+          if (c + e < end_ && x[e] != x[e]) nan.add(1);
+      });
+      nan = SplitTeam::merge_warps<2>(merge_lanes<kWarp>(nan));
+    } else if (state.sum != state.sum) {
+      nan.value = 1;
+    }
     if (threadIdx.x == 0) partials_[blockIdx.x] = {state.max, state.sum, more.value, nan.value};
   }
 
@@ -155,7 +176,8 @@ class SplitRow {
 
   __device__ __forceinline__ float count_nan() const { return whole().nan; }
   __device__ __forceinline__ bool together(bool reason) const { return reason; }
-  __device__ __forceinline__ float operator[](int64_t c) const { return widen(row_[c]); }
+  __device__ __forceinline__ void keep(int64_t) const {}
+  __device__ __forceinline__ float kept(int64_t c) const { return widen(row_[c]); }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ int64_t pieces() const { return pieces_.count; }
   __device__ __forceinline__ bool leads() const { return piece_ == 0 && threadIdx.x == 0; }
