@@ -59,9 +59,9 @@ def _wanted(tensors) -> list[bool]:
     return [t is not None and t.requires_grad for t in tensors]
 
 
-def _differentiably(ctx, results_of, grads):
+def _differentiably(ctx, saved, results_of, grads):
     """The gradients as functions of everything they depend on, for a backward pass that will be differentiated itself."""
-    *tensors, weight = ctx.saved_tensors[:5]
+    *tensors, weight = saved
     with torch.enable_grad():
         results = results_of(_logits_in_chunks(*tensors, weight, *ctx.options), tensors[3])
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
@@ -83,7 +83,7 @@ class _Rows(Function):
     @staticmethod
     def backward(ctx, grad_loss, grad_lse, _):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _differentiably(ctx, lambda rows, _: rows[:2], (grad_loss, grad_lse))
+            grads = _differentiably(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
         else:
             grads = _gradients(ctx.saved_tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None)
         return *grads, None, None, None
@@ -108,7 +108,8 @@ class _Reduced(Function):
 
     @staticmethod
     def backward(ctx, grad, grad_lse):
-        tensors, made = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        tensors, made = saved[:5], saved[5:]
         classes, (ignore_index, *_) = tensors[1].shape[0], ctx.options
         if torch.compiler.is_compiling():
             grads = tuple(None if m is None else _scaled(m, grad, False) for m in made)
@@ -117,7 +118,7 @@ class _Reduced(Function):
             def results_of(rows, target):
                 return reduce_rows(*rows, target, ignore_index, classes, ctx.reduction, ctx.z_loss), rows[1]
 
-            grads = _differentiably(ctx, results_of, (grad, grad_lse))
+            grads = _differentiably(ctx, tensors, results_of, (grad, grad_lse))
         elif grad_lse is not None:
             cotangents = _cotangents(
                 0.0 if grad is None else grad, classes, *tensors[3:], ctx.options, ctx.reduction, ctx.z_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_functional import compare
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import flash_online
 import flash_online.functional as F
@@ -536,6 +538,43 @@ def test_dynamic_shapes_compile_once():
         x, w, target = torch.randn(rows, 4), torch.randn(rows + 3, 4), torch.arange(rows)
         torch.testing.assert_close(loss(x, w, target), F.linear_cross_entropy(x, w, target))
     assert count == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor():
+    leaves = leaf(30, 8), leaf(11, 8)
+    target = torch.arange(30) % 11
+
+    def step(x, w):
+        return F.linear_cross_entropy(x * 2, w, target, label_smoothing=0.1) * 0.3
+
+    torch._dynamo.reset()
+    results = [f(*leaves) for f in (torch.compile(step, fullgraph=True), step)]
+    torch.testing.assert_close(*((loss, *torch.autograd.grad(loss, leaves)) for loss in results))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_checkpoints_and_saved_tensors_elsewhere(reduction):
+    """What the forward pass keeps may be made anew or lie in another memory until the backward pass."""
+    leaves, target = (leaf(30, 8), leaf(11, 8)), torch.arange(30) % 11
+
+    def step(x, w):
+        return F.linear_cross_entropy(x, w, target, reduction=reduction).sum() * 2
+
+    expected = torch.autograd.grad(step(*leaves), leaves)
+    torch.testing.assert_close(torch.autograd.grad(checkpoint(step, *leaves, use_reentrant=False), leaves), expected)
+    with torch.autograd.graph.save_on_cpu():
+        loss = step(*leaves)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected)
+
+
+def test_gradients_of_several_steps_add_up():
+    """.grad takes what the backward pass hands over, without a copy, and is nobody else's."""
+    x, w, target = leaf(30, 8), leaf(11, 8), torch.arange(30) % 11
+    for _ in range(3):
+        F.linear_cross_entropy(x, w, target).backward()
+    expected = torch.autograd.grad(F.linear_cross_entropy(x, w, target), (x, w))
+    torch.testing.assert_close([x.grad, w.grad], [3 * g for g in expected])
 
 
 @pytest.mark.parametrize("strict", [False, True])
