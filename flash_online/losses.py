@@ -29,10 +29,15 @@ class CrossEntropy:
     def save(ctx, inputs, outputs):
         input, target, weight, ctx.ignore_index, ctx.label_smoothing = inputs
         save_tensors(ctx, input, target, weight)
+        ctx.set_materialize_grads(False)  # mostly nothing comes back to lse, and nothing to row_weight
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse, _):
         input, target, weight = ctx.saved_tensors
+        if grad_loss is None:
+            if grad_lse is None:
+                return (None,) * 5
+            grad_loss = torch.zeros_like(grad_lse)
         grad_input, grad_target = _cross_entropy_backward(
             grad_loss, grad_lse, input, target, weight, ctx.ignore_index, ctx.label_smoothing, ctx.needs_input_grad[1]
         )
@@ -71,6 +76,7 @@ class CrossEntropyBackward:
     def backward(ctx, v, target_v):
         g, h, input, target, weight = ctx.saved_tensors
         row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        no_h, h = h is None, torch.zeros_like(g) if h is None else h
         v = v.to(row.p.dtype)
         mean = (row.p * v).sum(1)
         for_g, for_h = row.unless_ignored(row.total * mean - (row.a * v).sum(1)), mean
@@ -82,12 +88,13 @@ class CrossEntropyBackward:
             c = target_v.to(row.p.dtype) * row.scale
             for_g = for_g - (c * row.log_p).sum(1)
             for_input = for_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
-        return for_g, for_h, for_input.to(input.dtype), for_target, None, None, None, None
+        return for_g, None if no_h else for_h, for_input.to(input.dtype), for_target, None, None, None, None
 
     @staticmethod
     def jvp(ctx, g_u, h_u, u, target_u, *_):
         g, h, input, target, weight = ctx.saved_tensors
         row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        h = torch.zeros_like(g) if h is None else h
         along_input = torch.zeros_like(row.p)
         along_target = torch.zeros_like(row.p) if ctx.target_grad else None
         if g_u is not None:

@@ -55,6 +55,8 @@ struct RowProblem {
   // One element, -1 before the call: receives the number of the first row that has a target, or an index of the top k, out of
   // range. Nothing is read or written there; the caller reports it.
   int64_t* bad_row = nullptr;
+
+  void* workspace = nullptr;  // on CUDA: cuda::workspace_bytes(problem), aligned to 16 bytes
 };
 
 // How many elements of a tensor are worth a thread of their own.

@@ -17,6 +17,8 @@
 #ifdef FLASH_ONLINE_CUDA
 #include "../cuda/rows/rows.h"
 #include "cuda_stream.h"
+#else
+struct CUstream_st;
 #endif
 
 namespace flash_online::ops {
@@ -127,6 +129,49 @@ void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like)
   kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
 }
 
+// The CUDA kernels of a build that has them.
+using CudaRowKernel = void (*)(const RowProblem&, CUstream_st*);
+using CudaWorkspace = int64_t (*)(const RowProblem&);
+struct CudaRows {
+  struct Kernel {
+    CudaRowKernel run = nullptr;
+    CudaWorkspace workspace = nullptr;
+  };
+  Kernel softmax, softmax_backward, logsumexp, logsumexp_backward, cross_entropy, cross_entropy_backward, topk_softmax,
+      topk_softmax_backward;
+};
+constexpr CudaRows kCudaRows = {
+#ifdef FLASH_ONLINE_CUDA
+    .softmax = {cuda::softmax, cuda::rows_workspace},
+    .softmax_backward = {cuda::softmax_backward, cuda::softmax_backward_workspace},
+    .logsumexp = {cuda::logsumexp, cuda::reduce_workspace},
+    .logsumexp_backward = {cuda::logsumexp_backward, cuda::rows_workspace},
+    .cross_entropy = {cuda::cross_entropy, cuda::reduce_workspace},
+    .cross_entropy_backward = {cuda::cross_entropy_backward, cuda::rows_workspace},
+    .topk_softmax = {cuda::topk_softmax, cuda::topk_workspace},
+    .topk_softmax_backward = {cuda::topk_softmax_backward, cuda::rows_workspace},
+#endif
+};
+
+// Where the tensors are.
+void run(RowKernel on_cpu, [[maybe_unused]] const CudaRows::Kernel& on_cuda, RowProblem problem, const Tensor& like) {
+  if (!like.is_cuda()) return run_on_cpu(on_cpu, problem, like);
+#ifdef FLASH_ONLINE_CUDA
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  std::optional<Tensor> workspace;
+  if (const int64_t bytes = on_cuda.workspace(problem); bytes > 0) {
+    workspace = empty({bytes}, ScalarType::Byte, like);
+    problem.workspace = workspace->data_ptr();
+  }
+  on_cuda.run(problem, current_cuda_stream(like.get_device_index()));
+#endif
+}
+
+void check_cuda_dtype(const Tensor& tensor, const char* name) {
+  check(!tensor.is_cuda() || tensor.scalar_type() != ScalarType::Double, name,
+        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
+}
+
 // softmax, log-softmax
 
 struct SoftmaxCall {
@@ -136,6 +181,7 @@ struct SoftmaxCall {
 
 SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dtype) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
   SoftmaxCall call{problem_of(sizes_of(input), dim, input.scalar_type(), dtype), empty(sizes_of(input), dtype, input)};
@@ -145,15 +191,16 @@ SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dty
   return call;
 }
 
-Tensor softmax_forward_cpu(Tensor input, int64_t dim, bool log, ScalarType dtype) {
+Tensor softmax_forward(Tensor input, int64_t dim, bool log, ScalarType dtype) {
   const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
   use_large_pages(call.result);
-  run_on_cpu(cpu::kernels().rows.softmax, call.problem, input);
+  run(cpu::kernels().rows.softmax, kCudaRows.softmax, call.problem, input);
   return call.result;
 }
 
 SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, bool log, ScalarType input_dtype) {
   check_floating(output, "output");
+  check_cuda_dtype(output, "output");
   check_dim(output, dim);
   check_result_dtype("output", output.scalar_type(), input_dtype);
   check_like(grad, "grad", sizes_of(output), output.scalar_type(), output);
@@ -166,52 +213,31 @@ SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, 
   return call;
 }
 
-Tensor softmax_backward_cpu(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
+Tensor softmax_backward(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
   const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
   use_large_pages(call.result);
-  run_on_cpu(cpu::kernels().rows.softmax_backward, call.problem, output);
+  run(cpu::kernels().rows.softmax_backward, kCudaRows.softmax_backward, call.problem, output);
   return call.result;
 }
-
-#ifdef FLASH_ONLINE_CUDA
-void check_cuda_dtype(const Tensor& tensor, const char* name) {
-  check(tensor.scalar_type() != ScalarType::Double, name,
-        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
-}
-
-Tensor softmax_forward_cuda(Tensor input, int64_t dim, bool log, ScalarType dtype) {
-  check_cuda_dtype(input, "input");
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
-  cuda::softmax(call.problem, current_cuda_stream(input.get_device_index()));
-  return call.result;
-}
-
-Tensor softmax_backward_cuda(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
-  check_cuda_dtype(output, "output");
-  const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
-  const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
-  cuda::softmax_backward(call.problem, current_cuda_stream(output.get_device_index()));
-  return call.result;
-}
-#endif
 
 // logsumexp
 
 Tensor logsumexp_forward(Tensor input, int64_t dim) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   Tensor lse = empty(without(sizes_of(input), dim), accumulator_of(type), input);
   RowProblem problem = problem_of(sizes_of(input), dim, type, type);
   problem.input = view_of(input, dim);
   problem.lse = lse.data_ptr();
-  run_on_cpu(cpu::kernels().rows.logsumexp, problem, input);
+  run(cpu::kernels().rows.logsumexp, kCudaRows.logsumexp, problem, input);
   return lse;
 }
 
 Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   check_like(grad, "grad", without(sizes_of(input), dim), accumulator_of(type), input);
@@ -222,7 +248,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   problem.grad_lse = grad.data_ptr();
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
   use_large_pages(grad_input);
-  run_on_cpu(cpu::kernels().rows.logsumexp_backward, problem, input);
+  run(cpu::kernels().rows.logsumexp_backward, kCudaRows.logsumexp_backward, problem, input);
   return grad_input;
 }
 
@@ -232,6 +258,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
 RowProblem prepare_cross_entropy(Tensor& input, Tensor& target, std::optional<Tensor>& weight, int64_t ignore_index,
                                  double label_smoothing) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
   const ScalarType type = input.scalar_type();
@@ -257,10 +284,11 @@ RowProblem prepare_cross_entropy(Tensor& input, Tensor& target, std::optional<Te
   return problem;
 }
 
-void run_cross_entropy(RowKernel kernel, RowProblem& problem, const Tensor& input) {
+// On CUDA a target out of range is a device assert: nothing waits for the device to look.
+void run_cross_entropy(RowKernel on_cpu, const CudaRows::Kernel& on_cuda, RowProblem& problem, const Tensor& input) {
   int64_t bad_row = -1;
   problem.bad_row = &bad_row;
-  run_on_cpu(kernel, problem, input);
+  run(on_cpu, on_cuda, problem, input);
   check(bad_row < 0, "target: ", bad_row < 0 ? 0 : problem.target[bad_row], " is out of bounds; accepted are 0 to ",
         problem.classes - 1, " and ignore_index, ", problem.ignore_index);
 }
@@ -274,7 +302,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor ta
   problem.loss = loss.data_ptr();
   problem.lse = lse.data_ptr();
   problem.row_weight = row_weight.data_ptr();
-  run_cross_entropy(cpu::kernels().rows.cross_entropy, problem, input);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
   return {loss, lse, row_weight};
 }
 
@@ -299,7 +327,7 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
   if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
   use_large_pages(grad_input);
   use_large_pages(grad_target);
-  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, problem, input);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
   return {grad_input, grad_target};
 }
 
@@ -312,7 +340,8 @@ Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
 }
 
 // A kernel may read a row once more while it writes that row's gradient, so the gradient of some rows at a time is made beside
-// them and then copied into their place. (A device whose kernels read a row no more once they write to it needs none of this.)
+// them and then copied into their place. CUDA's kernels read an element for the last time just before they write its gradient,
+// and that of the probabilities after: without that one they write in place.
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
                                                                            Tensor input, Tensor target,
                                                                            std::optional<Tensor> weight, int64_t ignore_index,
@@ -328,6 +357,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
   check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
   const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
   const std::vector<int64_t> nothing{0}, &numbers = forward ? without(sizes_of(input), 1) : nothing;
+  if (input.is_cuda() && !target_grad) {
+    Tensor loss = empty({0}, accumulator, input), lse = loss, row_weight = loss, place = input;
+    if (forward) std::tie(loss, lse, row_weight) = cross_entropy_forward(input, target, weight, ignore_index, label_smoothing);
+    RowProblem problem = prepare_cross_entropy(place, target, weight, ignore_index, label_smoothing);
+    check_like(grad_loss, "grad_loss", without(sizes_of(input), 1), accumulator, input);
+    grad_loss = torch::stable::contiguous(grad_loss);
+    problem.grad_loss = grad_loss.data_ptr();
+    if (grad_lse) {
+      check_like(*grad_lse, "grad_lse", without(sizes_of(input), 1), accumulator, input);
+      grad_lse = torch::stable::contiguous(*grad_lse);
+      problem.grad_lse = grad_lse->data_ptr();
+    }
+    problem.grad_input = view_of<MutableView3>(place, 1);
+    run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
+    if (place.data_ptr() != input.data_ptr()) copy_(input, place);  // of strides that no kernel takes
+    return {loss, lse, row_weight, empty({0}, type, input)};
+  }
   const std::vector<Tensor> results{empty(numbers, accumulator, input), empty(numbers, accumulator, input),
                                     empty(numbers, accumulator, input)};
   const Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
@@ -359,12 +405,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
   return {results[0], results[1], results[2], grad_target};
 }
 
+#ifdef FLASH_ONLINE_CUDA
+// tensor *= factor; its schema is Python's (flash_online/_linear.py), as what needs it is.
+void scale_in_place(Tensor tensor, Tensor factor) {
+  check_floating(tensor, "tensor");
+  check_cuda_dtype(tensor, "tensor");
+  check(tensor.is_contiguous(), "tensor: must be contiguous");
+  check(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float && factor.is_cuda() &&
+            factor.get_device_index() == tensor.get_device_index(),
+        "factor: one float32 number on the tensor's device is expected, got shape ", shape_of(factor));
+  const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+  cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()),
+              current_cuda_stream(tensor.get_device_index()));
+}
+#endif
+
 // the k largest probabilities of a softmax
 
 std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
+  check(!input.is_cuda() || input.size(dim) < 0xffffffff,
+        "input: on CUDA at most 2^32 - 2 elements along dim are accepted, got ", input.size(dim));
   check(k >= 0 && k <= input.size(dim), "k: must lie in [0, ", input.size(dim), "], the input's size along dim ", dim, "; got ",
         k);
   const std::vector<int64_t> sizes = with_size(sizes_of(input), dim, k);
@@ -375,12 +439,13 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
   problem.input = view_of(input, dim);
   problem.result = view_of<MutableView3>(probabilities, dim);
   problem.indices = view_of<View3<int64_t*>>(indices, dim);
-  run_on_cpu(cpu::kernels().rows.topk_softmax, problem, input);
+  run(cpu::kernels().rows.topk_softmax, kCudaRows.topk_softmax, problem, input);
   return {probabilities, indices};
 }
 
 Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int64_t dim, bool renormalize) {
   check_floating(input, "input");
+  check_cuda_dtype(input, "input");
   check_dim(input, dim);
   check(probabilities.dim() == input.dim(), "probabilities: as many dimensions as the input's, ", input.dim(),
         ", are needed, got ", probabilities.dim());
@@ -403,7 +468,7 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
   problem.bad_row = &bad_row;
   use_large_pages(grad_input);
-  run_on_cpu(cpu::kernels().rows.topk_softmax_backward, problem, input);
+  run(cpu::kernels().rows.topk_softmax_backward, kCudaRows.topk_softmax_backward, problem, input);
   check(bad_row < 0, "indices: row ", bad_row, " has one out of bounds; accepted are 0 to ", problem.classes - 1);
   return grad_input;
 }
@@ -414,8 +479,8 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
   using namespace flash_online::ops;
-  m.impl("softmax_forward", TORCH_BOX(&softmax_forward_cpu));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_cpu));
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
   m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward));
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
@@ -428,7 +493,15 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
 #ifdef FLASH_ONLINE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   using namespace flash_online::ops;
-  m.impl("softmax_forward", TORCH_BOX(&softmax_forward_cuda));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_cuda));
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
+  m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward));
+  m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
+  m.impl("scale_", TORCH_BOX(&scale_in_place));
+  m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
+  m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
 }
 #endif

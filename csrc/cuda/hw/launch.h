@@ -19,16 +19,47 @@ inline void check(cudaError_t status, const char* what) {
 // To be called right after a launch. Asks this library's own copy of the runtime, so errors of torch's launches are not seen.
 inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
 
-// How many multiprocessors the current device has; asked for once a device.
-inline int multiprocessors() {
+// An attribute of the current device, which must not be 0; asked for once a device.
+template <cudaDeviceAttr kAttribute>
+int device_attribute() {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
-  int device = 0, count = 0;
+  int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device < kDevices && (count = known[device].load(std::memory_order_relaxed)) != 0) return count;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
-  return count;
+  if (device < kDevices && (value = known[device].load(std::memory_order_relaxed)) != 0) return value;
+  check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
+  if (device < kDevices) known[device].store(value, std::memory_order_relaxed);
+  return value;
+}
+
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
+
+// The most blocks of a cluster on the current device; 1 where there are no clusters. More than 8 are not portable.
+inline int largest_cluster() {
+  const int major = device_attribute<cudaDevAttrComputeCapabilityMajor>();
+  return major < 9 ? 1 : major < 12 ? 16 : 8;
+}
+
+// Queues kernel(problem) with dynamic shared memory, in clusters of `cluster` blocks, of which `blocks` is a multiple.
+template <class Problem>
+void launch_shared(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, unsigned shared_bytes,
+                   unsigned cluster, cudaStream_t stream) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
+  if (cluster > 8)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
 }
 
 // Blocks for work that each of them takes by striding over the grid: as many as there is work for, a few for each place on

@@ -1,32 +1,31 @@
-// Rows on CUDA: elements as floats, and who works on which row. The order in which the threads of a row join their results is
-// fixed and all of them get the same, so that a row's result is the same in every run and beside any other rows.
+// Rows on CUDA: who works on which row, and how the threads of a row join their results. The order of that is fixed and all
+// threads get the same, so that a row's result is the same in every run and beside any other rows.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include "../../core/online_softmax.h"
 #include "../../core/rows.h"
 #include "../../core/visit.h"
+#include "../hw/cluster.cuh"
 #include "../hw/launch.h"
+#include "../hw/math.cuh"
+#include "../hw/vector.cuh"
 
 namespace flash_online::cuda {
 
-using RowState = OnlineSoftmax<float>;
+// Natural units in the chip's base: the difference of two scores is rounded once, then scaled, so that large scores lose
+// nothing.
+struct FastNatural {
+  FLASH_ONLINE_HD static float exp(float x) {
+#ifdef __CUDA_ARCH__
+    return exp2_flushed(x * 1.44269504f);
+#else
+    return ::expf(x);
+#endif
+  }
+  FLASH_ONLINE_HD static float log(float x) { return ::logf(x); }
+};
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <class T>
-__device__ __forceinline__ T narrow(float x) {
-  if constexpr (std::is_same_v<T, __half>)
-    return __float2half_rn(x);
-  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    return __float2bfloat16_rn(x);
-  else
-    return x;
-}
+using RowState = OnlineSoftmax<float, FastNatural>;
 
 // One row of a tensor.
 template <class T>
@@ -37,9 +36,15 @@ struct Row {
   __device__ __forceinline__ void set(int64_t c, float x) const { data[c * stride] = narrow<T>(x); }
 };
 
+// Where a thread's row stands; past the last one there is none. `number` counts rows as "one number a row" does.
+struct RowPlace {
+  int64_t outer, inner, number;
+  bool exists;
+};
+
 template <class T, class Pointer>
-__device__ __forceinline__ Row<T> row_of(const View3<Pointer>& view, int64_t outer, int64_t inner) {
-  return {static_cast<T*>(view.data) + outer * view.stride[0] + inner * view.stride[2], view.stride[1]};
+__device__ __forceinline__ Row<T> row_of(const View3<Pointer>& view, const RowPlace& place) {
+  return {static_cast<T*>(view.data) + place.outer * view.stride[0] + place.inner * view.stride[2], view.stride[1]};
 }
 
 // A thread's share of a sum, which joins other threads' like a RowState.
@@ -66,21 +71,40 @@ class Compensation {
   float lost_ = 0;
 };
 
-__device__ __forceinline__ RowState shuffle_down(const RowState& x, int delta) {
-  return {__shfl_down_sync(~0u, x.max, delta), __shfl_down_sync(~0u, x.sum, delta)};
-}
-__device__ __forceinline__ RowState shuffle(const RowState& x, int lane) {
-  return {__shfl_sync(~0u, x.max, lane), __shfl_sync(~0u, x.sum, lane)};
-}
-__device__ __forceinline__ Sum shuffle_down(const Sum& x, int delta) { return {__shfl_down_sync(~0u, x.value, delta)}; }
-__device__ __forceinline__ Sum shuffle(const Sum& x, int lane) { return {__shfl_sync(~0u, x.value, lane)}; }
+// ---- joining the lanes of a warp, or an aligned part of it
+// ---------------------------------------------------------------------
 
-// All threads of the warp take part. Lane 0's result is handed to all: a butterfly's would differ in the last bit.
-template <class State>
-__device__ __forceinline__ State merge_warp(State state) {
+template <int kLanes>
+__device__ __forceinline__ unsigned lanes_mask() {
+  if constexpr (kLanes == kWarp)
+    return ~0u;
+  else
+    return ((1u << kLanes) - 1) << (threadIdx.x % kWarp / kLanes * kLanes);
+}
+
+// Butterflies, which give every lane the same bits: a maximum is exact, and a sum of two commutes.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float x) {
 #pragma unroll
-  for (int delta = kWarp / 2; delta > 0; delta /= 2) state.merge(shuffle_down(state, delta));
-  return shuffle(state, 0);
+  for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(lanes_mask<kLanes>(), x, step));
+  return x;
+}
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(lanes_mask<kLanes>(), x, step);
+  return x;
+}
+
+template <int kLanes>
+__device__ __forceinline__ RowState merge_lanes(RowState state) {
+  state.raise(lanes_max<kLanes>(state.max));
+  state.sum = lanes_sum<kLanes>(state.sum);
+  return state;
+}
+template <int kLanes>
+__device__ __forceinline__ Sum merge_lanes(Sum sum) {
+  return {lanes_sum<kLanes>(sum.value)};
 }
 
 // One State for each of kCount threads or warps; raw memory, as shared variables have no constructors.
@@ -90,9 +114,12 @@ struct SharedStates {
   __device__ __forceinline__ State& operator[](int i) { return reinterpret_cast<State*>(bytes)[i]; }
 };
 
-// How threads share rows. A block works on one unit at a time (each warp of WarpPerRow has its own), a thread of it on the row
-// `row` of that unit and on the classes first(), first() + kStep, ...; merge() joins the states of all threads of a row and
-// must be reached by all threads of the unit.
+// ---- rows of any strides: each thread reads its classes one by one, as often as they are needed
+// -------------------------------
+
+// A block works on one unit at a time (each warp of WarpPerRow has its own), a thread of it on the row `row` of that unit and
+// on the classes first(), first() + kStep, ...; merge() joins the states of all threads of a row and must be reached by all
+// threads of the unit.
 
 // Short rows: one row a warp.
 struct WarpPerRow {
@@ -102,7 +129,7 @@ struct WarpPerRow {
   __device__ __forceinline__ static int first() { return threadIdx.x % kWarp; }
   template <class State>
   __device__ __forceinline__ static State merge(State state) {
-    return merge_warp(state);
+    return merge_lanes<kWarp>(state);
   }
 };
 
@@ -117,11 +144,11 @@ struct BlockPerRow {
     constexpr int kWarps = kThreads / kWarp;
     __shared__ SharedStates<State, kWarps> partial;
     const int lane = threadIdx.x % kWarp;
-    state = merge_warp(state);
+    state = merge_lanes<kWarp>(state);
     __syncthreads();  // the previous row's have been read
     if (lane == 0) partial[threadIdx.x / kWarp] = state;
     __syncthreads();
-    return merge_warp(lane < kWarps ? partial[lane] : State{});
+    return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
   }
 };
 
@@ -155,17 +182,95 @@ struct RowGrid {
   }
 };
 
-// Where a thread's row of a unit stands; past the end of its group there is none.
-struct RowPlace {
-  int64_t outer, inner;
-  bool exists;
-};
 template <class Team>
 __device__ __forceinline__ RowPlace place_of(const RowProblem& problem, const RowGrid& grid, int64_t unit) {
   const int64_t units_a_group = (grid.run + Team::kRows - 1) / Team::kRows;
   const int64_t group = unit / units_a_group, position = unit % units_a_group * Team::kRows + Team::row();
-  if (problem.inner == 1) return {position, 0, position < grid.run};
-  return {group, position, position < grid.run};
+  if (problem.inner == 1) return {position, 0, position, position < grid.run};
+  return {group, position, group * grid.run + position, position < grid.run};
 }
+
+// Calls body(place) for each row of this thread, all threads of a unit together.
+template <class Team, class Body>
+__device__ __forceinline__ void for_each_row(const RowProblem& problem, const Body& body) {
+  const RowGrid grid(problem);
+  const int64_t units = grid.units<Team>(), stride = int64_t{gridDim.x} * Team::kUnitsPerBlock;
+  for (int64_t unit = int64_t{blockIdx.x} * Team::kUnitsPerBlock + Team::unit(); unit < units; unit += stride)
+    body(place_of<Team>(problem, grid, unit));
+}
+
+// A row as the operators see it; HeldRow in held_row.cuh and SplitRow in split_row.cuh have the same members.
+template <class Team, class T>
+class StridedRow {
+ public:
+  __device__ __forceinline__ StridedRow(const RowProblem& problem, const ConstView3& view, const RowPlace& place)
+      : row_(row_of<const T>(view, place)), place_(place), classes_(place.exists ? problem.classes : 0) {}
+
+  // Before state(): names a class, or none if it is negative, whose element the leading thread gets from kept().
+  __device__ __forceinline__ void keep(int64_t) const {}
+  __device__ __forceinline__ float kept(int64_t c) const { return row_[c]; }
+
+  // The maximum and the sum of the whole row, for all of its threads.
+  __device__ __forceinline__ RowState state() const {
+    constexpr int kUnroll = 4;  // classes that a thread reads before it raises its maximum
+    RowState state;
+    Compensation compensation;
+    for (int64_t c = Team::first(); c < classes_; c += Team::kStep * kUnroll) {
+      float x[kUnroll], max = -INFINITY, sum = 0;
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int64_t at = c + i * Team::kStep;
+        x[i] = at < classes_ ? row_[at] : -INFINITY;
+        max = fmaxf(max, x[i]);
+      }
+      compensation.rescale(state.raise(max));
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) sum += state.weight(x[i]);
+      compensation.add(state, sum);
+    }
+    return Team::merge(state);
+  }
+
+  // The sum over the row of f(class, element), for all of its threads.
+  template <int kSlot = 1, class F>
+  __device__ __forceinline__ float sum(const F& f) const {
+    Sum sum;
+    Compensation compensation;
+    for (int64_t c = Team::first(); c < classes_; c += Team::kStep) compensation.add(sum, f(c, row_[c]));
+    return Team::merge(sum).value;
+  }
+
+  // Writes f(class, element) for the whole row.
+  template <class Result, class F>
+  __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
+    const Row<Result> result = row_of<Result>(view, place_);
+    for (int64_t c = Team::first(); c < classes_; c += Team::kStep) result.set(c, f(c, row_[c]));
+  }
+
+  // The same of f(class, element, the other row's element).
+  template <int kSlot = 1, class F>
+  __device__ __forceinline__ float sum_with(const StridedRow& other, const F& f) const {
+    return sum([&](int64_t c, float x) { return f(c, x, other.row_[c]); });
+  }
+  template <class Result, class F>
+  __device__ __forceinline__ void write_with(const StridedRow& other, const MutableView3& view, const F& f) const {
+    write<Result>(view, [&](int64_t c, float x) { return f(c, x, other.row_[c]); });
+  }
+
+  __device__ __forceinline__ const RowPlace& place() const { return place_; }
+  __device__ __forceinline__ bool leads() const { return place_.exists && Team::first() == 0; }
+  __device__ __forceinline__ float count_nan() const {
+    return sum([](int64_t, float x) { return x != x ? 1.0f : 0.0f; });
+  }
+  // Whether to do what asks for sum(), if this row has a reason: all rows that share a barrier must.
+  __device__ __forceinline__ bool together(bool reason) const {
+    return std::is_same_v<Team, LanePerRow> ? __syncthreads_or(reason) : reason;
+  }
+
+ private:
+  Row<const T> row_;
+  RowPlace place_;
+  int64_t classes_;
+};
 
 }  // namespace flash_online::cuda

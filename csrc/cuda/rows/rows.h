@@ -1,5 +1,5 @@
-// What csrc/ops may call on CUDA. A call queues work on the stream, which belongs to the current device, and returns: no
-// synchronisation, no allocation. An error of the launch is thrown as std::runtime_error.
+// What csrc/ops may call on CUDA, for float16, bfloat16 and float32. A call queues work on the stream, which belongs to the
+// current device, and returns: no synchronisation, no allocation. An error of the launch is thrown as std::runtime_error.
 #pragma once
 
 #include "../../core/rows.h"
@@ -8,7 +8,25 @@ struct CUstream_st;  // what a cudaStream_t points to
 
 namespace flash_online::cuda {
 
-void softmax(const RowProblem& problem, CUstream_st* stream);           // float16, bfloat16 and float32
+// Bytes that problem.workspace must have, aligned to 16; often 0: of logsumexp and cross_entropy, of
+// topk_softmax, of softmax_backward, and of the other kernels.
+int64_t topk_workspace(const RowProblem& problem);
+int64_t reduce_workspace(const RowProblem& problem);
+int64_t rows_workspace(const RowProblem& problem);
+int64_t softmax_backward_workspace(const RowProblem& problem);
+
+void softmax(const RowProblem& problem, CUstream_st* stream);
 void softmax_backward(const RowProblem& problem, CUstream_st* stream);
+void logsumexp(const RowProblem& problem, CUstream_st* stream);
+void logsumexp_backward(const RowProblem& problem, CUstream_st* stream);
+// A target out of range stops the kernel with a device assert; problem.bad_row is not written.
+void cross_entropy(const RowProblem& problem, CUstream_st* stream);
+void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream);
+// Rows of fewer than 2^32 - 1 classes. An index out of range, in the backward pass, is a device assert too.
+void topk_softmax(const RowProblem& problem, CUstream_st* stream);
+void topk_softmax_backward(const RowProblem& problem, CUstream_st* stream);
+
+// data *= *factor, in place; of a factor of 1 nothing but the factor is read.
+void scale(DType dtype, void* data, int64_t count, const float* factor, CUstream_st* stream);
 
 }  // namespace flash_online::cuda

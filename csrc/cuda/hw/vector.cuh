@@ -1,0 +1,126 @@
+// Vectors of 16 bytes: the widest access of every GPU served, and how to read one that starts anywhere.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash_online::cuda {
+
+constexpr int kVectorBytes = 16;
+template <class T>
+constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class T>
+__device__ __forceinline__ float widen(T x) {
+  if constexpr (std::is_same_v<T, __half>)
+    return __half2float(x);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __bfloat162float(x);
+  else
+    return x;
+}
+
+template <class T>
+__device__ __forceinline__ T narrow(float x) {
+  if constexpr (std::is_same_v<T, __half>)
+    return __float2half_rn(x);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16_rn(x);
+  else
+    return x;
+}
+
+// How far past a multiple of 16 bytes a pointer stands.
+__device__ __forceinline__ unsigned misalignment(const void* pointer) {
+  return static_cast<unsigned>(reinterpret_cast<uintptr_t>(pointer)) % kVectorBytes;
+}
+
+// Words that are read and written once: the first to be evicted from the caches.
+__device__ __forceinline__ uint4 load_streaming(const void* at) { return __ldcs(static_cast<const uint4*>(at)); }
+__device__ __forceinline__ void store_streaming(void* at, const uint4& v) { __stcs(static_cast<uint4*>(at), v); }
+
+// 16 bytes out of 32, from byte `skip` < 16 on.
+__device__ __forceinline__ uint4 bytes_from(const uint4& a, const uint4& b, unsigned skip) {
+  unsigned w[7] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z};
+  const bool two = skip & 8, one = skip & 4;
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = two ? w[i + 2] : w[i];
+  // The sixth and the seventh word are needed where both shifts and a part of a word apply.
+  w[5] = two ? b.w : w[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = one ? w[i + 1] : w[i];
+  const unsigned bits = skip % 4 * 8;
+  return {__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits), __funnelshift_r(w[2], w[3], bits),
+          __funnelshift_r(w[3], w[4], bits)};
+}
+
+// The first `count` elements of a vector, and the filler's behind them.
+template <class T>
+__device__ __forceinline__ uint4 first_elements(const uint4& v, int count, const uint4& filler) {
+  const auto word = [&](unsigned of_v, unsigned of_filler, int at) {
+    const int bits = (count - at) * 8 * static_cast<int>(sizeof(T));
+    return bits >= 32 ? of_v : bits <= 0 ? of_filler : __byte_perm(of_v, of_filler, 0x7610);
+  };
+  constexpr int k = 4 / sizeof(T);
+  return {word(v.x, filler.x, 0), word(v.y, filler.y, k), word(v.z, filler.z, 2 * k), word(v.w, filler.w, 3 * k)};
+}
+
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& v, float (&x)[kPerVector<T>]) {
+  const unsigned w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      x[2 * i] = __uint_as_float(w[i] << 16);
+      x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(w[i]));
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
+    } else {
+      x[i] = __uint_as_float(w[i]);
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack(const float* x) {
+  unsigned w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      w[i] = reinterpret_cast<const unsigned&>(pair);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      w[i] = reinterpret_cast<const unsigned&>(pair);
+    } else {
+      w[i] = __float_as_uint(x[i]);
+    }
+  }
+  return {w[0], w[1], w[2], w[3]};
+}
+
+// A vector of which all elements are -infinity.
+template <class T>
+__device__ __forceinline__ uint4 lowest_vector() {
+  constexpr unsigned word = std::is_same_v<T, float> ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
+  return {word, word, word, word};
+}
+
+// The largest element, NaN aside.
+template <class T>
+__device__ __forceinline__ float max_of(const uint4& v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w)));
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto pair = [](const unsigned& w) { return reinterpret_cast<const Pair&>(w); };
+    const Pair most = __hmax2(__hmax2(pair(v.x), pair(v.y)), __hmax2(pair(v.z), pair(v.w)));
+    return fmaxf(widen(most.x), widen(most.y));
+  }
+}
+
+}  // namespace flash_online::cuda
