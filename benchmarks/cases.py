@@ -166,6 +166,9 @@ CUDA = [
         "64 to 128 Mi elements, beyond any cache: share of the memory's speed",
     ),
     *_rows("log_softmax", ((16384, 4096),), (BFLOAT,), "the logarithm must cost nothing more"),
+    *_rows("cross_entropy", ((32768, 4096), (4096, 65536)), (FLOAT, BFLOAT), "reads the logits once, writes nothing of their size"),
+    *_rows("logsumexp", ((16384, 4096),), (FLOAT,), "the merge itself and nothing else"),
+    *_rows("topk_softmax", ((4000, 25000),), (FLOAT,), "the paper's fused top-k, at the paper's batch", k=5),
 ]
 
 _QUICK = "seconds for all of them: does the benchmark itself work?"

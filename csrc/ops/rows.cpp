@@ -114,7 +114,7 @@ void use_large_pages([[maybe_unused]] const Tensor& result) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;
   const int64_t bytes = result.numel() * size_of(dtype_of(result));
-  if (bytes < int64_t{32} << 20) return;
+  if (result.is_cuda() || bytes < int64_t{32} << 20) return;
   const uintptr_t data = reinterpret_cast<uintptr_t>(result.data_ptr());
   const uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + static_cast<uintptr_t>(bytes)) / kPage * kPage;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);

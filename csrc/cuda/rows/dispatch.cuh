@@ -115,12 +115,12 @@ __global__ void __launch_bounds__(Team::kThreads) strided_kernel(const __grid_co
 
 template <class Op, class T>
 __global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) part_kernel(const __grid_constant__ RowProblem problem) {
-  Op::part(problem, SplitRows<T>{problem, split_place(problem, Pieces::of(problem.classes, Type<T>{}))});
+  Op::part(problem, SplitRows<T>{problem, split_place(problem)});
 }
 
 template <class Op, class T, class R>
 __global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) split_kernel(const __grid_constant__ RowProblem problem) {
-  Op::template run<R>(problem, SplitRows<T>{problem, split_place(problem, Pieces::of(problem.classes, Type<T>{}))});
+  Op::template run<R>(problem, SplitRows<T>{problem, split_place(problem)});
 }
 
 constexpr int kFinishThreads = 128;
@@ -150,7 +150,7 @@ void launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t 
     });
     if (held) return check_launch(name);
     if (problem.workspace != nullptr) {
-      const auto blocks = static_cast<unsigned>(rows * Pieces::of(problem.classes, Type<T>{}).count);
+      const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(Pieces::of(problem.classes, Type<T>{}).count));
       part_kernel<Op, T><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
       check_launch(name);
       if constexpr (!Op::kReduces || Op::kSumsAgain) {

@@ -18,7 +18,7 @@ struct HeldTeam {
   static constexpr bool kShared = kShared_, kCluster = kCluster_;
   // To be resident on a multiprocessor: 64 registers a thread, or 64 KiB of shared memory a block.
   static constexpr int kBlocks = kShared ? 3 : 1024 / kThreads;
-  static_assert(kRows == 1 || kLanes <= kWarp);
+  static_assert((kRows == 1 || kLanes <= kWarp) && (kShared || !kCluster));
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kLanes; }
   __device__ __forceinline__ static int rank() { return kCluster ? cluster_rank() : 0; }
@@ -56,29 +56,6 @@ struct HeldTeam {
         return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
       }
     }
-  }
-
-  // A number that one thread of the row hands to the leading one: give() before a merge, by all threads, of which at most one
-  // `has` it; taken() after the merge, by the leader.
-  __device__ __forceinline__ static float give(bool has, float x, int from_lane) {
-    if constexpr (kLanes <= kWarp) {
-      return __shfl_sync(lanes_mask<kLanes>(), x, from_lane, kLanes);
-    } else {
-      if (has) *in_block(given(), 0) = x;
-      return 0;
-    }
-  }
-  __device__ __forceinline__ static float taken(float kept) {
-    if constexpr (kLanes <= kWarp)
-      return kept;
-    else
-      return *given();
-  }
-
- private:
-  __device__ __forceinline__ static float* given() {
-    __shared__ float number;
-    return &number;
   }
 };
 
@@ -173,7 +150,7 @@ class HeldRow {
         }
       } else {
         constexpr int kAtOnce = kVectors < 4 ? kVectors : 4;
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < kVectors; i += kAtOnce) {
           uint4 v[kAtOnce];
           load_row<T>(v, row_, Team::lane() + i * Team::lanes(), Team::lanes(), classes_, filler);
@@ -185,23 +162,6 @@ class HeldRow {
     }
     if (slot == 0) Team::others_have_begun();
   }
-
-  // Before state(): the element of a class, or of none if it is negative, is handed to the leading thread, for kept().
-  __device__ __forceinline__ void keep(int64_t c) {
-    wait();
-    const int vector = c < 0 ? -1 : static_cast<int>(c) / kElements, element = static_cast<int>(c) % kElements;
-    uint4 found{};
-    bool has = false;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-      if (Team::lane() + i * Team::lanes() == vector) has = true, found = held(i);
-    float x[kElements], one = 0;
-    unpack<T>(found, x);
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) one = e == element ? x[e] : one;
-    kept_ = Team::give(has, one, vector < 0 ? 0 : vector % Team::kLanes);
-  }
-  __device__ __forceinline__ float kept(int64_t) const { return Team::taken(kept_); }
 
   __device__ __forceinline__ RowState state() {
     constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
@@ -264,6 +224,8 @@ class HeldRow {
     });
   }
 
+  // An element, read anew.
+  __device__ __forceinline__ float operator[](int64_t c) const { return widen(row_[c]); }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ bool leads() const { return place_.exists && Team::lane() == 0; }
   __device__ __forceinline__ float count_nan() const {
@@ -304,14 +266,12 @@ class HeldRow {
   uint4 v_[Team::kShared ? 1 : kVectors];
   uint4* shared_ = nullptr;
   unsigned zero_ = 0;
-  float kept_ = 0;
   const T* row_;
   RowPlace place_;
   int classes_;
 };
 
 // ---- which team
-// ----------------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kMostInRegisters = 2048, kBlockVectors = 4096;  // vectors of a row, all its tensors counted: the most that a
                                                                   // block holds, in registers and in shared memory
@@ -347,9 +307,9 @@ bool visit_held(int64_t vectors, const F& f) {
     int cluster = 1;
     while (all > cluster * kBlockVectors) cluster *= 2;
     if (cluster == 1)
-      f.template operator()<HeldTeam<512, 512, true>, 8 / kTensors>(1);
+      f.template operator()<HeldTeam<256, 256, true>, 16 / kTensors>(1);
     else
-      f.template operator()<HeldTeam<512, 512, true, true>, 8 / kTensors>(cluster);
+      f.template operator()<HeldTeam<256, 256, true, true>, 16 / kTensors>(cluster);
   }
   return true;
 }

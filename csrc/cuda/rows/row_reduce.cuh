@@ -27,6 +27,10 @@ struct FastNatural {
 
 using RowState = OnlineSoftmax<float, FastNatural>;
 
+// How far above its point of reference a thread lets scores be before it moves that: each move rounds the sum again, and in an
+// ascending row there would be hundreds.
+constexpr float kSlack = 4;
+
 // One row of a tensor.
 template <class T>
 struct Row {
@@ -41,6 +45,10 @@ struct RowPlace {
   int64_t outer, inner, number;
   bool exists;
 };
+
+__device__ __forceinline__ RowPlace place_at(const RowProblem& problem, int64_t number) {
+  return {number / problem.inner, number % problem.inner, number, number < problem.outer * problem.inner};
+}
 
 template <class T, class Pointer>
 __device__ __forceinline__ Row<T> row_of(const View3<Pointer>& view, const RowPlace& place) {
@@ -72,7 +80,6 @@ class Compensation {
 };
 
 // ---- joining the lanes of a warp, or an aligned part of it
-// ---------------------------------------------------------------------
 
 template <int kLanes>
 __device__ __forceinline__ unsigned lanes_mask() {
@@ -115,7 +122,6 @@ struct SharedStates {
 };
 
 // ---- rows of any strides: each thread reads its classes one by one, as often as they are needed
-// -------------------------------
 
 // A block works on one unit at a time (each warp of WarpPerRow has its own), a thread of it on the row `row` of that unit and
 // on the classes first(), first() + kStep, ...; merge() joins the states of all threads of a row and must be reached by all
@@ -206,10 +212,6 @@ class StridedRow {
   __device__ __forceinline__ StridedRow(const RowProblem& problem, const ConstView3& view, const RowPlace& place)
       : row_(row_of<const T>(view, place)), place_(place), classes_(place.exists ? problem.classes : 0) {}
 
-  // Before state(): names a class, or none if it is negative, whose element the leading thread gets from kept().
-  __device__ __forceinline__ void keep(int64_t) const {}
-  __device__ __forceinline__ float kept(int64_t c) const { return row_[c]; }
-
   // The maximum and the sum of the whole row, for all of its threads.
   __device__ __forceinline__ RowState state() const {
     constexpr int kUnroll = 4;  // classes that a thread reads before it raises its maximum
@@ -223,7 +225,7 @@ class StridedRow {
         x[i] = at < classes_ ? row_[at] : -INFINITY;
         max = fmaxf(max, x[i]);
       }
-      compensation.rescale(state.raise(max));
+      compensation.rescale(state.raise_beyond(kSlack, max));
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) sum += state.weight(x[i]);
       compensation.add(state, sum);
@@ -257,6 +259,7 @@ class StridedRow {
     write<Result>(view, [&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
 
+  __device__ __forceinline__ float operator[](int64_t c) const { return row_[c]; }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ bool leads() const { return place_.exists && Team::first() == 0; }
   __device__ __forceinline__ float count_nan() const {

@@ -29,9 +29,13 @@ constexpr int64_t kChunk = SplitTeam::kThreads * kSplitVectors * kPerVector<T>; 
 struct Pieces {
   int64_t classes, count;  // of a piece, but the last one's; of a row
   template <class T>
+  __host__ __device__ static int64_t classes_a_piece(int64_t classes) {
+    return (classes + kChunk<T> * kMostPieces - 1) / (kChunk<T> * kMostPieces) * kChunk<T>;
+  }
+  template <class T>
   __host__ __device__ static Pieces of(int64_t classes, Type<T>) {
-    const int64_t chunks = (classes + kChunk<T> - 1) / kChunk<T>, chunks_a_piece = (chunks + kMostPieces - 1) / kMostPieces;
-    return {chunks_a_piece * kChunk<T>, (chunks + chunks_a_piece - 1) / chunks_a_piece};
+    const int64_t piece = classes_a_piece<T>(classes);
+    return {piece, (classes + piece - 1) / piece};
   }
 };
 
@@ -40,8 +44,9 @@ inline int64_t split_workspace(int64_t rows, int64_t pieces) {
   return 2 * rows * pieces * static_cast<int64_t>(sizeof(Partial));
 }
 
-__device__ __forceinline__ RowPlace split_place(const RowProblem& problem, const Pieces& pieces) {
-  const int64_t number = blockIdx.x / pieces.count;
+// A grid of split rows is rows x pieces.
+__device__ __forceinline__ RowPlace split_place(const RowProblem& problem) {
+  const int64_t number = blockIdx.x;
   if (problem.inner == 1) return {number, 0, number, true};
   return {number / problem.inner, number % problem.inner, number, true};
 }
@@ -74,13 +79,13 @@ class SplitRow {
   static constexpr int kElements = kPerVector<T>;
 
   __device__ __forceinline__ SplitRow(const RowProblem& problem, const ConstView3& view)
-      : pieces_(Pieces::of(problem.classes, Type<T>{})),
-        place_(split_place(problem, pieces_)),
-        piece_(blockIdx.x % pieces_.count),
+      : place_(split_place(problem)),
         row_(row_of<const T>(view, place_).data),
-        begin_(piece_ * pieces_.classes),
-        end_(begin_ + pieces_.classes < problem.classes ? begin_ + pieces_.classes : problem.classes),
-        partials_(static_cast<Partial*>(problem.workspace)) {}
+        begin_(blockIdx.y * Pieces::classes_a_piece<T>(problem.classes)),
+        end_(begin_ + Pieces::classes_a_piece<T>(problem.classes)),
+        partials_(static_cast<Partial*>(problem.workspace)) {
+    if (end_ > problem.classes) end_ = problem.classes;
+  }
 
   // The first kernel: leaves this piece's part of the row's state. extra(class, element) is summed up beside, unless it is
   // NoExtra.
@@ -96,7 +101,7 @@ class SplitRow {
       float max = -INFINITY;
 #pragma unroll
       for (int i = 0; i < kSplitVectors; ++i) max = fmaxf(max, max_of<T>(v[i]));
-      compensation.rescale(state.raise(max));
+      compensation.rescale(state.raise_beyond(kSlack, max));
 #pragma unroll
       for (int i = 0; i < kSplitVectors; ++i) {
         float x[kElements], part = 0, part_of_more = 0;
@@ -125,7 +130,7 @@ class SplitRow {
     } else if (state.sum != state.sum) {
       nan.value = 1;
     }
-    if (threadIdx.x == 0) partials_[blockIdx.x] = {state.max, state.sum, more.value, nan.value};
+    if (threadIdx.x == 0) partials_[slot()] = {state.max, state.sum, more.value, nan.value};
   }
 
   // The same of a sum alone: of f(class, element, the other row's element). `behind`: how many Partials to leave alone.
@@ -141,13 +146,11 @@ class SplitRow {
       compensation.add(sum, part);
     });
     sum = SplitTeam::merge_warps<0>(merge_lanes<kWarp>(sum));
-    if (threadIdx.x == 0) partials_[behind + blockIdx.x] = {-INFINITY, 0, sum.value, 0};
+    if (threadIdx.x == 0) partials_[behind + slot()] = {-INFINITY, 0, sum.value, 0};
   }
 
   // The second kernel.
-  __device__ __forceinline__ Whole whole() const {
-    return merge_pieces(partials_ + place_.number * pieces_.count, pieces_.count);
-  }
+  __device__ __forceinline__ Whole whole() const { return merge_pieces(partials_ + place_.number * gridDim.y, gridDim.y); }
   __device__ __forceinline__ RowState state() const { return whole().state; }
   // What the first kernel summed up by this f.
   template <int kSlot = 1, class F>
@@ -176,11 +179,10 @@ class SplitRow {
 
   __device__ __forceinline__ float count_nan() const { return whole().nan; }
   __device__ __forceinline__ bool together(bool reason) const { return reason; }
-  __device__ __forceinline__ void keep(int64_t) const {}
-  __device__ __forceinline__ float kept(int64_t c) const { return widen(row_[c]); }
+  __device__ __forceinline__ float operator[](int64_t c) const { return widen(row_[c]); }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
-  __device__ __forceinline__ int64_t pieces() const { return pieces_.count; }
-  __device__ __forceinline__ bool leads() const { return piece_ == 0 && threadIdx.x == 0; }
+  __device__ __forceinline__ int64_t pieces() const { return gridDim.y; }
+  __device__ __forceinline__ bool leads() const { return blockIdx.y == 0 && threadIdx.x == 0; }
 
  private:
   __device__ __forceinline__ static int64_t class_of(int64_t chunk, int i) {
@@ -207,9 +209,9 @@ class SplitRow {
     }
   }
 
-  Pieces pieces_;
+  __device__ __forceinline__ int64_t slot() const { return place_.number * gridDim.y + blockIdx.y; }
+
   RowPlace place_;
-  int64_t piece_;
   const T* row_;
   int64_t begin_, end_;
   Partial* partials_;

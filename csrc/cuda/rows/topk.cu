@@ -12,7 +12,6 @@
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
 //   each
 //             2048, looking only at keys behind the last one found.
-#include "../hw/check.cuh"
 #include "dispatch.cuh"
 #include "rows.h"
 
@@ -39,7 +38,6 @@ __device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
 __device__ __forceinline__ Key smaller(Key a, Key b) { return a < b ? a : b; }
 
 // ---- a warp's best 32, one a lane, descending
-// -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
   const Key other = __shfl_xor_sync(~0u, key, step);
@@ -157,7 +155,7 @@ __device__ __forceinline__ Found search(const T* row, int first, int step, int c
     float max[kListVectors], most = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
-    state.raise(most);
+    state.raise_beyond(kSlack, most);
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kListVectors; ++i) {
@@ -219,13 +217,9 @@ __device__ __forceinline__ void write_list(const RowProblem& problem, const RowP
       index_of(found.key);
 }
 
-__device__ __forceinline__ RowPlace place_at(const RowProblem& problem, int64_t number) {
-  return {number / problem.inner, number % problem.inner, number, number < problem.outer * problem.inner};
-}
-
 constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
-constexpr int64_t kWarpRow = 2048;  // vectors up to which a row is one warp's
-constexpr int64_t kPieceVectors = 4096;  // of a block's piece of a longer row
+constexpr int64_t kWarpRow = 256;  // vectors up to which a row is one warp's
+constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a longer row
 
 template <class T, class R>
 __global__ void __launch_bounds__(kListThreads, 4) list_by_warp_kernel(const __grid_constant__ RowProblem problem) {
@@ -254,28 +248,150 @@ __host__ __device__ inline int64_t list_bytes(int64_t pieces) {
   return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key));
 }
 
+constexpr int kGroups = 64, kWaiting = 1024;
+
+// What the threads of a block share while they look for the best of a row.
+struct Board {
+  float groups[kGroups];  // the maximum of each group of 4 threads over the first vectors
+  float bar;
+  int count;  // of candidates that wait
+  Key waiting[kWaiting];
+};
+
+// The first warp: a first bar from the groups' maxima, as Best::expect does.
+__device__ __forceinline__ void expect(Board& board, int k) {
+  const int lane = threadIdx.x % kWarp;
+  const float a = sort_warp_descending(board.groups[lane]), b = sort_warp_descending(board.groups[kWarp + lane]);
+  const float top = sort_warp_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)));
+  const float bar = __shfl_sync(~0u, top, k - 1);
+  if (lane == 0) board.bar = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : NAN;
+}
+
+// The first warp: sorts `count` waiting candidates into its list and raises the bar.
+__device__ __forceinline__ Key take(Board& board, Key list, int count, int k) {
+  const int lane = threadIdx.x % kWarp;
+  for (int i = 0; i < count; i += kWarp)
+    list = merge_sorted(list, sort_warp(i + lane < count ? board.waiting[i + lane] : kNoKey));
+  const Key last = __shfl_sync(~0u, list, k - 1);
+  if (lane == 0) {
+    board.count = 0;
+    if (last != kNoKey) board.bar = element_of(last) != element_of(last) ? INFINITY : element_of(last);
+  }
+  return list;
+}
+
 template <class T, class R>
 __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __grid_constant__ RowProblem problem) {
-  const ListPieces pieces = ListPieces::of(problem.classes, Type<T>{});
-  const int64_t number = blockIdx.x / pieces.count, begin = blockIdx.x % pieces.count * pieces.classes;
+  constexpr int kElements = kPerVector<T>, kStep = kListThreads * kListVectors * kElements;
+  constexpr int64_t kPiece = kPieceVectors * kElements;
+  __shared__ Board board;
+  const int64_t number = blockIdx.x, offset = blockIdx.y * kPiece;
   const RowPlace place = place_at(problem, number);
-  const int64_t left = problem.classes - begin;
-  const int classes = static_cast<int>(left < pieces.classes ? left : pieces.classes);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  __shared__ Key waiting[kListWarps][2 * kWarp];
-  const Found found =
-      merge_block<kListWarps>(search<T>(row_of<const T>(problem.input, place).data + begin, warp * kWarp, kListThreads, classes,
-                                        static_cast<unsigned>(begin), static_cast<int>(problem.k), waiting[warp]));
+  const int classes = static_cast<int>(problem.classes - offset < kPiece ? problem.classes - offset : kPiece);
+  const int k = static_cast<int>(problem.k), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const T* row = row_of<const T>(problem.input, place).data + offset;
+  if (threadIdx.x == 0) board.count = 0, board.bar = NAN;
+
+  RowState state;
+  Key list = kNoKey;
+  float bar = NAN;  // nothing is below
+  int before = 0;  // candidates that waited already
+  uint4 next[kListVectors];
+  load_row<T>(next, row, threadIdx.x, kListThreads, classes, lowest_vector<T>());
+  for (int begin = 0; begin < classes; begin += kStep) {
+    uint4 v[kListVectors];
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) v[i] = next[i];
+    const int ahead = (begin + kStep) / kElements + static_cast<int>(threadIdx.x);
+    load_row<T>(next, row, ahead, kListThreads, classes, lowest_vector<T>());
+    float max[kListVectors], most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
+    if (begin == 0) {
+      float group = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      group = fmaxf(group, __shfl_xor_sync(~0u, group, 2));
+      if (lane % 4 == 0) board.groups[threadIdx.x / 4] = group;
+      __syncthreads();
+      if (warp == 0) expect(board, k);
+    }
+    state.raise_beyond(kSlack, most);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) {
+      float x[kElements], part = 0;
+      unpack<T>(v[i], x);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
+      sum += part;
+    }
+    state.add(sum);
+    if (begin == 0) {
+      __syncthreads();
+      bar = board.bar;
+    }
+    const bool nan = state.sum != state.sum;  // which is in no maximum
+    const auto first_of = [&](int i) { return begin + (static_cast<int>(threadIdx.x) + i * kListThreads) * kElements; };
+    const auto key_at = [&](float x, int c) { return key_of(x, static_cast<unsigned>(offset) + static_cast<unsigned>(c)); };
+    if (nan || !(most <= bar)) {
+#pragma unroll
+      for (int i = 0; i < kListVectors; ++i) {
+        if (!nan && max[i] <= bar) continue;
+        float x[kElements];
+        unpack<T>(v[i], x);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          const int c = first_of(i) + e;
+          if (c >= classes || x[e] <= bar) continue;
+          const int at = atomicAdd(&board.count, 1);
+          if (at < kWaiting) board.waiting[at] = key_at(x[e], c);
+        }
+      }
+    }
+    __syncthreads();
+    const int count = board.count;
+    const bool last = begin + kStep >= classes;
+    if (count > kWaiting) {
+      // Far too many, as in a row that ascends: once more, one of each thread at a time.
+      __syncthreads();
+      if (threadIdx.x == 0) board.count = before;
+      __syncthreads();
+#pragma unroll 1
+      for (int n = 0; n < kListVectors * kElements; ++n) {
+        const int i = n / kElements, c = first_of(i) + n % kElements;
+        const float x = c < classes ? widen(row[c]) : 0.0f;
+        if (c < classes && !(x <= bar)) board.waiting[atomicAdd(&board.count, 1)] = key_at(x, c);
+        __syncthreads();
+        const int waiting = board.count;
+        __syncthreads();
+        if (waiting > kWaiting - kListThreads || n + 1 == kListVectors * kElements) {
+          if (warp == 0) list = take(board, list, waiting, k);
+          __syncthreads();
+          bar = board.bar;
+        }
+      }
+      before = 0;
+    } else if (count >= kWarp || last) {
+      if (warp == 0) list = take(board, list, count, k);
+      __syncthreads();
+      bar = board.bar;
+      before = 0;
+    } else {
+      before = count;
+      __syncthreads();  // all have read the count
+    }
+  }
+
+  const Found found{HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state)), list};
   if (warp != 0) return;
-  if (pieces.count == 1) {
+  if (gridDim.y == 1) {
     write_list<R>(problem, place, found);
     return;
   }
-  const int64_t all = problem.outer * problem.inner * pieces.count;
   auto* lists = static_cast<Key*>(problem.workspace);
-  auto* states = reinterpret_cast<PieceState*>(lists + all * kWarp);
-  lists[int64_t{blockIdx.x} * kWarp + lane] = found.key;
-  if (lane == 0) states[blockIdx.x] = {found.state.max, found.state.sum};
+  auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kWarp);
+  const int64_t slot = number * gridDim.y + blockIdx.y;
+  lists[slot * kWarp + lane] = found.key;
+  if (lane == 0) states[slot] = {found.state.max, found.state.sum};
 }
 
 // A block a row: merges its pieces.
@@ -296,7 +412,6 @@ __global__ void __launch_bounds__(kListThreads) list_merge_kernel(const __grid_c
 }
 
 // ---- any k, any strides
-// ---------------------------------------------------------------------------------------------------------
 
 constexpr int kSortThreads = 512, kSortKeys = 4096, kSortKept = 2048;
 
@@ -377,83 +492,6 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
   }
 }
 
-// ---- backward
-// -------------------------------------------------------------------------------------------------------------------
-
-// Of the whole softmax, with s = sum over the k of grad_j p_j: grad_input_c = p_c (grad_c - s), where grad_c is 0 outside the
-// k. Renormalised, the k are a softmax of their own and the other classes get 0; its p, rounded to the result's dtype, are
-// made to add up to 1 again. The first kernel writes what all classes get, the second, behind it, what the k get.
-template <class R>
-struct TopK {
-  const RowProblem& problem;
-  Row<const R> grad, output;
-  __device__ TopK(const RowProblem& p, const RowPlace& place)
-      : problem(p), grad(row_of<const R>(p.grad, place)), output(row_of<const R>(p.output, place)) {}
-  // Sums over the k, by a warp.
-  __device__ __forceinline__ float sum(bool of_grad) const {
-    Sum sum;
-    Compensation compensation;
-    for (int64_t j = threadIdx.x % kWarp; j < problem.k; j += kWarp)
-      compensation.add(sum, of_grad ? grad[j] * output[j] : output[j]);
-    return lanes_sum<kWarp>(sum.value);
-  }
-};
-
-constexpr int kBackwardThreads = 256;
-
-template <class T, class R>
-__global__ void __launch_bounds__(kBackwardThreads) topk_backward_kernel(const __grid_constant__ RowProblem problem) {
-  const int warp = threadIdx.x / kWarp, warps = kBackwardThreads / kWarp;
-  for (int64_t number = int64_t{blockIdx.x} * warps + warp; number < problem.outer * problem.inner;
-       number += int64_t{gridDim.x} * warps) {
-    const RowPlace place = place_at(problem, number);
-    const TopK<R> top(problem, place);
-    const float dot = top.sum(true);
-    const float norm = problem.renormalize && problem.k > 0 ? 1 / top.sum(false) : 1.0f;
-    const float sum = problem.renormalize ? dot * norm : dot;
-    const View3<int64_t*>& indices = problem.indices;
-    const int64_t* at = indices.data + place.outer * indices.stride[0] + place.inner * indices.stride[2];
-    const Row<T> grad_input = row_of<T>(problem.grad_input, place);
-    for (int64_t j = threadIdx.x % kWarp; j < problem.k; j += kWarp) {
-      const int64_t c = at[j * indices.stride[1]];
-      assert(c >= 0 && c < problem.classes && "topk_softmax: an index is out of bounds");
-      grad_input.set(c, (top.grad[j] - sum) * (top.output[j] * norm));
-    }
-  }
-}
-
-template <class R>
-struct Rest {
-  static constexpr int kTensors = 1;
-  static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
-  template <class Rows>
-  __device__ static void part(const RowProblem& problem, const Rows& rows) {
-    rows.read(problem.input).leave_part(NoExtra{});
-  }
-  template <class T, class Rows>
-  __device__ static void run(const RowProblem& problem, const Rows& rows) {
-    auto row = rows.read(problem.input);
-    const RowPlace place = row.place();
-    float sum = 0;
-    if (place.exists) {  // by each thread for itself: k is small
-      const TopK<R> top(problem, place);
-      float norm = 0;
-      for (int64_t j = 0; j < problem.k; ++j) {
-        sum += top.grad[j] * top.output[j];
-        norm += top.output[j];
-      }
-      if (problem.renormalize && problem.k > 0) sum /= norm;
-    }
-    const RowState state = row.state();
-    const float scale = state.inverse_sum();
-    const bool zero = problem.renormalize;
-    row.template write<T>(problem.grad_input, [&](int64_t, float x) {
-      return zero ? sum - sum : -sum * (state.weight(x) * scale);  // 0, or NaN where the row's softmax is NaN
-    });
-  }
-};
-
 template <class T, class R>
 void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   const int64_t rows = problem.outer * problem.inner, vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>;
@@ -465,7 +503,8 @@ void launch_topk(const RowProblem& problem, cudaStream_t stream) {
         <<<static_cast<unsigned>((rows + kListWarps - 1) / kListWarps), kListThreads, 0, stream>>>(problem);
   } else {
     const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count;
-    list_piece_kernel<T, R><<<static_cast<unsigned>(rows * pieces), kListThreads, 0, stream>>>(problem);
+    const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
+    list_piece_kernel<T, R><<<blocks, kListThreads, 0, stream>>>(problem);
     check_launch(name);
     if (pieces > 1) list_merge_kernel<T, R><<<static_cast<unsigned>(rows), kListThreads, 0, stream>>>(problem);
   }
@@ -485,20 +524,6 @@ int64_t topk_workspace(const RowProblem& problem) {
 void topk_softmax(const RowProblem& problem, CUstream_st* stream) {
   if (is_empty(problem) || problem.k == 0) return;
   visit_types(problem, "topk_softmax", [&]<class T, class R>(Type<T>, Type<R>) { launch_topk<T, R>(problem, stream); });
-}
-
-void topk_softmax_backward(const RowProblem& problem, CUstream_st* stream) {
-  if (is_empty(problem)) return;
-  const char* name = "topk_softmax_backward";
-  const bool together = classes_together(problem, {problem.input.stride[1], problem.grad_input.stride[1]});
-  visit_types(problem, name, [&]<class T, class R>(Type<T>, Type<R>) {
-    launch_rows<Rest<R>, T, T>(problem, together, stream, name);
-    if (problem.k == 0) return;
-    constexpr int kRows = kBackwardThreads / kWarp;
-    topk_backward_kernel<T, R>
-        <<<grid_for((problem.outer * problem.inner + kRows - 1) / kRows, 32), kBackwardThreads, 0, stream>>>(problem);
-    check_launch(name);
-  });
 }
 
 }  // namespace flash_online::cuda
