@@ -349,10 +349,10 @@ __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __gri
     }
     __syncthreads();
     const int count = board.count;
+    __syncthreads();  // all have read it: take() sets it
     const bool last = begin + kStep >= classes;
     if (count > kWaiting) {
       // Far too many, as in a row that ascends: once more, one of each thread at a time.
-      __syncthreads();
       if (threadIdx.x == 0) board.count = before;
       __syncthreads();
 #pragma unroll 1
@@ -377,7 +377,6 @@ __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __gri
       before = 0;
     } else {
       before = count;
-      __syncthreads();  // all have read the count
     }
   }
 
