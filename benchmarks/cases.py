@@ -153,7 +153,7 @@ CPU = [
     *(case for dtype in (FLOAT, BFLOAT) for case in _attention_kinds(dtype)),
     *_rows("softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "one read of the row where three passes read it three times"),
     *_rows("log_softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "the same rows: the logarithm must cost nothing more"),
-    *_rows("cross_entropy", SHORT + LONG + FEW, (FLOAT, BFLOAT), "reads the logits once, writes nothing of their size"),
+    *_rows("cross_entropy", SHORT + LONG + FEW, (FLOAT, BFLOAT), "reads the logits once, writes none"),
     *_rows("logsumexp", SHORT[1:2] + LONG[1:3] + FEW[:1], (FLOAT, BFLOAT), "the merge itself and nothing else"),
     *_rows("topk_softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "the paper's fused top-k: few of many", k=5),
 ]
@@ -166,7 +166,7 @@ CUDA = [
         "64 to 128 Mi elements, beyond any cache: share of the memory's speed",
     ),
     *_rows("log_softmax", ((16384, 4096),), (BFLOAT,), "the logarithm must cost nothing more"),
-    *_rows("cross_entropy", ((32768, 4096), (4096, 65536)), (FLOAT, BFLOAT), "reads the logits once, writes nothing of their size"),
+    *_rows("cross_entropy", ((32768, 4096), (4096, 65536)), (FLOAT, BFLOAT), "reads the logits once, writes none"),
     *_rows("logsumexp", ((16384, 4096),), (FLOAT,), "the merge itself and nothing else"),
     *_rows("topk_softmax", ((4000, 25000),), (FLOAT,), "the paper's fused top-k, at the paper's batch", k=5),
 ]
