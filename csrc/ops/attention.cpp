@@ -230,6 +230,8 @@ class Call {
       place(5, problem.out);
       problem.lse = start(6);
       problem.lse_low = start(7);
+      problem.lse_stride[0] = problem.heads * problem.queries;
+      problem.lse_stride[1] = problem.queries;
       if (tensors.grad_out) {
         place(8, gradients.grad_out);
         if (all[9]) gradients.grad_lse = start(9);
