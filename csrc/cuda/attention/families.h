@@ -1,0 +1,19 @@
+// The kernel families as dispatch.cu knows them: one function template each, of which CMake stamps an instance for each head dim
+// out of instance.cu.in.
+#pragma once
+
+#include "../../core/problem.h"
+#include "attention.h"
+
+namespace flash_online::cuda {
+
+struct BlockMap;
+
+// forward_sm80.cuh. Head dims are at most kWidth; there are queries and heads.
+template <int kWidth>
+void forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream);
+// Why this kernel does not take a problem; null: it does.
+template <int kWidth>
+const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+
+}  // namespace flash_online::cuda

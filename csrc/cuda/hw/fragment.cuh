@@ -1,0 +1,217 @@
+// Products of tiles in shared memory, a warp at a time: which lane holds which element, for 16-bit and for float elements.
+//
+// float runs on the tensor cores too, with the digits of float: x = high + low, each of tf32's digits, and
+// a b = high high + high low + low high to some 22 digits ("3xTF32", as cutlass calls it). Tf32 stands for one product alone.
+#pragma once
+
+#include "mma.cuh"
+#include "vector.cuh"
+
+namespace flash_online::cuda {
+
+struct Tf32 {};  // an element's kind: float in memory, tf32 in products
+
+template <class Kind>
+struct ElementOf {
+  using type = Kind;
+};
+template <>
+struct ElementOf<Tf32> {
+  using type = float;
+};
+
+// An m x n accumulator of a warp: [m / 16][n / 8].
+template <int kRows, int kColumns>
+using Accumulator = float[kRows][kColumns][4];
+
+template <int kRows, int kColumns>
+__device__ __forceinline__ void clear(Accumulator<kRows, kColumns>& d) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[i][j][e] = 0;
+}
+
+// Rows of `kWidth` elements in shared memory, each 16 bytes longer than that: eight rows' 16 bytes at one column lie in
+// different banks, and so do a float's words at (2 place, group).
+template <class Kind, int kWidth>
+struct SharedTile {
+  using Element = typename ElementOf<Kind>::type;
+  static constexpr int kPitch = kWidth + 16 / static_cast<int>(sizeof(Element));  // elements
+  static constexpr int bytes(int rows) { return rows * kPitch * static_cast<int>(sizeof(Element)); }
+  static_assert(kWidth * sizeof(Element) % 32 == 0);
+
+  Element* data;
+
+  __device__ __forceinline__ Element* row(int r) const { return data + r * kPitch; }
+  __device__ __forceinline__ unsigned address(int row, int column) const {
+    return shared_address(data) + static_cast<unsigned>((row * kPitch + column) * sizeof(Element));
+  }
+};
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ int lane_group() { return lane() / 4; }
+__device__ __forceinline__ int lane_place() { return lane() % 4; }
+
+// How the operands of a product a b lie: "rows" if the dimension that is summed over runs along a row in memory.
+//   left:  rows [m][k], columns [k][m]      right: rows [n][k], columns [k][n]
+template <class Kind>
+struct Fragments {
+  using Element = typename ElementOf<Kind>::type;
+  static constexpr bool kHalf = sizeof(Element) == 2;
+  static constexpr int kDepth = kHalf ? 16 : 8;                   // of one step
+  static constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Element));
+
+  // Sixteen rows of the left operand.
+  template <int kWidth>
+  __device__ static void left_rows(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
+    load_matrices(a, tile.address(m + lane() % 16, k + lane() / 16 * kPerChunk));
+  }
+  // Of two blocks of eight columns: b[0], b[1] and b[2], b[3].
+  template <int kWidth>
+  __device__ static void right_rows(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
+    load_matrices(b, tile.address(n + lane() / 16 * 8 + lane() % 8, k + lane() / 8 % 2 * kPerChunk));
+  }
+  // Floats cannot be transposed on the way. They take the sum's terms in another order, the same in both operands and in
+  // left_accumulators: the hardware's place t and t + 4 are the elements 2 t and 2 t + 1.
+  template <int kWidth>
+  __device__ static void left_columns(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
+    if constexpr (kHalf) {
+      load_matrices_transposed(a, tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8));
+    } else {
+      const float *even = tile.row(k + 2 * lane_place()) + m + lane_group(), *odd = even + tile.kPitch;
+      a[0] = __float_as_uint(even[0]), a[1] = __float_as_uint(even[8]);
+      a[2] = __float_as_uint(odd[0]), a[3] = __float_as_uint(odd[8]);
+    }
+  }
+  template <int kWidth>
+  __device__ static void right_columns(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
+    if constexpr (kHalf) {
+      load_matrices_transposed(b, tile.address(k + lane() % 16, n + lane() / 16 * 8));
+    } else {
+      const float *even = tile.row(k + 2 * lane_place()) + n + lane_group(), *odd = even + tile.kPitch;
+      b[0] = __float_as_uint(even[0]), b[1] = __float_as_uint(odd[0]);
+      b[2] = __float_as_uint(even[8]), b[3] = __float_as_uint(odd[8]);
+    }
+  }
+  // An accumulator as the left operand of the next product, `kDepth` columns from 8 * block on.
+  template <int kColumns>
+  __device__ static void left_accumulators(unsigned (&a)[4], const float (&d)[kColumns][4], int step) {
+    if constexpr (kHalf) {
+      const float(&first)[4] = d[2 * step], (&second)[4] = d[2 * step + 1];
+      a[0] = pair(first[0], first[1]), a[1] = pair(first[2], first[3]);
+      a[2] = pair(second[0], second[1]), a[3] = pair(second[2], second[3]);
+    } else {
+      a[0] = __float_as_uint(d[step][0]), a[1] = __float_as_uint(d[step][2]);
+      a[2] = __float_as_uint(d[step][1]), a[3] = __float_as_uint(d[step][3]);
+    }
+  }
+
+  __device__ static unsigned pair(float x, float y) {
+    if constexpr (std::is_same_v<Element, __half>) {
+      const __half2 both = __floats2half2_rn(x, y);
+      return reinterpret_cast<const unsigned&>(both);
+    } else {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+      return reinterpret_cast<const unsigned&>(both);
+    }
+  }
+
+  // d += a b, one step.
+  __device__ static void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    if constexpr (kHalf) {
+      mma_16x8x16<Element>(d, a, b0, b1);
+    } else if constexpr (std::is_same_v<Kind, Tf32>) {
+      mma_16x8x8_tf32(d, a, b0, b1);
+    } else {
+      const unsigned low_a[4] = {low(a[0]), low(a[1]), low(a[2]), low(a[3])};
+      mma_16x8x8_tf32(d, low_a, b0, b1);
+      mma_16x8x8_tf32(d, a, low(b0), low(b1));
+      mma_16x8x8_tf32(d, a, b0, b1);
+    }
+  }
+
+ private:
+  // What the tensor cores do not see of a float: they look at its first 19 bits. Not of an infinity, whose rest would be NaN.
+  __device__ static unsigned low(unsigned x) {
+    const unsigned high = x & 0xffffe000u;
+    return __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
+  }
+};
+
+// d[m][n] += sum over k of left[m][k] right[n][k], for 16 * kRows rows from m on, all of d's columns from row 0 of `right` on.
+template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
+                                              SharedTile<Kind, kWidthRight> right) {
+  using F = Fragments<Kind>;
+  static_assert(kColumns % 2 == 0);
+#pragma unroll(kDepthInAll / F::kDepth > 16 ? 4 : kDepthInAll / F::kDepth)
+  for (int k = 0; k < kDepthInAll; k += F::kDepth) {
+    unsigned a[kRows][4];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, k);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      unsigned b[4];
+      F::right_rows(b, right, 8 * j, k);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        F::multiply(d[i][j], a[i], b[0], b[1]);
+        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// d[m][n] += sum over k of left[m][k] right[k][n], the left operand in registers, k being its 8 * kLeft columns; n from column
+// `n` of `right` on.
+template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
+__device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumns>& d, const Accumulator<kRows, kLeft>& left,
+                                                      SharedTile<Kind, kWidth> right, int n = 0) {
+  using F = Fragments<Kind>;
+  static_assert(kColumns % 2 == 0);
+#pragma unroll
+  for (int step = 0; step < kLeft * 8 / F::kDepth; ++step) {
+    unsigned a[kRows][4];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) F::left_accumulators(a[i], left[i], step);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      unsigned b[4];
+      F::right_columns(b, right, n + 8 * j, step * F::kDepth);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        F::multiply(d[i][j], a[i], b[0], b[1]);
+        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// d[m][n] += sum over k of left[k][m] right[k][n], for 16 * kRows columns of `left` from m on, n from column `n` of `right` on.
+template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
+                                                 SharedTile<Kind, kWidthRight> right, int n) {
+  using F = Fragments<Kind>;
+  static_assert(kColumns % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < kDepthInAll; k += F::kDepth) {
+    unsigned a[kRows][4];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) F::left_columns(a[i], left, m + 16 * i, k);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      unsigned b[4];
+      F::right_columns(b, right, n + 8 * j, k);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        F::multiply(d[i][j], a[i], b[0], b[1]);
+        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+}  // namespace flash_online::cuda
