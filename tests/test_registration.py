@@ -235,8 +235,8 @@ def test_flops_of_packed_sequences():
     rectangles = 4 * (3 * 4 + 0 * 1 + 3 * 4)
     assert counter.get_total_flops() == 2 * rectangles * (8 + 6) + 2 * rectangles * (3 * 8 + 2 * 6)
     mode = FakeTensorMode()
-    with mode, FlopCounterMode(display=False) as counter, torch.no_grad():
-        fake = tree_map_only(torch.Tensor, mode.from_tensor, (query.detach(), key.detach(), value.detach(), *starts))
+    fake = tree_map_only(torch.Tensor, mode.from_tensor, (query.detach(), key.detach(), value.detach(), *starts))
+    with mode, FlopCounterMode(display=False) as counter:
         flash_online.varlen_attention(*fake, 3, 4)
     assert counter.get_total_flops() == 2 * 4 * (3 * 3 * 4) * (8 + 6)
 
@@ -292,6 +292,7 @@ COMPILED = {
         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
         (*QKV, leaf(3, 5)),
     ),
+    "one tensor three times": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), QKV[:1]),
     "two dimensions": (lambda q, k, v: F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0]), QKV),
     "broadcast": (lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v, enable_gqa=True), QKV),
     "dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, enable_gqa=True), QKV),
