@@ -92,7 +92,7 @@ struct AttentionGradients {
 // Dropout's mask by itself.
 struct DropoutProblem {
   const int64_t* rng = nullptr;
-  int64_t batch = 0, heads = 0, query_begin = 0, queries = 0, keys = 0;
+  int64_t batch_begin = 0, batch = 0, heads = 0, query_begin = 0, queries = 0, keys = 0;
   double dropout = 0;
   bool* keep = nullptr;  // [batch, heads, queries, keys], contiguous
 };
