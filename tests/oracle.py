@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
 from flash_online import reference
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
+
+
+DEVICE = "cpu"  # where problems of attention run; tests/test_cuda_attention.py sets it
+
+
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on DEVICE, with its strides, its offset, and what lies around its elements."""
+    if DEVICE == "cpu":
+        return tensor
+    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return storage.to(DEVICE).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class CaptureRng(TorchDispatchMode):
@@ -110,12 +122,14 @@ class Attention:
 
     def check(self, function=None) -> None:
         """Compares out, lse and every wanted gradient with float64."""
-        inputs = self.inputs()
+        if DEVICE != "cpu" and self.dtype == torch.float64:
+            pytest.skip("float64 runs on the CPU alone")
+        inputs = {n: placed(t) for n, t in self.inputs().items()}
         names = [n for n in inputs if n[0] in self.wanted and inputs[n].is_floating_point()]
         g = torch.Generator().manual_seed(self.seed + 1)
-        grad_out = torch.randn(self.out_shape(), generator=g).to(self.dtype)
+        grad_out = torch.randn(self.out_shape(), generator=g).to(DEVICE, self.dtype)
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
-        grad_lse = torch.randn(self.lse_shape(), generator=g).to(accumulator) if self.grad_lse else None
+        grad_lse = torch.randn(self.lse_shape(), generator=g).to(DEVICE, accumulator) if self.grad_lse else None
 
         def run(function, convert, narrow, **more):
             leaves = {n: convert(t).detach() for n, t in inputs.items()}
@@ -216,7 +230,7 @@ class Packed(Attention):
 
     def arguments(self):
         longest = [max((pair[i] for pair in self.lengths), default=0) for i in range(2)]
-        return *self.starts(), *longest
+        return *(placed(starts) for starts in self.starts()), *longest
 
     def inputs(self):
         g = torch.Generator().manual_seed(self.seed)
@@ -236,11 +250,11 @@ class Packed(Attention):
 def torch_attention(query, key, value, mask=None, alibi_slopes=None, *, scale=None, return_lse=True, **visibility):
     """torch's scaled_dot_product_attention, by its fused kernel where that takes the call; no lse."""
     heads, (queries, keys) = query.shape[-3], (query.shape[-2], key.shape[-2])
-    hidden = ~reference.visible(queries, keys, **visibility)
+    hidden = ~reference.visible(queries, keys, **visibility).to(query.device)
     bias = query.new_zeros(queries, keys)
     if alibi_slopes is not None:
         shift = keys - queries if visibility.get("alignment") == "lower_right" else 0
-        distance = (torch.arange(queries).unsqueeze(1) + shift - torch.arange(keys)).abs()
+        distance = (torch.arange(queries).unsqueeze(1) + shift - torch.arange(keys)).abs().to(query.device)
         bias = bias - alibi_slopes.to(query.dtype)[..., None, None] * distance
     if mask is not None and mask.dtype == torch.bool:
         hidden = hidden | ~mask

@@ -84,6 +84,7 @@ struct AttentionGradients {
   DType grad_mask_dtype = DType::kFloat32;
   bool add_to_grad_mask = false;     // to what is there, instead of overwriting it
   int64_t mask_size[4] = {};         // the mask's own shape: 1 where it is broadcast
+  int64_t units = 0;                 // CUDA: heads that grad_key and grad_value have, for the caller to sum to their own
   void* grad_sinks = nullptr;        // [batch, heads], accumulator type, contiguous; null: no sinks
   void* delta = nullptr;             // workspace: [batch, heads, queries], accumulator type, strides lse_stride
   double* wide_delta = nullptr;      // workspace: the same in double, for float32; else null

@@ -164,6 +164,7 @@ class Call {
  public:
   const Inputs& inputs() const { return in_; }
   const AttentionProblem& shape() const { return problem_; }
+  const Dims& dims() const { return dims_; }
   std::vector<int64_t> out_sizes() const {
     std::vector<int64_t> sizes = sizes_of(in_.query);
     sizes.back() = problem_.value_width;

@@ -36,7 +36,7 @@ class KeyBlocks {
       : columns_(static_cast<int>(map.size[3])), next_(begin), end_(end), known_end_(map.data ? begin : end) {
     if (!map.data) return;
     const int row = query / kMapBlock;
-    rows_ = map.size[2] == 1 ? 1 : min((queries + kMapBlock - 1) / kMapBlock - row, kQueries / kMapBlock);
+    rows_ = map.size[2] == 1 ? 1 : min((queries + kMapBlock - 1) / kMapBlock - row, (kQueries + kMapBlock - 1) / kMapBlock);
     row_ = map.row(batch, head, row);
   }
 

@@ -1,7 +1,11 @@
 // Which kernel runs: candidates in order, each with its reasons to refuse. The one place that knows families and head dims.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <numeric>
 #include <stdexcept>
+#include <type_traits>
 
 #include "../../core/philox.h"
 #include "../hw/launch.h"
@@ -13,14 +17,14 @@ namespace flash_online::cuda {
 
 namespace {
 
-constexpr int kBuilt[] = {FLASH_ONLINE_HEAD_DIMS};  // ascending
+#include "head_dims.h"
 
 // Calls f(std::integral_constant) with the smallest head dim of this build that holds the problem's. False if there is none.
-template <class F, size_t kIndex = 0>
+template <size_t kIndex = 0, class F>
 bool visit_head_dim(const AttentionProblem& problem, F&& f) {
-  if constexpr (kIndex < std::size(kBuilt)) {
-    if (std::max(problem.width, problem.value_width) > kBuilt[kIndex]) return visit_head_dim<F, kIndex + 1>(problem, f);
-    f(std::integral_constant<int, kBuilt[kIndex]>{});
+  if constexpr (kIndex < std::size(kBuiltHeadDims)) {
+    if (std::max(problem.width, problem.value_width) > kBuiltHeadDims[kIndex]) return visit_head_dim<kIndex + 1>(problem, f);
+    f(std::integral_constant<int, kBuiltHeadDims[kIndex]>{});
     return true;
   }
   return false;
@@ -31,13 +35,20 @@ Gpu current_gpu() {
           device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()};
 }
 
-const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
+// The reason of the instance for the problem's head dim, as `refusal` finds it.
+template <class F>
+const char* refusal_by_head_dim(const AttentionProblem& problem, F&& refusal) {
   const char* reason = nullptr;
-  if (!visit_head_dim(problem, [&]<int kWidth>(std::integral_constant<int, kWidth>) {
-        reason = cuda::forward_sm80_refusal<kWidth>(problem, gpu);
-      }))
-    reason = "the head dim is larger than those of this build";
-  return reason;
+  const bool fits = visit_head_dim(problem, [&](auto width) { reason = refusal(width); });
+  return fits ? reason : "the head dim is larger than those of this build";
+}
+
+const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
+  return refusal_by_head_dim(problem, [&](auto width) { return cuda::forward_sm80_refusal<width()>(problem, gpu); });
+}
+
+const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
+  return refusal_by_head_dim(problem, [&](auto width) { return cuda::backward_sm80_refusal<width()>(problem, gpu); });
 }
 
 struct Candidate {
@@ -46,6 +57,7 @@ struct Candidate {
 };
 
 constexpr Candidate kForward[] = {{"sm80", forward_sm80_refusal}};
+constexpr Candidate kBackward[] = {{"sm80", backward_sm80_refusal}};
 
 // The reason not to take a candidate; null: none. FLASH_ONLINE_KERNEL, read once, forces a family.
 const char* refusal(const Candidate& candidate, const AttentionProblem& problem, const Gpu& gpu) {
@@ -82,12 +94,15 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 }  // namespace
 
-Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool) {
+Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
   Candidates list;
-  for (const Candidate& candidate : kForward) {
-    const char* const reason = refusal(candidate, problem, gpu);
-    list.emplace_back(candidate.name, reason ? reason : "");
-  }
+  const auto ask = [&](const auto& candidates) {
+    for (const Candidate& candidate : candidates) {
+      const char* const reason = refusal(candidate, problem, gpu);
+      list.emplace_back(candidate.name, reason ? reason : "");
+    }
+  };
+  backward ? ask(kBackward) : ask(kForward);
   return list;
 }
 
@@ -99,7 +114,34 @@ void attention_forward(const AttentionProblem& problem, void* workspace, CUstrea
   BlockMap map = block_map_of(problem);
   if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
   fill_block_map(problem, map, stream);
-  visit_head_dim(problem, [&]<int kWidth>(std::integral_constant<int, kWidth>) { forward_sm80<kWidth>(problem, map, stream); });
+  visit_head_dim(problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+}
+
+int64_t attention_backward_units(const AttentionProblem& problem) {
+  constexpr int64_t kKeys = 128;  // about what a block of threads takes
+  const int64_t least = std::lcm(problem.key_heads, problem.value_heads),
+                blocks = problem.query_starts ? problem.total_keys / kKeys + problem.batch
+                                              : problem.batch * ((problem.keys + kKeys - 1) / kKeys);
+  int64_t units = least;
+  for (int64_t more = least; units * blocks < multiprocessors() && more <= problem.heads; more += least)
+    if (problem.heads % more == 0) units = more;
+  return units;
+}
+
+int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  choose(kBackward, problem);
+  int64_t bytes = 0;
+  visit_head_dim(problem,
+                 [&](auto width) { bytes = backward_sm80_workspace<width()>(problem, gradients, deterministic); });
+  return bytes;
+}
+
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                        CUstream_st* stream) {
+  if (problem.batch == 0 && !problem.query_starts) return;
+  choose(kBackward, problem);
+  visit_head_dim(problem,
+                 [&](auto width) { backward_sm80<width()>(problem, gradients, deterministic, workspace, stream); });
 }
 
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {

@@ -16,4 +16,13 @@ void forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream
 template <int kWidth>
 const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
 
+// backward_sm80.cuh, likewise.
+template <int kWidth>
+int64_t backward_sm80_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+template <int kWidth>
+void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                   CUstream_st* stream);
+template <int kWidth>
+const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+
 }  // namespace flash_online::cuda

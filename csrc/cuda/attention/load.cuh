@@ -43,13 +43,15 @@ __device__ __forceinline__ void load(SharedTile<Kind, kWidth> tile, const HeadRo
     for (int c = thread % kAcross * kPer; c < kWidth; c += kAcross * kPer) {
       const int bytes = max(0, min(kVectorBytes, (from.width - c) * static_cast<int>(sizeof(Element))));
       const Element* source = data + first * from.row_stride + c;
-#pragma unroll 4
-      for (int r = first; r < kRows; r += kDown, source += kDown * from.row_stride) {
-        const int here = r < left ? bytes : 0;
-        copy_async(reinterpret_cast<uint4*>(tile.row(r) + c), here > 0 ? source : from.data, here);
+#pragma unroll
+      for (int n = 0; n < (kRows + kDown - 1) / kDown; ++n, source += kDown * from.row_stride) {
+        const int r = first + n * kDown;
+        if (kRows % kDown != 0 && r >= kRows) break;
+        copy_async(reinterpret_cast<uint4*>(tile.row(r) + c), source, r < left ? bytes : 0);
       }
     }
   } else {
+#pragma unroll 1
     for (int index = thread; index < kRows * kWidth; index += kThreads) {
       const int r = index / kWidth, c = index % kWidth;
       tile.row(r)[c] = r < left && c < from.width ? data[r * from.row_stride + c * from.column_stride] : narrow<Element>(0.0f);

@@ -2,6 +2,7 @@
 // of 16 before their first value, and read from where that value then lies.
 #pragma once
 
+#include "../../core/config.h"
 #include "../../core/problem.h"
 #include "../hw/async_copy.cuh"
 #include "../hw/vector.cuh"

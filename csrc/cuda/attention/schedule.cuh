@@ -49,9 +49,13 @@ __device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t co
 // `reversed`: the last blocks first, where later rows have more to do.
 __device__ __forceinline__ BlockPlace place_of(const AttentionProblem& problem, const BlockList& list, int64_t index, bool over_keys,
                                                int64_t size, bool reversed) {
-  const int64_t of_head = index % list.blocks, rest = index / list.blocks;
+  // A grid has less than 2^31 blocks: divisions of 32 bits, which take a fraction of the time.
+  const unsigned number = static_cast<unsigned>(index), blocks = static_cast<unsigned>(list.blocks),
+                 heads = static_cast<unsigned>(list.heads);
+  const int64_t of_head = number % blocks;
+  const unsigned rest = number / blocks;
   const int64_t block = reversed ? list.blocks - 1 - of_head : of_head;
-  BlockPlace place{rest / list.heads, static_cast<int>(rest % list.heads), block};
+  BlockPlace place{rest / heads, static_cast<int>(rest % heads), block};
   if (!problem.query_starts) return place;
   const int32_t* const starts = over_keys ? problem.key_starts : problem.query_starts;
   const int64_t total = over_keys ? problem.total_keys : problem.total_queries;

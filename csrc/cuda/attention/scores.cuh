@@ -78,14 +78,25 @@ struct ScoreBlock {
   bool whole;             // every query of the block sees every key by arithmetic, and all of both exist
 };
 
-// Softcap and ALiBi. `bend`, if not null, receives the derivative of the score by scale * product (1 without a softcap).
+// Softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative of a softcap.
 template <bool kTransposed, int kRows, int kColumns>
 __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int row, const ScoreRule& rule,
-                                            const ScoreBlock& block, const Visibility& visible) {
-  if (rule.cap > 0)
-    for_each_score<kTransposed>(d, row, [&](float& x, int, int) { x = rule.cap * tanhf(x * rule.scale); });
-  else
+                                            const ScoreBlock& block, const Visibility& visible,
+                                            Accumulator<kRows, kColumns>* gradients = nullptr) {
+  if (rule.cap > 0) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float bent = tanhf(d[i][j][e] * rule.scale);
+          if (gradients) (*gradients)[i][j][e] *= 1 - bent * bent;
+          d[i][j][e] = rule.cap * bent;
+        }
+  } else {
     for_each_score<kTransposed>(d, row, [&](float& x, int, int) { x *= rule.scale; });
+  }
   if (rule.slope != 0) {
     const int between = static_cast<int>(block.query + visible.offset - block.key);
     for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) {
@@ -174,11 +185,11 @@ struct Dropout {
   }
 };
 
-// Calls drop(x) for every accumulator that dropout drops. Four neighbouring keys share a draw, and the lanes that hold them share
-// the work: block.key must be a multiple of 4, and `row` where accumulators are transposed.
-template <bool kTransposed, int kRows, int kColumns, class Drop>
-__device__ __forceinline__ void drop_weights(Accumulator<kRows, kColumns>& d, int row, const Dropout& dropout,
-                                             const ScoreBlock& block, Drop&& drop) {
+// Calls f(i, j, kept) for each piece of 16 x 8 of an accumulator's shape: bit e of `kept` says whether the weight at [i][j][e] is.
+// Four neighbouring keys share a draw, and the lanes that hold them share the work: block.key must be a multiple of 4, and `row`
+// where accumulators are transposed.
+template <bool kTransposed, int kRows, int kColumns, class F>
+__device__ __forceinline__ void draw_weights(int row, const Dropout& dropout, const ScoreBlock& block, F&& f) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -190,10 +201,7 @@ __device__ __forceinline__ void drop_weights(Accumulator<kRows, kColumns>& d, in
                                           (block.key + 8 * j) / 4 + lane_place() / 2);
         const unsigned other = __shfl_xor_sync(~0u, own, 1);
         const unsigned upper = odd ? other >> 2 : own, lower = odd ? own >> 2 : other;
-        if (!(upper & 1)) drop(d[i][j][0]);
-        if (!(upper & 2)) drop(d[i][j][1]);
-        if (!(lower & 1)) drop(d[i][j][2]);
-        if (!(lower & 2)) drop(d[i][j][3]);
+        f(i, j, (upper & 3) | (lower & 3) << 2);
       } else {
         // Four lanes of one `place` hold four keys, and four more behind eight, of two queries: each draws one of these four.
         const int own = lane_group() % 4, key = row + 16 * i + lane_group() / 4 * 4 + own / 2 * 8;
@@ -203,11 +211,20 @@ __device__ __forceinline__ void drop_weights(Accumulator<kRows, kColumns>& d, in
 #pragma unroll
         for (int n = 0; n < 4; ++n)
           kept |= (__shfl_sync(~0u, bits, (lane_group() / 4 * 4 + n) * 4 + lane_place()) >> own & 1) << n;
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!(kept >> e & 1)) drop(d[i][j][e]);
+        f(i, j, kept);
       }
     }
+}
+
+// Calls drop(x) for every accumulator that dropout drops.
+template <bool kTransposed, int kRows, int kColumns, class Drop>
+__device__ __forceinline__ void drop_weights(Accumulator<kRows, kColumns>& d, int row, const Dropout& dropout,
+                                             const ScoreBlock& block, Drop&& drop) {
+  draw_weights<kTransposed, kRows, kColumns>(row, dropout, block, [&](int i, int j, unsigned kept) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (!(kept >> e & 1)) drop(d[i][j][e]);
+  });
 }
 
 }  // namespace flash_online::cuda

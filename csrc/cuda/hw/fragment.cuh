@@ -74,6 +74,11 @@ struct Fragments {
   __device__ static void right_rows(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
     load_matrices(b, tile.address(n + lane() / 16 * 8 + lane() % 8, k + lane() / 8 % 2 * kPerChunk));
   }
+  // Of one block of eight columns: b[0], b[1].
+  template <int kWidth>
+  __device__ static void right_rows_of_one(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
+    load_matrices(b, tile.address(n + lane() % 8, k + lane() / 8 % 2 * kPerChunk));
+  }
   // Floats cannot be transposed on the way. They take the sum's terms in another order, the same in both operands and in
   // left_accumulators: the hardware's place t and t + 4 are the elements 2 t and 2 t + 1.
   template <int kWidth>
@@ -84,6 +89,18 @@ struct Fragments {
       const float *even = tile.row(k + 2 * lane_place()) + m + lane_group(), *odd = even + tile.kPitch;
       a[0] = __float_as_uint(even[0]), a[1] = __float_as_uint(even[8]);
       a[2] = __float_as_uint(odd[0]), a[3] = __float_as_uint(odd[8]);
+    }
+  }
+  // Sixteen rows of the left operand in that order: for a right operand of columns.
+  template <int kWidth>
+  __device__ static void left_rows_for_columns(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
+    if constexpr (kHalf) {
+      left_rows(a, tile, m, k);
+    } else {
+      const float2 upper = *reinterpret_cast<const float2*>(tile.row(m + lane_group()) + k + 2 * lane_place()),
+                   lower = *reinterpret_cast<const float2*>(tile.row(m + 8 + lane_group()) + k + 2 * lane_place());
+      a[0] = __float_as_uint(upper.x), a[1] = __float_as_uint(lower.x);
+      a[2] = __float_as_uint(upper.y), a[3] = __float_as_uint(lower.y);
     }
   }
   template <int kWidth>
@@ -126,10 +143,14 @@ struct Fragments {
     } else if constexpr (std::is_same_v<Kind, Tf32>) {
       mma_16x8x8_tf32(d, a, b0, b1);
     } else {
+      // The tensor cores cut off what a sum does not hold, instead of rounding it: long sums are the adders'.
       const unsigned low_a[4] = {low(a[0]), low(a[1]), low(a[2]), low(a[3])};
-      mma_16x8x8_tf32(d, low_a, b0, b1);
-      mma_16x8x8_tf32(d, a, low(b0), low(b1));
-      mma_16x8x8_tf32(d, a, b0, b1);
+      float part[4] = {0, 0, 0, 0};
+      mma_16x8x8_tf32(part, low_a, b0, b1);
+      mma_16x8x8_tf32(part, a, low(b0), low(b1));
+      mma_16x8x8_tf32(part, a, b0, b1);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[e] += part[e];
     }
   }
 
@@ -146,7 +167,6 @@ template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, 
 __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
                                               SharedTile<Kind, kWidthRight> right) {
   using F = Fragments<Kind>;
-  static_assert(kColumns % 2 == 0);
 #pragma unroll(kDepthInAll / F::kDepth > 16 ? 4 : kDepthInAll / F::kDepth)
   for (int k = 0; k < kDepthInAll; k += F::kDepth) {
     unsigned a[kRows][4];
@@ -155,11 +175,14 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, S
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       unsigned b[4];
-      F::right_rows(b, right, 8 * j, k);
+      if (j + 1 < kColumns)
+        F::right_rows(b, right, 8 * j, k);
+      else
+        F::right_rows_of_one(b, right, 8 * j, k);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         F::multiply(d[i][j], a[i], b[0], b[1]);
-        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
+        if (j + 1 < kColumns) F::multiply(d[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -181,6 +204,30 @@ __device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumn
     for (int j = 0; j < kColumns; j += 2) {
       unsigned b[4];
       F::right_columns(b, right, n + 8 * j, step * F::kDepth);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        F::multiply(d[i][j], a[i], b[0], b[1]);
+        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The same with the left operand's rows in shared memory: 16 * kRows of them from m on, k up to kDepthInAll.
+template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
+                                                         SharedTile<Kind, kWidthRight> right, int n) {
+  using F = Fragments<Kind>;
+  static_assert(kColumns % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < kDepthInAll; k += F::kDepth) {
+    unsigned a[kRows][4];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) F::left_rows_for_columns(a[i], left, m + 16 * i, k);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      unsigned b[4];
+      F::right_columns(b, right, n + 8 * j, k);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         F::multiply(d[i][j], a[i], b[0], b[1]);
