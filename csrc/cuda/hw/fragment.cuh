@@ -1,7 +1,7 @@
 // Products of tiles in shared memory, a warp at a time: which lane holds which element, for 16-bit and for float elements.
 //
 // float runs on the tensor cores too, with the digits of float: x = high + low, each of tf32's digits, and
-// a b = high high + high low + low high to some 22 digits ("3xTF32", as cutlass calls it). Tf32 stands for one product alone.
+// a b = high high + high low + low high to some 23 digits ("3xTF32", as cutlass calls it). Tf32 stands for one product alone.
 #pragma once
 
 #include "mma.cuh"
@@ -145,20 +145,25 @@ struct Fragments {
     } else {
       // The tensor cores cut off what a sum does not hold, instead of rounding it: long sums are the adders'.
       const unsigned low_a[4] = {low(a[0]), low(a[1]), low(a[2]), low(a[3])};
+      const unsigned high_a[4] = {high(a[0]), high(a[1]), high(a[2]), high(a[3])};
       float part[4] = {0, 0, 0, 0};
-      mma_16x8x8_tf32(part, low_a, b0, b1);
-      mma_16x8x8_tf32(part, a, low(b0), low(b1));
-      mma_16x8x8_tf32(part, a, b0, b1);
+      mma_16x8x8_tf32(part, low_a, high(b0), high(b1));
+      mma_16x8x8_tf32(part, high_a, low(b0), low(b1));
+      mma_16x8x8_tf32(part, high_a, high(b0), high(b1));
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[e] += part[e];
     }
   }
 
  private:
-  // What the tensor cores do not see of a float: they look at its first 19 bits. Not of an infinity, whose rest would be NaN.
+  // A float in two numbers of tf32, of which the tensor cores read the first 19 bits: the nearest one (half a unit is added to
+  // what they read), and what is left, rounded alike. Of an infinity nothing is left, of a NaN a NaN: its sum may lose it.
+  static constexpr unsigned kRead = 0xffffe000u, kHalfUnit = 0x1000u, kInfinity = 0x7f800000u;
+  __device__ static unsigned high(unsigned x) { return x + kHalfUnit; }
   __device__ static unsigned low(unsigned x) {
-    const unsigned high = x & 0xffffe000u;
-    return __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
+    const unsigned size = x & 0x7fffffffu, nothing = size > kInfinity ? ~0u : 0u;
+    const float rest = __uint_as_float(x) - __uint_as_float(high(x) & kRead);
+    return size >= kInfinity ? nothing : __float_as_uint(rest) + kHalfUnit;
   }
 };
 
