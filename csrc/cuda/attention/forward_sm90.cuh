@@ -31,8 +31,8 @@ struct ForwardSm90Arguments {
   int query_batch_step, key_batch_step, value_batch_step;
   int batch, heads, queries, keys, value_width;
   int row_tiles;      // of a head
+  bool uneven;        // tiles differ in work
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
-  int tiles;          // in all
   Visibility visible;
   float scale;        // times log2(e): the scores' exponentials are to the base 2
   void* out;
@@ -40,27 +40,32 @@ struct ForwardSm90Arguments {
   float *lse, *lse_low;
 };
 
-// The tiles of a launch, dearest first within a section of heads: under a causal mask the last rows see the most keys.
-struct ForwardTile {
-  int batch, head, first_query;
-
-  __device__ static ForwardTile at(const ForwardSm90Arguments& a, int index, int queries_a_tile) {
-    const int section = index / (a.section_heads * a.row_tiles), first_head = section * a.section_heads;
-    const int heads = min(a.section_heads, a.batch * a.heads - first_head);
-    const int rest = index - first_head * a.row_tiles, level = rest / heads, head = first_head + rest - level * heads;
-    return {head / a.heads, head % a.heads, (a.row_tiles - 1 - level) * queries_a_tile};
-  }
-};
-
-// Walks the tiles of this block of threads: one a round, forwards and backwards in turn, so that the sums of work agree.
+// The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
+// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds, forwards
+// and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the pairs of rounds
+// together.
 struct TileWalk {
-  int round = 0;
+  int round = 0, section = 0, first = 0;  // `first` of this round in the section
 
-  __device__ __forceinline__ int next() {
+  struct Place {
+    int batch, head, row_tile;  // batch -1: no more
+  };
+  __device__ Place next(const ForwardSm90Arguments& a) {
     const int blocks = static_cast<int>(gridDim.x), place = static_cast<int>(blockIdx.x);
-    const int index = round * blocks + (round % 2 ? blocks - 1 - place : place);
-    ++round;
-    return index;
+    for (; section * a.section_heads < a.batch * a.heads; ++section, first = 0) {
+      const int first_head = section * a.section_heads, heads = min(a.section_heads, a.batch * a.heads - first_head);
+      while (first < heads * a.row_tiles) {
+        const int index = first + (round % 2 ? blocks - 1 - place : place);
+        ++round;
+        first += blocks;
+        if (index < heads * a.row_tiles) {
+          const int level = a.uneven ? index / heads : index % a.row_tiles;
+          const int head = first_head + (a.uneven ? index - level * heads : index / a.row_tiles);
+          return {head / a.heads, head % a.heads, a.row_tiles - 1 - level};
+        }
+      }
+    }
+    return {-1, 0, 0};
   }
 };
 
@@ -104,11 +109,24 @@ struct ForwardSm90Kernel {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   struct Nothing {};
+  // What a tile is to the warps that work on it: keys are counted in blocks, and visited from the last to the first.
+  struct Job {
+    int batch, head, first_query;  // batch -1: no more
+    int begin, end;                // blocks that any query sees
+    struct {
+      int end;                      // this warpgroup's: its rows may see fewer of the last
+      int whole_begin, whole_end;   // blocks that all its rows see all of
+    } group[kGroups];
+  };
+  static constexpr int kJobs = 2;
+
   struct Shared {
     Query query[kTile.query_stages];
     Key key[kStages];
     Value value[kStages];
     [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
+    Job job[kJobs];
+    uint64_t job_full[kJobs], job_empty[kJobs];
     uint64_t query_full[kTile.query_stages], query_empty[kTile.query_stages];
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
   };
@@ -117,26 +135,61 @@ struct ForwardSm90Kernel {
   // Named barriers.
   static constexpr int kVote = 1, kTurn = 1 + kGroups;
 
+  // ---- the planning warp: what comes next, off everybody's path
+
+  __device__ static void plan(const ForwardSm90Arguments& a, Shared& shared, int lane) {
+    RingPlace<kJobs> place;
+    TileWalk walk;
+    for (bool more = true; more; place.advance()) {
+      const TileWalk::Place next = walk.next(a);
+      more = next.batch >= 0;
+      const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), a.queries) - 1;
+      const KeyBlocks<kKeys> all(a, first, last);
+      wait(&shared.job_empty[place.stage], place.parity ^ 1);
+      Job& job = shared.job[place.stage];
+      if (lane < kGroups) {
+        const int first_row = min(first + lane * kRows, last), last_row = min(first_row + kRows - 1, last);
+        const KeyBlocks<kKeys> mine(a, first_row, last_row);
+        job.group[lane].end = min(max(mine.end, all.begin + 1), all.end);
+        job.group[lane].whole_begin = (static_cast<int>(keys_of(a.visible, last_row, a.keys).begin) + kKeys - 1) / kKeys;
+        job.group[lane].whole_end = static_cast<int>(keys_of(a.visible, first_row, a.keys).end) / kKeys;
+      }
+      if (lane == 0) {
+        job.batch = next.batch;
+        job.head = next.head;
+        job.first_query = first;
+        job.begin = all.begin;
+        job.end = all.end;
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&shared.job_full[place.stage]);
+    }
+  }
+
   // ---- the loading warp: one thread of it
 
   __device__ static void load(const ForwardSm90Arguments& a, Shared& shared) {
+    RingPlace<kJobs> next;
     RingPlace<kTile.query_stages> query;
     RingPlace<kStages> place;
-    TileWalk walk;
-    for (int index; (index = walk.next()) < a.tiles;) {
-      const ForwardTile tile = ForwardTile::at(a, index, kTile.queries());
-      const KeyBlocks<kKeys> blocks(a, tile.first_query, min(tile.first_query + kTile.queries(), a.queries) - 1);
-      const int key_head = tile.head / a.heads_a_key, value_head = tile.head / a.heads_a_value;
-      const int key_batch = tile.batch * a.key_batch_step, value_batch = tile.batch * a.value_batch_step;
+    while (true) {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      const int batch = job.batch, head = job.head, first_query = job.first_query, begin = job.begin, end = job.end;
+      arrive(&shared.job_empty[next.stage]);
+      next.advance();
+      if (batch < 0) return;
+      const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
+      const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
 #pragma unroll 1
-      for (int block = blocks.end - 1; block >= blocks.begin; --block) {
+      for (int block = end - 1; block >= begin; --block) {
         wait(&shared.key_empty[place.stage], place.parity ^ 1);
         arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
 #pragma unroll
         for (int box = 0; box < kWidthBoxes; ++box)
           load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
                    &shared.key_full[place.stage]);
-        if (block == blocks.end - 1) {  // behind the first keys, whose buffer is free before the queries'
+        if (block == end - 1) {  // behind the first keys, whose buffer is free before the queries'
           wait(&shared.query_empty[query.stage], query.parity ^ 1);
           arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
 #pragma unroll
@@ -144,8 +197,7 @@ struct ForwardSm90Kernel {
 #pragma unroll
             for (int box = 0; box < kWidthBoxes; ++box)
               load_box(shared.query[query.stage].box[group][box], a.query,
-                       {box * kBoxColumns, tile.first_query + group * kRows, tile.head / a.heads_a_query,
-                        tile.batch * a.query_batch_step},
+                       {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
                        &shared.query_full[query.stage]);
           query.advance();
         }
@@ -169,6 +221,9 @@ struct ForwardSm90Kernel {
   static constexpr float kLargestSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
 
   struct Group {
+    struct Place {
+      int batch, head, first_query;
+    };
     const ForwardSm90Arguments& a;
     Shared& shared;
     int group;  // the warpgroup's number
@@ -237,18 +292,23 @@ struct ForwardSm90Kernel {
       accumulate = true;
     }
 
-    // -inf for the keys that a row does not see.
-    __device__ __forceinline__ void hide(int first_query, int block) {
+    // -inf for the keys that a row does not see, in a block that not all of them see on the left or on the right.
+    __device__ __forceinline__ void hide(bool left, bool right, int first_query, int block) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const KeyRange seen = keys_of(a.visible, first_query + 16 * warp + lane / 4 + 8 * r, a.keys);
-        const int first = block * kKeys + lane % 4 * 2, begin = static_cast<int>(seen.begin) - first;
-        const unsigned count = max(static_cast<int>(seen.end) - first - begin, 0);
+        const int first = block * kKeys + lane % 4 * 2;
+        const int begin = static_cast<int>(seen.begin) - first, end = static_cast<int>(seen.end) - first;
+        if (right) {
 #pragma unroll
-        for (int i = 0; i < kScores / 4; ++i)
+          for (int i = 0; i < kScores / 2; ++i)
+            if (i / 2 * 8 + i % 2 >= end) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
+        if (left) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (static_cast<unsigned>(8 * i + e - begin) >= count) score[4 * i + 2 * r + e] = -INFINITY;
+          for (int i = 0; i < kScores / 2; ++i)
+            if (i / 2 * 8 + i % 2 < begin) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
       }
     }
 
@@ -297,7 +357,7 @@ struct ForwardSm90Kernel {
 
     // The block's weights measured from the maxima so far: no pass over the scores for their maximum, which hardly ever moves
     // far after the first block. Where it does, the scores are made again and everything is moved to the new maximum.
-    __device__ __forceinline__ void weigh_on(bool ragged, int first_query, int block) {
+    __device__ __forceinline__ void weigh_on(bool left, bool right, int first_query, int block) {
       float sum[2];
       weigh(sum);
       const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) || row[0].max == -INFINITY || row[1].max == -INFINITY;
@@ -307,7 +367,7 @@ struct ForwardSm90Kernel {
       if (any_named(kVote + group, 128, astray)) {
         start_scores();
         wait_for_products<0>();
-        if (ragged) hide(first_query, block);
+        if (left || right) hide(left, right, first_query, block);
         float factor[2];
         raise(factor);
 #pragma unroll
@@ -319,7 +379,7 @@ struct ForwardSm90Kernel {
     }
 
     // The tile's rows, divided by their sums, and the rows' lse.
-    __device__ __forceinline__ void finish(const ForwardTile& tile) {
+    __device__ __forceinline__ void finish(const Place& tile) {
       float inverse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -364,54 +424,68 @@ struct ForwardSm90Kernel {
           commit_stores();
         }
       } else {
+        // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
+        static_assert(kTile.value_width % 32 == 0);
+        const bool odd = lane & 1, upper = lane & 2;
+        const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
+          const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
+          (high ? low_word : high_word) = got;
+        };
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int at_row = first + lane / 4 + 8 * r;
-          T* to = static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] +
-                  at_row * a.out_stride[2] + lane % 4 * 2;
-          if (at_row < a.queries) {
+          T* to = static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
 #pragma unroll
-            for (int i = 0; i < kOuts / 4; ++i)
-              if (8 * i < a.value_width)
-                *reinterpret_cast<unsigned*>(to + 8 * i) =
-                    pair(out[4 * i + 2 * r] * inverse[r], out[4 * i + 2 * r + 1] * inverse[r]);
+          for (int i = 0; i < kOuts / 16; ++i) {
+            unsigned words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const int at = 16 * i + 4 * j + 2 * r;
+              words[j] = pair(out[at] * inverse[r], out[at + 1] * inverse[r]);
+            }
+            swap(odd, words[0], words[1], 1);
+            swap(odd, words[2], words[3], 1);
+            swap(upper, words[0], words[2], 2);
+            swap(upper, words[1], words[3], 2);
+            const int column = 32 * i + lane % 4 * 8;
+            if (at_row < a.queries && column < a.value_width)
+              *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
           }
         }
       }
     }
 
-    __device__ __forceinline__ void finish_products(const ForwardTile& tile) {
-      wait(&shared.value_full[value.stage], value.parity);
-      start_out();
-      wait_for_products<0>();
-      release(&shared.value_empty[value.stage]);
-      value.advance();
-    }
-
     __device__ void run() {
       if (kTile.in_turn && group == kGroups - 1) pass_turn();
-      ForwardTile last{};
-      bool unfinished = false;
-      TileWalk walk;
-      for (int index; (index = walk.next()) < a.tiles;) {
-        const ForwardTile tile = ForwardTile::at(a, index, kTile.queries());
-        const KeyBlocks<kKeys> all(a, tile.first_query, min(tile.first_query + kTile.queries(), a.queries) - 1);
-        const int first = tile.first_query + group * kRows, first_row = min(first, a.queries - 1),
-                  last_row = min(first + kRows, a.queries) - 1;
-        // This warpgroup's rows may see fewer of the last blocks. [whole_begin, whole_end) all its rows see all of.
-        const KeyBlocks<kKeys> mine(a, first_row, max(first_row, last_row));
-        const int end = min(max(mine.end, all.begin + 1), all.end);
-        const int whole_begin = (static_cast<int>(keys_of(a.visible, max(first_row, last_row), a.keys).begin) + kKeys - 1) / kKeys;
-        const int whole_end = static_cast<int>(keys_of(a.visible, first_row, a.keys).end) / kKeys;
-
-        if (unfinished) finish_products(last);
+      RingPlace<kJobs> next;
+      Place last{};
+      for (bool unfinished = false;; unfinished = true) {
+        if (unfinished) {
+          wait(&shared.value_full[value.stage], value.parity);
+          start_out();
+          wait_for_products<0>();
+          release(&shared.value_empty[value.stage]);
+          value.advance();
+        }
+        wait(&shared.job_full[next.stage], next.parity);
+        const Job& job = shared.job[next.stage];
+        const Place tile{job.batch, job.head, job.first_query};
+        const int begin = job.begin, all_end = job.end, end = job.group[group].end;
+        const int whole_begin = job.group[group].whole_begin, whole_end = job.group[group].whole_end;
+        release(&shared.job_empty[next.stage]);
+        next.advance();
+        if (tile.batch < 0) {
+          if (unfinished) finish(last);
+          break;
+        }
+        const int first = tile.first_query + group * kRows;
         wait(&shared.query_full[query.stage], query.parity);
         if constexpr (kTile.held_query) {
           hold_query();
           release(&shared.query_empty[query.stage]);
         }
 #pragma unroll 1
-        for (int block = all.end; block > end; --block) {
+        for (int block = all_end; block > end; --block) {
           wait(&shared.key_full[key.stage], key.parity);
           release(&shared.key_empty[key.stage]);
           key.advance();
@@ -422,6 +496,7 @@ struct ForwardSm90Kernel {
           pass_turn();
         }
 
+        int block = end - 1;
         wait(&shared.key_full[key.stage], key.parity);
         take_turn();
         start_scores();
@@ -431,8 +506,7 @@ struct ForwardSm90Kernel {
         row[0] = row[1] = Row{};
         accumulate = false;
         wait_for_products<0>();
-        int block = end - 1;
-        if (block >= whole_end || block < whole_begin) hide(first, block);
+        if (block < whole_begin || block >= whole_end) hide(block < whole_begin, block >= whole_end, first, block);
         float unused[2], sum[2];
         raise(unused);
         weigh(sum);
@@ -440,11 +514,12 @@ struct ForwardSm90Kernel {
         row[1].add(sum[1]);
         release(&shared.key_empty[key.stage]);
         key.advance();
+        release_query(block == begin);
         pack_weights();
 
 #pragma unroll 1
-        for (--block; block >= all.begin; --block) {
-          const bool ragged = block >= whole_end || block < whole_begin;
+        for (--block; block >= begin; --block) {
+          const bool left = block < whole_begin, right = block >= whole_end;
           wait(&shared.key_full[key.stage], key.parity);
           take_turn();
           start_scores();
@@ -452,22 +527,21 @@ struct ForwardSm90Kernel {
           start_out();
           pass_turn();
           wait_for_products<1>();
-          if (ragged) hide(first, block);
-          weigh_on(ragged, first, block);
+          if (left || right) hide(left, right, first, block);
+          weigh_on(left, right, first, block);
           release(&shared.key_empty[key.stage]);
           key.advance();
+          release_query(block == begin);
           pack_weights();
         }
-        if constexpr (!kTile.held_query) release(&shared.query_empty[query.stage]);
         query.advance();
-        unfinished = true;
-      }
-      if (unfinished) {
-        finish_products(last);
-        finish(last);
       }
       if constexpr (kTile.staged_out)
         if (lane == 0) wait_for_stores();
+    }
+
+    __device__ __forceinline__ void release_query(bool last_scores) {
+      if (!kTile.held_query && last_scores) release(&shared.query_empty[query.stage]);
     }
   };
 
@@ -475,6 +549,10 @@ struct ForwardSm90Kernel {
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x == 0) {
       constexpr int kReaders = 4 * kGroups;  // warps
+      for (int i = 0; i < kJobs; ++i) {
+        init_barrier(&shared.job_full[i], 1);
+        init_barrier(&shared.job_empty[i], kReaders + 1);
+      }
       for (int i = 0; i < kTile.query_stages; ++i) {
         init_barrier(&shared.query_full[i], 1);
         init_barrier(&shared.query_empty[i], kReaders);
@@ -491,6 +569,7 @@ struct ForwardSm90Kernel {
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
       if (threadIdx.x == 0) load(a, shared);
+      if (warp == 1) plan(a, shared, lane);
     } else {
       grow_registers<kTile.registers>();
       Group group{a, shared, warp / 4 - 1, lane, warp % 4};
@@ -572,21 +651,20 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.keys = static_cast<int>(p.keys);
   a.value_width = static_cast<int>(p.value_width);
   a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
-  a.tiles = static_cast<int>(p.batch * p.heads * a.row_tiles);
-  // Half of an H200's L2 cache for the keys and values of heads whose tiles differ in work; else a head after another.
+  // Tiles that differ in work are taken from many heads at a time, but not from more than have their keys and values in the L2
+  // cache, of which this is half an H200's.
   constexpr int64_t kCacheBytes = 32 << 20;
-  const bool uneven = p.visible.left >= 0 || p.visible.right >= 0;
-  const int64_t head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
-  a.section_heads = uneven ? static_cast<int>(std::min(std::max(kCacheBytes / head_bytes, int64_t{1}) * a.heads_a_key,
-                                                       p.batch * p.heads))
-                           : 1;
+  a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
+  const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
+  a.section_heads =
+      static_cast<int>(a.uneven ? std::min(std::max(kCacheBytes / head_bytes, int64_t{1}) * a.heads_a_key, heads) : heads);
   a.visible = p.visible;
   a.scale = static_cast<float>(p.scale * 1.4426950408889634);
   a.out = p.out.data;
   for (int i = 0; i < 3; ++i) a.out_stride[i] = p.out.stride[i];
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
-  const unsigned blocks = static_cast<unsigned>(std::min(a.tiles, multiprocessors()));
+  const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
   launch_shared(forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
   check_launch("forward_sm90");
 }

@@ -22,9 +22,9 @@ struct ForwardSm90 {
 };
 
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 2, 2, false, true, true, 160, 32},
-    {128, 128, 2, 128, 2, 1, true, true, false, 240, 24},
-    {256, 256, 2, 80, 2, 1, false, false, false, 240, 24},
+    {64, 64, 3, 128, 3, 2, false, true, true, 160, 32},
+    {128, 128, 2, 128, 2, 1, true, true, false, 232, 40},
+    {256, 256, 2, 64, 2, 1, false, false, false, 232, 40},
 };
 
 consteval ForwardSm90 forward_sm90_tile(int width, int value_width) {
