@@ -106,7 +106,7 @@ struct ForwardSm90Kernel {
     T box[kValueBoxes][kKeys][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Out {
-    T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
+    T box[4 * kGroups][kTile.out_boxes > 0 ? kTile.out_boxes : 1][kOutRows][kBoxColumns];
   };
   struct Nothing {};
   // What a tile is to the warps that work on it: keys are counted in blocks, and visited from the last to the first.
@@ -124,7 +124,7 @@ struct ForwardSm90Kernel {
     Query query[kTile.query_stages];
     Key key[kStages];
     Value value[kStages];
-    [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
+    [[no_unique_address]] std::conditional_t<(kTile.out_boxes > 0), Out, Nothing> out;
     Job job[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
     uint64_t query_full[kTile.query_stages], query_empty[kTile.query_stages];
@@ -181,6 +181,21 @@ struct ForwardSm90Kernel {
       if (batch < 0) return;
       const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
       const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
+      const auto load_query = [&] {
+        wait(&shared.query_empty[query.stage], query.parity ^ 1);
+        arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+#pragma unroll
+          for (int box = 0; box < kWidthBoxes; ++box)
+            load_box(shared.query[query.stage].box[group][box], a.query,
+                     {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
+                     &shared.query_full[query.stage]);
+        query.advance();
+      };
+      // The queries come before the first keys, unless it is the keys' buffer that is free earlier.
+      constexpr bool kQueryFirst = kTile.held_query || kTile.query_stages > 1;
+      if constexpr (kQueryFirst) load_query();
 #pragma unroll 1
       for (int block = end - 1; block >= begin; --block) {
         wait(&shared.key_empty[place.stage], place.parity ^ 1);
@@ -189,18 +204,7 @@ struct ForwardSm90Kernel {
         for (int box = 0; box < kWidthBoxes; ++box)
           load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
                    &shared.key_full[place.stage]);
-        if (block == end - 1) {  // behind the first keys, whose buffer is free before the queries'
-          wait(&shared.query_empty[query.stage], query.parity ^ 1);
-          arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
-#pragma unroll
-          for (int group = 0; group < kGroups; ++group)
-#pragma unroll
-            for (int box = 0; box < kWidthBoxes; ++box)
-              load_box(shared.query[query.stage].box[group][box], a.query,
-                       {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
-                       &shared.query_full[query.stage]);
-          query.advance();
-        }
+        if (!kQueryFirst && block == end - 1) load_query();
         wait(&shared.value_empty[place.stage], place.parity ^ 1);
         arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
 #pragma unroll
@@ -222,14 +226,17 @@ struct ForwardSm90Kernel {
 
   struct Group {
     struct Place {
-      int batch, head, first_query;
+      int batch, head, first_row;  // of this warp
     };
     const ForwardSm90Arguments& a;
     Shared& shared;
     int group;  // the warpgroup's number
-    int lane, warp;
+    int warp, lane;
+    RingPlace<kJobs> next;
     RingPlace<kTile.query_stages> query;
     RingPlace<kStages> key, value;
+    int batch, head, first_query;                    // the tile
+    int block, begin, skipped, whole_begin, whole_end;  // the block at hand; Job's numbers
     float out[kOuts];
     float score[kScores];
     unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
@@ -292,22 +299,24 @@ struct ForwardSm90Kernel {
       accumulate = true;
     }
 
-    // -inf for the keys that a row does not see, in a block that not all of them see on the left or on the right.
-    __device__ __forceinline__ void hide(bool left, bool right, int first_query, int block) {
+    // -inf for the keys that a row does not see, in a block that not all rows see all of.
+    __device__ __forceinline__ void hide() {
+      const bool left = block < whole_begin, right = block >= whole_end;
+      if (!left && !right) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const KeyRange seen = keys_of(a.visible, first_query + 16 * warp + lane / 4 + 8 * r, a.keys);
+        const KeyRange seen = keys_of(a.visible, first_query + group * kRows + 16 * warp + lane / 4 + 8 * r, a.keys);
         const int first = block * kKeys + lane % 4 * 2;
-        const int begin = static_cast<int>(seen.begin) - first, end = static_cast<int>(seen.end) - first;
+        const int from = static_cast<int>(seen.begin) - first, to = static_cast<int>(seen.end) - first;
         if (right) {
 #pragma unroll
           for (int i = 0; i < kScores / 2; ++i)
-            if (i / 2 * 8 + i % 2 >= end) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+            if (i / 2 * 8 + i % 2 >= to) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
         }
         if (left) {
 #pragma unroll
           for (int i = 0; i < kScores / 2; ++i)
-            if (i / 2 * 8 + i % 2 < begin) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+            if (i / 2 * 8 + i % 2 < from) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
         }
       }
     }
@@ -357,17 +366,18 @@ struct ForwardSm90Kernel {
 
     // The block's weights measured from the maxima so far: no pass over the scores for their maximum, which hardly ever moves
     // far after the first block. Where it does, the scores are made again and everything is moved to the new maximum.
-    __device__ __forceinline__ void weigh_on(bool left, bool right, int first_query, int block) {
+    __device__ __forceinline__ void next_weights() {
       float sum[2];
       weigh(sum);
       const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) || row[0].max == -INFINITY || row[1].max == -INFINITY;
+      // Asked before the wait, or the compiler puts the weights' work behind it.
+      const bool any_astray = any_named(kVote + group, 128, astray);
       wait_for_products<0>();
-      release(&shared.value_empty[value.stage]);
-      value.advance();
-      if (any_named(kVote + group, 128, astray)) {
+      release_value();
+      if (any_astray) {
         start_scores();
         wait_for_products<0>();
-        if (left || right) hide(left, right, first_query, block);
+        hide();
         float factor[2];
         raise(factor);
 #pragma unroll
@@ -387,13 +397,13 @@ struct ForwardSm90Kernel {
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 2);
         inverse[r] = row[r].inverse_sum_or_zero();
       }
-      const int first = tile.first_query + group * kRows + 16 * warp;
-      // Two lanes of a row's four write its logarithm.
+      store_out(tile, inverse);
+      // Behind the stores of out, whose fence would wait for these. Two lanes of a row's four write its logarithm.
       const bool second = lane % 4 == 1;
       Row mine;
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
-      const int query_row = first + lane / 4 + (second ? 8 : 0);
+      const int query_row = tile.first_row + lane / 4 + (second ? 8 : 0);
       if (lane % 4 < 2 && query_row < a.queries) {
         const int64_t at = (int64_t{tile.batch} * a.heads + tile.head) * a.queries + query_row;
         // From the base 2, in two floats.
@@ -403,25 +413,32 @@ struct ForwardSm90Kernel {
         a.lse[at] = lse;
         if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
       }
-      if constexpr (kTile.staged_out) {
-        const unsigned base = shared_address(shared.out.box[4 * group + warp]);
-        if (lane == 0) wait_for_store_reads();
-        __syncwarp();
+      __syncwarp();
+    }
+
+    __device__ __forceinline__ void store_out(const Place& tile, const float (&inverse)[2]) {
+      const int first = tile.first_row;
+      if constexpr (kTile.out_boxes > 0) {
 #pragma unroll
-        for (int step = 0; step < kOuts / 8; ++step) {
-          unsigned words[4];
+        for (int box = 0; box < kValueBoxes; ++box) {
+          auto& to = shared.out.box[4 * group + warp][box % kTile.out_boxes];
+          if (lane == 0) wait_for_store_reads<kTile.out_boxes - 1>();
+          __syncwarp();
+          constexpr int kSteps = kBoxColumns / 16;
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
-          store_matrices(words, base + step / 4 * kOutRows * kRowBytes + matrix_place(0, step % 4 * 2));
-        }
-        publish_to_engines();
-        __syncwarp();
-        if (lane == 0) {
+          for (int step = box * kSteps; step < min((box + 1) * kSteps, kOuts / 8); ++step) {
+            unsigned words[4];
 #pragma unroll
-          for (int box = 0; box < kValueBoxes; ++box)
-            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, shared.out.box[4 * group + warp][box]);
-          commit_stores();
+            for (int i = 0; i < 4; ++i)
+              words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
+            store_matrices(words, shared_address(to) + matrix_place(0, step % kSteps * 2));
+          }
+          publish_to_engines();
+          __syncwarp();
+          if (lane == 0) {
+            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, to);
+            commit_stores();
+          }
         }
       } else {
         // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
@@ -455,71 +472,71 @@ struct ForwardSm90Kernel {
       }
     }
 
+    // The next tile, or false if there is none.
+    __device__ __forceinline__ bool fetch() {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      batch = job.batch;
+      head = job.head;
+      first_query = job.first_query;
+      begin = job.begin;
+      skipped = job.end - job.group[group].end;
+      block = job.group[group].end - 1;
+      whole_begin = job.group[group].whole_begin;
+      whole_end = job.group[group].whole_end;
+      __syncwarp();
+      release(&shared.job_empty[next.stage]);
+      next.advance();
+      return batch >= 0;
+    }
+
+    // The first block's scores: started here, turned into weights by first_weights().
+    __device__ __forceinline__ void start_tile() {
+      wait(&shared.query_full[query.stage], query.parity);
+      if constexpr (kTile.held_query) {
+        hold_query();
+        __syncwarp();
+        release(&shared.query_empty[query.stage]);
+      }
+#pragma unroll 1
+      for (; skipped > 0; --skipped) {
+        wait(&shared.key_full[key.stage], key.parity);
+        release_key();
+        wait(&shared.value_full[value.stage], value.parity);
+        release_value();
+        take_turn();
+        pass_turn();
+      }
+      wait(&shared.key_full[key.stage], key.parity);
+      take_turn();
+      start_scores();
+      pass_turn();
+    }
+
+    __device__ __forceinline__ void first_weights() {
+      row[0] = row[1] = Row{};
+      accumulate = false;
+      hide();
+      float unused[2], sum[2];
+      raise(unused);
+      weigh(sum);
+      row[0].add(sum[0]);
+      row[1].add(sum[1]);
+      release_key();
+      release_query();
+      pack_weights();
+      --block;
+    }
+
     __device__ void run() {
       if (kTile.in_turn && group == kGroups - 1) pass_turn();
-      RingPlace<kJobs> next;
-      Place last{};
-      for (bool unfinished = false;; unfinished = true) {
-        if (unfinished) {
-          wait(&shared.value_full[value.stage], value.parity);
-          start_out();
-          wait_for_products<0>();
-          release(&shared.value_empty[value.stage]);
-          value.advance();
-        }
-        wait(&shared.job_full[next.stage], next.parity);
-        const Job& job = shared.job[next.stage];
-        const Place tile{job.batch, job.head, job.first_query};
-        const int begin = job.begin, all_end = job.end, end = job.group[group].end;
-        const int whole_begin = job.group[group].whole_begin, whole_end = job.group[group].whole_end;
-        release(&shared.job_empty[next.stage]);
-        next.advance();
-        if (tile.batch < 0) {
-          if (unfinished) finish(last);
-          break;
-        }
-        const int first = tile.first_query + group * kRows;
-        wait(&shared.query_full[query.stage], query.parity);
-        if constexpr (kTile.held_query) {
-          hold_query();
-          release(&shared.query_empty[query.stage]);
-        }
+      if (!fetch()) return;
+      start_tile();
+      wait_for_products<0>();
+      first_weights();
+      while (true) {
 #pragma unroll 1
-        for (int block = all_end; block > end; --block) {
-          wait(&shared.key_full[key.stage], key.parity);
-          release(&shared.key_empty[key.stage]);
-          key.advance();
-          wait(&shared.value_full[value.stage], value.parity);
-          release(&shared.value_empty[value.stage]);
-          value.advance();
-          take_turn();
-          pass_turn();
-        }
-
-        int block = end - 1;
-        wait(&shared.key_full[key.stage], key.parity);
-        take_turn();
-        start_scores();
-        pass_turn();
-        if (unfinished) finish(last);
-        last = tile;
-        row[0] = row[1] = Row{};
-        accumulate = false;
-        wait_for_products<0>();
-        if (block < whole_begin || block >= whole_end) hide(block < whole_begin, block >= whole_end, first, block);
-        float unused[2], sum[2];
-        raise(unused);
-        weigh(sum);
-        row[0].add(sum[0]);
-        row[1].add(sum[1]);
-        release(&shared.key_empty[key.stage]);
-        key.advance();
-        release_query(block == begin);
-        pack_weights();
-
-#pragma unroll 1
-        for (--block; block >= begin; --block) {
-          const bool left = block < whole_begin, right = block >= whole_end;
+        for (; block >= begin; --block) {
           wait(&shared.key_full[key.stage], key.parity);
           take_turn();
           start_scores();
@@ -527,21 +544,51 @@ struct ForwardSm90Kernel {
           start_out();
           pass_turn();
           wait_for_products<1>();
-          if (left || right) hide(left, right, first, block);
-          weigh_on(left, right, first, block);
-          release(&shared.key_empty[key.stage]);
-          key.advance();
-          release_query(block == begin);
+          hide();
+          next_weights();
+          release_key();
+          release_query();
           pack_weights();
         }
         query.advance();
+        const Place last{batch, head, first_query + group * kRows + 16 * warp};
+        const bool more = fetch();
+        // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are skipped
+        // in between find buffers, though this one's values are not released.
+        static_assert((kTile.queries() - kRows + kKeys - 1) / kKeys < kStages);
+        wait(&shared.value_full[value.stage], value.parity);
+        if (!more) {
+          start_out();
+          wait_for_products<0>();
+          finish(last);
+          break;
+        }
+        start_out();
+        uint64_t* const last_value = &shared.value_empty[value.stage];
+        value.advance();
+        start_tile();
+        wait_for_products<1>();
+        settle(out);
+        release(last_value);
+        finish(last);
+        wait_for_products<0>();
+        first_weights();
       }
-      if constexpr (kTile.staged_out)
+      if constexpr (kTile.out_boxes > 0)
         if (lane == 0) wait_for_stores();
     }
 
-    __device__ __forceinline__ void release_query(bool last_scores) {
-      if (!kTile.held_query && last_scores) release(&shared.query_empty[query.stage]);
+    __device__ __forceinline__ void release_key() {
+      release(&shared.key_empty[key.stage]);
+      key.advance();
+    }
+    __device__ __forceinline__ void release_value() {
+      release(&shared.value_empty[value.stage]);
+      value.advance();
+    }
+    // Behind the tile's last scores.
+    __device__ __forceinline__ void release_query() {
+      if (!kTile.held_query && block == begin) release(&shared.query_empty[query.stage]);
     }
   };
 
@@ -572,7 +619,7 @@ struct ForwardSm90Kernel {
       if (warp == 1) plan(a, shared, lane);
     } else {
       grow_registers<kTile.registers>();
-      Group group{a, shared, warp / 4 - 1, lane, warp % 4};
+      Group group{a, shared, warp / 4 - 1, warp % 4, lane};
       group.run();
     }
   }
@@ -634,7 +681,7 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.query = map(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width, Kernel::kRows);
   a.key = map(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width, Kernel::kKeys);
   a.value = map(p.value.data, p.value.stride, p.batch, p.value_heads, p.keys, p.value_width, Kernel::kKeys);
-  if constexpr (kTile.staged_out)
+  if constexpr (kTile.out_boxes > 0)
     a.out_map = map(p.out.data, p.out.stride, p.batch, p.heads, p.queries, p.value_width, Kernel::kOutRows);
   const auto group = [&](const int64_t (&stride)[4], int64_t heads) {
     return static_cast<int>(stride[1] == 0 ? p.heads : p.heads / heads);

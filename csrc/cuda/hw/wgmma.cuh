@@ -25,6 +25,13 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Accumulators of products that have been waited for: the compiler moves no use of them to before this place.
+template <int kRegisters>
+__device__ __forceinline__ void settle(float (&d)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // Operands in shared memory are named by a descriptor; adding bytes / 16 to it moves its start.
 // Element (row, k) of the operand: rows of boxes are its rows, k runs along them. 16 further in k are 32 bytes, a box's width
 // further is the next box.
