@@ -2,32 +2,28 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include "../../core/philox.h"
 #include "../hw/launch.h"
 #include "attention.h"
 #include "block_map.cuh"
 #include "families.h"
+#include "head_dims.h"
+#include "refusal_sm90.h"
 
 namespace flash_online::cuda {
 
 namespace {
 
-#include "head_dims.h"
-
-// Calls f(std::integral_constant) with the smallest head dim of this build that holds the problem's. False if there is none.
-template <size_t kIndex = 0, class F>
-bool visit_head_dim(const AttentionProblem& problem, F&& f) {
-  if constexpr (kIndex < std::size(kBuiltHeadDims)) {
-    if (std::max(problem.width, problem.value_width) > kBuiltHeadDims[kIndex]) return visit_head_dim<kIndex + 1>(problem, f);
-    f(std::integral_constant<int, kBuiltHeadDims[kIndex]>{});
-    return true;
-  }
-  return false;
+// Calls f(std::integral_constant) with the smallest of these head dims that holds the problem's. False if there is none.
+template <int... kHeadDims, class F>
+bool visit_head_dim(std::integer_sequence<int, kHeadDims...>, const AttentionProblem& problem, F&& f) {
+  const int64_t width = std::max(problem.width, problem.value_width);
+  return ((width <= kHeadDims && (f(std::integral_constant<int, kHeadDims>{}), true)) || ...);
 }
 
 Gpu current_gpu() {
@@ -35,48 +31,107 @@ Gpu current_gpu() {
           device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()};
 }
 
-// The reason of the instance for the problem's head dim, as `refusal` finds it.
-template <class F>
-const char* refusal_by_head_dim(const AttentionProblem& problem, F&& refusal) {
-  const char* reason = nullptr;
-  const bool fits = visit_head_dim(problem, [&](auto width) { reason = refusal(width); });
-  return fits ? reason : "the head dim is larger than those of this build";
-}
+constexpr const char* kTooWide = "the head dim is larger than those of this build";
 
-const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
-  return refusal_by_head_dim(problem, [&](auto width) { return cuda::forward_sm80_refusal<width()>(problem, gpu); });
-}
-
-const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
-  return refusal_by_head_dim(problem, [&](auto width) { return cuda::backward_sm80_refusal<width()>(problem, gpu); });
-}
-
-struct Candidate {
+// Forward and backward pass of a family: why it does not take a problem (null: it does), and its launch.
+struct Forward {
   const char* name;
   const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  void (*run)(const AttentionProblem& problem, void* workspace, CUstream_st* stream);
+  int64_t (*workspace)(const AttentionProblem& problem);
 };
 
-constexpr Candidate kForward[] = {{"sm80", forward_sm80_refusal}};
-constexpr Candidate kBackward[] = {{"sm80", backward_sm80_refusal}};
+constexpr Forward kForwardOnSm90{
+    .name = "sm90",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const bool fits = visit_head_dim(HopperHeadDims{}, problem, [](auto) {});
+          const char* const reason = forward_sm90_refusal(problem, gpu);
+          return reason || fits ? reason : kTooWide;
+        },
+    .run =
+        [](const AttentionProblem& problem, void*, CUstream_st* stream) {
+          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, stream); });
+        },
+    .workspace = [](const AttentionProblem&) { return int64_t{0}; },
+};
 
-// The reason not to take a candidate; null: none. FLASH_ONLINE_KERNEL, read once, forces a family.
-const char* refusal(const Candidate& candidate, const AttentionProblem& problem, const Gpu& gpu) {
+constexpr Forward kForwardOnSm80{
+    .name = "sm80",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const char* reason = kTooWide;
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = forward_sm80_refusal<width()>(problem, gpu); });
+          return reason;
+        },
+    .run =
+        [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+          BlockMap map = block_map_of(problem);
+          if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
+          fill_block_map(problem, map, stream);
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+        },
+    .workspace = [](const AttentionProblem& problem) { return block_map_of(problem).count(); },
+};
+
+struct Backward {
+  const char* name;
+  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  void (*run)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+              CUstream_st* stream);
+  int64_t (*workspace)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+};
+
+constexpr Backward kBackwardOnSm80{
+    .name = "sm80",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const char* reason = kTooWide;
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = backward_sm80_refusal<width()>(problem, gpu); });
+          return reason;
+        },
+    .run =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+           CUstream_st* stream) {
+          visit_head_dim(HeadDims{}, problem, [&](auto width) {
+            backward_sm80<width()>(problem, gradients, deterministic, workspace, stream);
+          });
+        },
+    .workspace =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+          int64_t bytes = 0;
+          visit_head_dim(HeadDims{}, problem,
+                         [&](auto width) { bytes = backward_sm80_workspace<width()>(problem, gradients, deterministic); });
+          return bytes;
+        },
+};
+
+// The best first.
+constexpr Forward kForward[] = {kForwardOnSm90, kForwardOnSm80};
+constexpr Backward kBackward[] = {kBackwardOnSm80};
+
+// The reason not to take a family; null: none. FLASH_ONLINE_KERNEL, read once, forces one.
+template <class Family>
+const char* refusal(const Family& family, const AttentionProblem& problem, const Gpu& gpu) {
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
-  if (forced && *forced && std::strcmp(forced, candidate.name) != 0) return "FLASH_ONLINE_KERNEL names another";
-  return candidate.refusal(problem, gpu);
+  if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
+  return family.refusal(problem, gpu);
 }
 
-// The index of the candidate to take.
-template <size_t kCount>
-size_t choose(const Candidate (&candidates)[kCount], const AttentionProblem& problem) {
+template <class Family, size_t kCount>
+const Family& choose(const Family (&families)[kCount], const AttentionProblem& problem) {
   const Gpu gpu = current_gpu();
   std::string reasons;
-  for (size_t i = 0; i < kCount; ++i) {
-    const char* const reason = refusal(candidates[i], problem, gpu);
-    if (!reason) return i;
-    reasons += std::string(reasons.empty() ? "" : "; ") + candidates[i].name + ": " + reason;
+  for (const Family& family : families) {
+    const char* const reason = refusal(family, problem, gpu);
+    if (!reason) return family;
+    reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
   }
   throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
+}
+
+bool has_no_queries(const AttentionProblem& problem) {
+  return problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.batch * problem.queries) == 0;
 }
 
 __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
@@ -96,25 +151,22 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
   Candidates list;
-  const auto ask = [&](const auto& candidates) {
-    for (const Candidate& candidate : candidates) {
-      const char* const reason = refusal(candidate, problem, gpu);
-      list.emplace_back(candidate.name, reason ? reason : "");
+  const auto ask = [&](const auto& families) {
+    for (const auto& family : families) {
+      const char* const reason = refusal(family, problem, gpu);
+      list.emplace_back(family.name, reason ? reason : "");
     }
   };
   backward ? ask(kBackward) : ask(kForward);
   return list;
 }
 
-int64_t attention_forward_workspace(const AttentionProblem& problem) { return block_map_of(problem).count(); }
+int64_t attention_forward_workspace(const AttentionProblem& problem) {
+  return has_no_queries(problem) ? 0 : choose(kForward, problem).workspace(problem);
+}
 
 void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
-  if (problem.batch == 0 || problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.queries) == 0) return;
-  choose(kForward, problem);
-  BlockMap map = block_map_of(problem);
-  if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
-  fill_block_map(problem, map, stream);
-  visit_head_dim(problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+  if (!has_no_queries(problem)) choose(kForward, problem).run(problem, workspace, stream);
 }
 
 int64_t attention_backward_units(const AttentionProblem& problem) {
@@ -129,19 +181,13 @@ int64_t attention_backward_units(const AttentionProblem& problem) {
 }
 
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  choose(kBackward, problem);
-  int64_t bytes = 0;
-  visit_head_dim(problem,
-                 [&](auto width) { bytes = backward_sm80_workspace<width()>(problem, gradients, deterministic); });
-  return bytes;
+  return choose(kBackward, problem).workspace(problem, gradients, deterministic);
 }
 
 void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
                         CUstream_st* stream) {
-  if (problem.batch == 0 && !problem.query_starts) return;
-  choose(kBackward, problem);
-  visit_head_dim(problem,
-                 [&](auto width) { backward_sm80<width()>(problem, gradients, deterministic, workspace, stream); });
+  if (problem.batch > 0 || problem.query_starts)
+    choose(kBackward, problem).run(problem, gradients, deterministic, workspace, stream);
 }
 
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {

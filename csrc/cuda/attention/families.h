@@ -1,4 +1,4 @@
-// The kernel families as dispatch.cu knows them: one function template each, of which CMake stamps an instance for each head dim
+// The kernel families as dispatch.cu knows them: function templates, of which CMake stamps an instance for each head dim
 // out of instance.cu.in.
 #pragma once
 
@@ -8,6 +8,10 @@
 namespace flash_online::cuda {
 
 struct BlockMap;
+
+// forward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
+template <int kWidth>
+void forward_sm90(const AttentionProblem& problem, CUstream_st* stream);
 
 // forward_sm80.cuh. Head dims are at most kWidth; there are queries and heads.
 template <int kWidth>
