@@ -369,15 +369,18 @@ def test_the_papers_kernels_are_right(modules, rows, classes):
     assert all(t > 0 for names in result["us"].values() for t in names.values())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_wrong_place_is_caught(modules):
-    rows = modules["paper.measure"].Rows(4, 100)
+def test_a_wrong_result_of_the_papers_kernels_is_caught(modules):
+    rows = modules["paper.measure"].Rows(4, 100, "cpu")
     values, places = rows.expected.topk(5)
     assert rows.error("right", values.float(), places) < 1e-6
     with pytest.raises(AssertionError, match="places"):
         rows.error("wrong", values.float(), places.roll(1, -1))
     with pytest.raises(AssertionError, match="off by"):
         rows.error("wrong", values.float() * 1.001, places)
+    softmax = torch.softmax(rows.x, -1)
+    assert rows.error("right", softmax, None) < 1e-6
+    with pytest.raises(AssertionError, match="sums to"):
+        rows.error("unwritten", softmax.index_fill(1, torch.tensor([7]), torch.nan), None)
 
 
 def test_report_refuses_another_schema(modules, tmp_path):

@@ -72,16 +72,16 @@ class Replays(Turns):
 class Rows:
     """A batch of rows, its results, and what is right at the rows that are checked."""
 
-    def __init__(self, rows: int, classes: int):
-        generator = torch.Generator("cuda").manual_seed(0)
-        self.x = torch.randn(rows, classes, generator=generator, device="cuda")
+    def __init__(self, rows: int, classes: int, device: str = "cuda"):
+        generator = torch.Generator(device).manual_seed(0)
+        self.x = torch.randn(rows, classes, generator=generator, device=device)
         self.y = torch.empty_like(self.x)
         count = max(1, min(rows, CHECKED_ELEMENTS // classes))
-        self.checked = torch.linspace(0, rows - 1, count, device="cuda").long()
+        self.checked = torch.linspace(0, rows - 1, count, device=device).long()
         self.sample = self.x[self.checked]
         self.expected = torch.softmax(self.sample.double(), -1)
-        self.values = {k: torch.empty(rows, k, device="cuda") for k in KS}
-        self.indices = {k: torch.empty(rows, k, dtype=torch.int32, device="cuda") for k in KS}
+        self.values = {k: torch.empty(rows, k, device=device) for k in KS}
+        self.indices = {k: torch.empty(rows, k, dtype=torch.int32, device=device) for k in KS}
 
     def poison(self, k: int | None) -> None:
         if k is None:
