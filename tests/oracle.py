@@ -13,7 +13,6 @@ import flash_online
 from flash_online import reference
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 
-
 DEVICE = "cpu"  # where problems of attention run; tests/test_cuda_attention.py sets it
 
 
