@@ -82,15 +82,7 @@ def environment(device: str) -> dict:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    measured = [
-        "csrc",
-        "flash_online",
-        "benchmarks/*.py",
-        "benchmarks/attention",
-        "benchmarks/paper",
-        "CMakeLists.txt",
-        "setup.py",
-    ]
+    measured = ["csrc", "flash_online", "benchmarks", ":!benchmarks/results", "CMakeLists.txt", "setup.py"]
     changed = "+" if git("status", "--porcelain", "--untracked-files=no", "--", *measured) else ""
     facts = {
         "schema": SCHEMA,
@@ -426,19 +418,14 @@ def main() -> int:
     parser.add_argument("device", choices=("cpu", "cuda", "attention", "paper"), nargs="?", default=default)
     parser.add_argument("--json", type=Path, help="where the results go; none: benchmarks/results/<device>.json")
     groups = list(attention_cases.CELLS)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=[*sorted(PEERS), *groups],
-        help="these functions (of attention: groups) alone; needs --json",
-    )
+    parser.add_argument("--only", nargs="+", choices=[*sorted(PEERS), *groups], help="functions, or groups; needs --json")
     parser.add_argument("--match", help="only cases whose label and dtype have this in them; needs --json")
     named = sorted({name for peers in (PEERS, CUDA_PEERS) for of_one in peers.values() for name in of_one} - {OURS})
     named = list(dict.fromkeys([*named, *attention_peers.PEERS]))
     parser.add_argument("--peers", nargs="+", choices=named, help="these peers alone; none: all that run here; needs --json")
     parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --json")
     parser.add_argument("--list", action="store_true", help="print the cases and their reasons, measure nothing")
-    parser.add_argument("--seconds", type=float, default=1.5, help="least time of a case's turns")
+    parser.add_argument("--seconds", type=float, help="least time of a case's turns; none: 1.5, of attention 0.3")
     parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
     parser.add_argument("--note", help="a remark for the record, shown above its tables")
     parser.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
@@ -447,7 +434,9 @@ def main() -> int:
     if (options.only or options.quick or options.match or options.peers) and not (options.json or options.list):
         parser.error("--only, --match, --peers and --quick need --json, since the committed results hold everything")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory meter's profiler writes two lines a call otherwise
-    device, facts = options.device, {"seconds": options.seconds, "rounds": options.rounds}
+    device = options.device
+    seconds = options.seconds if options.seconds is not None else 0.3 if device == "attention" else 1.5
+    facts = {"seconds": seconds, "rounds": options.rounds}
     if options.note:
         facts["note"] = options.note
     path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
@@ -493,7 +482,7 @@ def main() -> int:
         for case in bar:
             bar.set_postfix_str(f"{case.function}, {case.label}", refresh=sys.stderr.isatty())
             try:
-                result = measure(case, device, options.seconds, options.rounds, options.peers)
+                result = measure(case, device, seconds, options.rounds, options.peers)
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 failures += 1

@@ -269,6 +269,8 @@ def attention_page(record: dict) -> list[str]:
     if matmul:
         took = f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds a cell"
         lines += [f"{took}; matmul {number(min(matmul))} to {number(max(matmul))} TFLOP/s.", ""]
+    if record["wrong"]:
+        lines += [f"{record['wrong']} cells of ours were wrong and are not here.", ""]
     met = sum(mark["met"] for mark in record["marks"])
     lines += [f"{met} of {len(record['marks'])} marks are met.", "", *marks_table(record), "", *summary_table(record)]
     if any(r["group"] == "plain" for r in record["results"]):
