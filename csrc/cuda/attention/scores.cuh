@@ -116,22 +116,23 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
       else
         x = fmaf(widen(value), kLog2E, x);
     };
-    if (!kTransposed && mask.template has_pairs<Value>()) {
+    if constexpr (!kTransposed) {
+      if (mask.template has_pairs<Value>()) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
+        for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j)
+          for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const auto pair =
-                mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
-            apply(d[i][j][2 * half], pair.value[0]);
-            apply(d[i][j][2 * half + 1], pair.value[1]);
-          }
-    } else {
-      for_each_score<kTransposed>(
-          d, row, [&](float& x, int query, int key) { apply(x, mask.template at<Value>(query, key)); });
+            for (int half = 0; half < 2; ++half) {
+              const auto pair =
+                  mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
+              apply(d[i][j][2 * half], pair.value[0]);
+              apply(d[i][j][2 * half + 1], pair.value[1]);
+            }
+        return;
+      }
     }
+    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) { apply(x, mask.template at<Value>(query, key)); });
   });
 }
 
