@@ -75,7 +75,6 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
     clear_before(batch);
     if (batch == problem.batch - 1) clear_before(problem.batch);
   }
-  if (batch >= problem.batch) return;  // there are no sequences
   const Sequence sequence = sequence_of(problem, batch);
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
   if (place.block < 0 || place.block * kQueries >= queries) return;
