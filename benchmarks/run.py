@@ -453,6 +453,8 @@ def main() -> int:
             return 0
         if options.fa3:
             os.environ[attention_peers.FA3_VARIABLE] = options.fa3
+        if not cells:
+            parser.error("no cell of attention is chosen")
         where = default if options.quick else "cuda"
         if not torch.cuda.is_available() and where == "cuda":
             parser.error("attention needs a CUDA GPU; with --quick it runs without one")

@@ -94,7 +94,7 @@ def step(call: Call) -> tuple[list[Tensor], str | None]:
 
 
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:120]}"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:160].rstrip('. ')}"
 
 
 def check_dropout(name: str, problem: Problem, make) -> None:
@@ -270,6 +270,14 @@ def chosen(only: list[str] | None, match: str | None, quick: bool) -> list[Cell]
     return [cell for cell in cells if not match or match in f"{cell.kind}, {cell.label}, {str(cell.dtype)[6:]}"]
 
 
+def save(record: dict, path: Path) -> dict:
+    """The record with its summary and marks; written after every cell, so that a run that is cut short leaves what it has."""
+    record = record | {"summary": summarize(record["results"]), "marks": marks(record["results"])}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
 def run(cells: list[Cell], device: str, facts: Callable[[], dict], path: Path, peers: list[str] | None) -> int:
     """The whole benchmark; `facts` are those of the machine and the run."""
     started, record = time.perf_counter(), facts() | {"wrong": 0, "results": []}
@@ -277,18 +285,12 @@ def run(cells: list[Cell], device: str, facts: Callable[[], dict], path: Path, p
         for cell in bar:
             gc.collect()
             try:
-                result = measure(cell, device, record["seconds"], record["rounds"], peers)
+                record["results"].append(measure(cell, device, record["seconds"], record["rounds"], peers))
+                bar.write(line(record["results"][-1]))
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 record["wrong"] += 1
-                continue
-            record["results"].append(result)
-            bar.write(line(result))
-    record["took_seconds"] = round(time.perf_counter() - started)
-    record["summary"] = summarize(record["results"])
-    record["marks"] = marks(record["results"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+            record = save(record | {"took_seconds": round(time.perf_counter() - started)}, path)
     print("\n".join(summary_lines(record)))
     print(f"wrote {path}" + (f"; {record['wrong']} cells were WRONG" if record["wrong"] else ""))
     return 1 if record["wrong"] else 0

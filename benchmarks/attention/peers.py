@@ -201,7 +201,7 @@ def flex(problem: Problem) -> Call:
     torch._functorch.config.donated_buffer = False  # a step's graph is kept for the next turn
     length = problem.query.shape[-2]
     options = {
-        "block_mask": create_block_mask(seen, None, None, length, length, device=problem.device),
+        "block_mask": create_block_mask(seen, None, None, length, length, device=problem.query.device),
         "score_mod": score if cap or slopes is not None else None,
         "enable_gqa": problem.cell.group_size > 1,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -249,13 +249,14 @@ def cell_tables(record: dict) -> list[str]:
         if not results:
             continue
         lines += ["", f"### {title}", "", *cell_table(results)]
-        reasons = defaultdict(list)
+        reasons = defaultdict(Counter)
         for r in results:
             for name, why in r["absent"].items():
-                reasons[name, why].append(r)
-        lines += [
-            line for (name, why), rs in reasons.items() for line in ("", f"{name} is absent from {len(rs)} of these: {why}.")
-        ]
+                reasons[why][name] += 1
+        if reasons:
+            lines += ["", "Absent, in so many of these cells:"]
+        for why, names in reasons.items():
+            lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
     return lines
 
 
