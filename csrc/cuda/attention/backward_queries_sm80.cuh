@@ -1,5 +1,5 @@
-// The gradients of queries by themselves, for results that repeat bit for bit: a block of threads owns a block of queries, the keys
-// pass by, and no sum leaves the registers until it is whole.
+// The gradients of queries by themselves, for results that repeat bit for bit: a block of threads owns a block of queries, the
+// keys pass by, and no sum leaves the registers until it is whole.
 #pragma once
 
 #include "../../core/visit.h"
@@ -44,8 +44,7 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
 
   // Where: an outer list of pieces of the columns, each with the list of blocks.
   const int64_t blocks = arguments.list.count(), piece = blockIdx.x / blocks;
-  const BlockPlace place =
-      place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
+  const BlockPlace place = place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
   const int64_t batch = place.sequence, head = place.head;
   const Sequence sequence = sequence_of(problem, batch);
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
@@ -53,7 +52,8 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
   const int query = static_cast<int>(place.block) * kQueries, last_query = min(query + kQueries, queries);
   const int column = static_cast<int>(piece) * kColumns;
 
-  const WideTile query_tile{reinterpret_cast<Element*>(shared)}, grad_out_tile{reinterpret_cast<Element*>(shared + kQueryBytes)},
+  const WideTile query_tile{reinterpret_cast<Element*>(shared)},
+      grad_out_tile{reinterpret_cast<Element*>(shared + kQueryBytes)},
       key_tile{reinterpret_cast<Element*>(shared + 2 * kQueryBytes)},
       value_tile{reinterpret_cast<Element*>(shared + 2 * kQueryBytes + kKeyBytes)};
   MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
@@ -81,11 +81,11 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
     }
     commit_copies();
   };
-  load<kQueries, kThreads>(
-      query_tile, HeadRows<Element>(problem.query, batch, head, sequence.queries.begin, problem.width), query, queries);
-  load<kQueries, kThreads>(
-      grad_out_tile, HeadRows<Element>(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width), query,
-      queries);
+  load<kQueries, kThreads>(query_tile, HeadRows<Element>(problem.query, batch, head, sequence.queries.begin, problem.width),
+                           query, queries);
+  load<kQueries, kThreads>(grad_out_tile,
+                           HeadRows<Element>(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width),
+                           query, queries);
   load_block();
 
   float high[2], low[2], delta[2];  // of the lane's two queries
@@ -110,11 +110,13 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
     multiply_rows<Kind, kWidth>(grads, grad_out_tile, row, value_tile);
 
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
-    if (dropout)
-      draw_weights<false, 1, kKeys / 8>(row, dropout, here, [&](int i, int j, unsigned kept) {
+    if (dropout) {
+      const unsigned kept = draw_weights<false, 1, kKeys / 8>(row, dropout, here);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) grads[i][j][e] = kept >> e & 1 ? grads[i][j][e] * arguments.keep_scale : 0;
-      });
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) grads[0][j][e] = kept >> (4 * j + e) & 1 ? grads[0][j][e] * arguments.keep_scale : 0;
+    }
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
@@ -150,8 +152,8 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
 }
 
 template <class Kind, int kWidth, class Body = BackwardQueriesOnSm80<Kind, kWidth>>
-__global__ void __launch_bounds__(Body::kThreads) attention_backward_queries_sm80(
-    const __grid_constant__ BackwardQueriesArguments arguments) {
+__global__ void __launch_bounds__(Body::kThreads)
+    attention_backward_queries_sm80(const __grid_constant__ BackwardQueriesArguments arguments) {
   Body::run(arguments);
 }
 

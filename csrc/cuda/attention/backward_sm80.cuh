@@ -1,10 +1,10 @@
 // Attention backward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
 // (arXiv 2307.08691). docs/attention_sm80.md draws it.
 //
-// A block of threads owns a block of keys and values, and the queries of every head that shares them pass by in blocks. Scores are
-// made again, transposed: [key][query], so that weights and the scores' gradients are left operands of the products that are the
-// gradients of values and keys, which stay in registers to the end. The gradients of queries are summed over blocks of threads, in
-// global memory.
+// A block of threads owns a block of keys and values, and the queries of every head that shares them pass by in blocks. Scores
+// are made again, transposed: [key][query], so that weights and the scores' gradients are left operands of the products that
+// are the gradients of values and keys, which stay in registers to the end. The gradients of queries are summed over blocks of
+// threads, in global memory.
 #pragma once
 
 #include "../../core/visit.h"
@@ -40,13 +40,17 @@ struct BackwardArguments {
   QueryGradients query_gradients;
 };
 
-// Blocks of kQueries queries, in order, that may see the block of keys from `key` on; those that the mask hides it from are passed
-// over. A whole warp asks; all get the same answer.
+// Blocks of kQueries queries, in order, that may see the block of keys from `key` on; those that the mask hides it from are
+// passed over. A whole warp asks; all get the same answer.
 template <int kQueries, int kKeys>
 class QueryBlocks {
  public:
   __device__ QueryBlocks(const BlockMap& map, int64_t batch, int64_t head, int key, int keys, int begin, int end)
-      : rows_(static_cast<int>(map.size[2])), columns_(static_cast<int>(map.size[3])), next_(begin), end_(end), known_end_(begin) {
+      : rows_(static_cast<int>(map.size[2])),
+        columns_(static_cast<int>(map.size[3])),
+        next_(begin),
+        end_(end),
+        known_end_(begin) {
     if (!map.data) return;
     const int column = columns_ == 1 ? 0 : key / kMapBlock;
     kinds_ = map.row(batch, head, 0) + column;
@@ -103,6 +107,10 @@ struct LaterQueries {
   __device__ __forceinline__ T at(int q, int key) const {
     return mask.template at<T>(query + q, key);
   }
+  __device__ __forceinline__ bool has_vectors() const { return mask.has_vectors(); }
+  __device__ __forceinline__ void transposed(unsigned (&words)[4], int q, int key) const {
+    mask.transposed(words, query + q, key);
+  }
 };
 
 // The numbers of kQueries queries, in shared memory: see kRowNumbers.
@@ -124,10 +132,13 @@ struct RowNumbers {
   // Of two neighbouring queries.
   __device__ __forceinline__ float2 high(int query) const { return *reinterpret_cast<const float2*>(data + query); }
   __device__ __forceinline__ float2 low(int query) const { return *reinterpret_cast<const float2*>(data + kQueries + query); }
-  __device__ __forceinline__ float2 delta(int query) const { return *reinterpret_cast<const float2*>(data + 2 * kQueries + query); }
+  __device__ __forceinline__ float2 delta(int query) const {
+    return *reinterpret_cast<const float2*>(data + 2 * kQueries + query);
+  }
 };
 
-// Writes accumulators straight into rows of global memory, times `scale`: a warp's rows from `row` on, columns from `column` on.
+// Writes accumulators straight into rows of global memory, times `scale`: a warp's rows from `row` on, columns from `column`
+// on.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kColumns>& d, float scale, Element* data,
                                                    int64_t row_stride, int64_t column_stride, int row, int column, int rows,
@@ -149,11 +160,11 @@ __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kCol
     }
 }
 
-// kEverything: with softcap, ALiBi, masks, dropout and any scale; without it ranges of keys alone.
-template <class Kind, int kWidth, bool kEverything>
+template <class Kind, int kWidth, BackwardVariant kVariant>
 struct BackwardOnSm80 {
   using Element = typename ElementOf<Kind>::type;
-  static constexpr BackwardSm80 kTile = backward_sm80_tile(sizeof(Element), kWidth, kEverything);
+  static constexpr bool kEverything = kVariant != BackwardVariant::kPlain;
+  static constexpr BackwardSm80 kTile = backward_sm80_tile(sizeof(Element), kWidth, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
   // Scores: [key][query], so many rows of 16 and columns of 8 a warp.
   static constexpr int kScoreQueries = kQueries / kTile.score_split;
@@ -164,13 +175,14 @@ struct BackwardOnSm80 {
   static constexpr int kSumSplit = kInRegisters ? 1 : kTile.warps / kTile.sum_warps;
   static constexpr int kSumRows = kKeys / (kInRegisters ? kTile.score_warps : kTile.sum_warps) / 16;
   static constexpr int kSumWidth = kWidth / kSumSplit;
+  // Whether a warp sums the keys that it makes weights of: those of its own queries are its left operand without a detour.
+  static constexpr bool kOwnHalf = kTile.sum_warps == kTile.score_warps && kTile.score_split == 2 && kSumSplit == 2;
   // Gradients of queries: [query][column].
   static constexpr int kQuerySplit = kTile.warps / kTile.query_warps;
   static constexpr int kQueryRows = kQueries / kTile.query_warps / 16, kQueryWidth = kWidth / kQuerySplit;
   static_assert(kScoreRows > 0 && kScoreColumns > 0 && kSumRows > 0 && kQueryRows > 0 && kSumWidth % 16 == 0 &&
                 kQueryWidth % 16 == 0);
   static_assert(kAllScore || !kInRegisters);
-  static_assert(kScoreRows * kScoreColumns * 4 <= 32, "a bit for each of a thread's weights");
 
   using WideTile = SharedTile<Kind, kWidth>;
   using ScoreTile = SharedTile<Kind, kQueries>;
@@ -230,8 +242,8 @@ struct BackwardOnSm80 {
   }
 };
 
-template <class Kind, int kWidth, bool kEverything>
-__device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(const BackwardArguments& arguments) {
+template <class Kind, int kWidth, BackwardVariant kVariant>
+__device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(const BackwardArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
@@ -277,13 +289,16 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
 
   const int heads = static_cast<int>(problem.heads) / static_cast<int>(arguments.list.heads), first_head = place.head * heads;
   load<kKeys, kThreads>(key_tile,
-                        HeadRows<Element>(problem.key, batch, first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
+                        HeadRows<Element>(problem.key, batch,
+                                          first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
                                           sequence.keys.begin, problem.width),
                         key, keys);
-  load<kKeys, kThreads>(value_tile,
-                        HeadRows<Element>(problem.value, batch, first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
-                                          sequence.keys.begin, problem.value_width),
-                        key, keys);
+  load<kKeys, kThreads>(
+      value_tile,
+      HeadRows<Element>(problem.value, batch,
+                        first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
+                        sequence.keys.begin, problem.value_width),
+      key, keys);
   Sums grad_key, grad_value;
   clear(grad_key);
   clear(grad_value);
@@ -318,6 +333,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
     if (block < end) {
       load_queries(0, block);
       load_grad_out(0, block);
+      if (kEverything && mask.data && !nothing_hidden) mask_block.load(mask, block * kQueries, queries, key, keys);
     }
     commit_copies();
 
@@ -326,15 +342,15 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
       const bool masked = kEverything && mask.data && !nothing_hidden;
       wait_for_copies();
       __syncthreads();  // this block is there, and all have done with the one before
-      if (masked) mask_block.load(mask, query, queries, key, keys);
-      commit_copies();
       next = query_blocks.next(next_nothing_hidden);
       if (kStages > 1 && next < end) {
         load_queries((stage + 1) % kStages, next);
         load_grad_out((stage + 1) % kStages, next);
       }
-      commit_copies();
 
+      const ScoreBlock here{query + score_query, key, queries, keys, query >= whole_begin && query + kQueries <= whole_end};
+      [[maybe_unused]] unsigned kept = ~0u;
+      if (kEverything && dropout && scores_here) kept = draw_weights<true, kScoreRows, kScoreColumns>(score_row, dropout, here);
       Accumulator<kScoreRows, kScoreColumns> scores, grads;
       clear(scores);
       clear(grads);
@@ -342,19 +358,15 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
         multiply_rows<Kind, kWidth>(scores, key_tile, score_row, WideTile{query_tile(stage).row(score_query)});
         multiply_rows<Kind, kWidth>(grads, value_tile, score_row, WideTile{grad_out_tile(stage).row(score_query)});
       }
-      if (masked) {
-        wait_for_copies<1>();
-        __syncthreads();  // the mask is there
-      }
       if (scores_here) {
-        const ScoreBlock here{query + score_query, key, queries, keys, query >= whole_begin && query + kQueries <= whole_end};
-        [[maybe_unused]] unsigned dropped = 0;  // a bit for each weight
         if (kEverything && dropout) {
-          draw_weights<true, kScoreRows, kScoreColumns>(score_row, dropout, here, [&](int i, int j, unsigned kept) {
-            dropped |= (~kept & 15) << (4 * (i * kScoreColumns + j));
 #pragma unroll
-            for (int e = 0; e < 4; ++e) grads[i][j][e] = kept >> e & 1 ? grads[i][j][e] * arguments.keep_scale : 0;
-          });
+          for (int i = 0; i < kScoreRows; ++i)
+#pragma unroll
+            for (int j = 0; j < kScoreColumns; ++j)
+#pragma unroll
+              for (int e = 0; e < 4; ++e)
+                grads[i][j][e] = kept >> (4 * (i * kScoreColumns + j) + e) & 1 ? grads[i][j][e] * arguments.keep_scale : 0;
         }
         const RowNumbers<kQueries> rows{numbers(stage).data + score_query};
 #pragma unroll
@@ -381,7 +393,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
               const float h = e % 2 ? high.y : high.x, l = e % 2 ? low.y : low.x;
               x = FastBinary::exp((kEverything && rule.bends ? x - h : fmaf(x, rule.scale, -h)) - l);
               grads[i][j][e] *= x;
-              if (kEverything && dropped >> (4 * (i * kScoreColumns + j) + e) & 1) x = 0;
+              if (kEverything && !(kept >> (4 * (i * kScoreColumns + j) + e) & 1)) x = 0;
             }
         }
       }
@@ -389,27 +401,32 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
       if (scores_here && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
       if (scores_here && (!kInRegisters || sums_queries)) grad_operand.store(grad_tile, score_row, score_query);
 
-      if constexpr (kInRegisters) {
-        multiply_operand(grad_value, weight_operand, WideTile{grad_out_tile(stage).row(score_query)});
-        __syncthreads();  // the scores' gradients are there, and all have done with the gradients of outputs
-      } else {
-        __syncthreads();  // the weights and the scores' gradients are there
-        multiply_rows_by_columns<Kind, kQueries>(grad_value, weight_tile, sum_row, grad_out_tile(stage), sum_column);
+      // What others than the warp itself made of the weights and the scores' gradients: these queries.
+      const int other = kOwnHalf ? kScoreQueries - score_query : 0;
+      constexpr int kOthers = kOwnHalf ? kScoreQueries : kQueries;
+      if constexpr (kInRegisters || kOwnHalf)
+        multiply_operand(grad_value, weight_operand, WideTile{grad_out_tile(stage).row(score_query)}, sum_column);
+      if constexpr (kOwnHalf)
+        multiply_operand(grad_key, grad_operand, WideTile{query_tile(stage).row(score_query)}, sum_column);
+      __syncthreads();  // weights and scores' gradients are there, and all have done with the mask
+      if (kEverything && next < end && mask.data && !next_nothing_hidden)
+        mask_block.load(mask, next * kQueries, queries, key, keys);
+      if constexpr (!kInRegisters) {
+        multiply_rows_by_columns<Kind, kOthers>(grad_value, ScoreTile{weight_tile.data + other}, sum_row,
+                                                WideTile{grad_out_tile(stage).row(other)}, sum_column);
         if (kStages == 1) __syncthreads();  // all have done with the gradients of outputs
       }
-      if (kStages == 1) {
-        if (next < end) load_grad_out(0, next);
-        commit_copies();
-      }
+      if (kStages == 1 && next < end) load_grad_out(0, next);
       if constexpr (kInRegisters)
         multiply_operand(grad_key, grad_operand, WideTile{query_tile(stage).row(score_query)});
       else
-        multiply_rows_by_columns<Kind, kQueries>(grad_key, grad_tile, sum_row, query_tile(stage), sum_column);
+        multiply_rows_by_columns<Kind, kOthers>(grad_key, ScoreTile{grad_tile.data + other}, sum_row,
+                                                WideTile{query_tile(stage).row(other)}, sum_column);
       if (kStages == 1) {
         __syncthreads();  // all have done with the queries
         if (next < end) load_queries(0, next);
-        commit_copies();
       }
+      commit_copies();
 
       if (sums_queries) {
         Accumulator<kQueryRows, kQueryWidth / 8> grad_query;
@@ -439,7 +456,8 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
   scale_by(grad_key, scale);
   if (kEverything) scale_by(grad_value, arguments.keep_scale);
   if constexpr (kInRegisters && kTile.score_split > 1) {
-    static_assert(kTile.score_split == 2 && kTile.warps * kSumRows * kSumWidth * 16 * static_cast<int>(sizeof(float)) <= kBytes);
+    static_assert(kTile.score_split == 2 &&
+                  kTile.warps * kSumRows * kSumWidth * 16 * static_cast<int>(sizeof(float)) <= kBytes);
     const int slot = warp / 2 * 2;
     if (warp % 2 == 1) {
       leave(grad_key, sums_of_warp(shared, slot));
@@ -463,35 +481,43 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
   store(grad_value, value_tile, gradients.grad_value, problem.value_width);
 }
 
-template <class Kind, int kWidth, bool kEverything, class Body = BackwardOnSm80<Kind, kWidth, kEverything>>
+template <class Kind, int kWidth, BackwardVariant kVariant, class Body = BackwardOnSm80<Kind, kWidth, kVariant>>
 __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
     attention_backward_sm80(const __grid_constant__ BackwardArguments arguments) {
   Body::run(arguments);
 }
 
-// Calls f(Type<Kind>, bool_constant<kEverything>) with what a problem needs.
+// Calls f(Type<Kind>, std::integral_constant<BackwardVariant>) with what a problem needs and the GPU has room for. For a
+// problem that finds no room it is the last one.
 template <int kWidth, class F>
 void visit_backward_sm80(const AttentionProblem& problem, F&& f) {
-  const auto visit_half = [&]<class Element>(Type<Element> element) {
-    if constexpr (kWidth <= 256)
-      if (!ScoreRule(problem).bends && problem.dropout == 0 &&
-          BackwardOnSm80<Element, kWidth, false>::kBytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>())
-        return f(element, std::false_type{});
-    f(element, std::true_type{});
+  const int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  using Everything = std::integral_constant<BackwardVariant, BackwardVariant::kEverything>;
+  const auto visit = [&]<class Kind>(Type<Kind> kind) {
+    using Plain = std::integral_constant<BackwardVariant, BackwardVariant::kPlain>;
+    using Small = std::integral_constant<BackwardVariant, BackwardVariant::kSmall>;
+    if constexpr (has_backward_sm80_tile(sizeof(Kind), kWidth, Plain::value))
+      if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
+          BackwardOnSm80<Kind, kWidth, Plain::value>::shared_bytes(problem) <= room)
+        return f(kind, Plain{});
+    if constexpr (has_backward_sm80_tile(sizeof(Kind), kWidth, Small::value))
+      if (BackwardOnSm80<Kind, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{});
+    f(kind, Everything{});
   };
   switch (problem.dtype) {
-    case DType::kFloat16: return visit_half(Type<__half>{});
-    case DType::kBFloat16: return visit_half(Type<__nv_bfloat16>{});
-    default: f(Type<float>{}, std::true_type{});
+    case DType::kFloat16: return visit(Type<__half>{});
+    case DType::kBFloat16: return visit(Type<__nv_bfloat16>{});
+    default: visit(Type<float>{});
   }
 }
 
 template <int kWidth>
 QueryGradients query_gradients_on_sm80(const AttentionProblem& problem, bool deterministic) {
   int tile_keys = 0;
-  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
-    tile_keys = BackwardOnSm80<Kind, kWidth, kEverything>::kKeys;
-  });
+  visit_backward_sm80<kWidth>(
+      problem, [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
+        tile_keys = BackwardOnSm80<Kind, kWidth, kVariant>::kKeys;
+      });
   if (problem.keys == 0) return QueryGradients::kSum;  // of nothing
   if (!problem.query_starts && problem.keys <= tile_keys) return QueryGradients::kDirect;
   return deterministic ? QueryGradients::kNone : QueryGradients::kSum;
@@ -505,10 +531,10 @@ BackwardSpace backward_sm80_space(const AttentionProblem& problem, const Attenti
                        mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class Kind, int kWidth, bool kEverything>
+template <class Kind, int kWidth, BackwardVariant kVariant>
 void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                           QueryGradients query_gradients, CUstream_st* stream) {
-  using Body = BackwardOnSm80<Kind, kWidth, kEverything>;
+  using Body = BackwardOnSm80<Kind, kWidth, kVariant>;
   const BackwardArguments arguments{problem,
                                     gradients,
                                     space,
@@ -517,8 +543,8 @@ void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradie
                                     problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
                                     query_gradients};
   if (arguments.list.count() > 0)
-    launch<attention_backward_sm80<Kind, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
-                                                               Body::shared_bytes(problem), stream);
+    launch<attention_backward_sm80<Kind, kWidth, kVariant>>(arguments, arguments.list.count(), Body::kThreads,
+                                                            Body::shared_bytes(problem), stream);
 }
 
 template <int kWidth>
@@ -533,9 +559,10 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
   const QueryGradients query_gradients = query_gradients_on_sm80<kWidth>(problem, deterministic);
   fill_block_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
-  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
-    launch_backward_sm80<Kind, kWidth, kEverything>(problem, gradients, space, query_gradients, stream);
-  });
+  visit_backward_sm80<kWidth>(
+      problem, [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
+        launch_backward_sm80<Kind, kWidth, kVariant>(problem, gradients, space, query_gradients, stream);
+      });
   if (query_gradients == QueryGradients::kSum) finish_queries(problem, gradients, space, stream);
   if (query_gradients == QueryGradients::kNone) backward_queries_sm80<kWidth>(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
@@ -545,10 +572,11 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
 template <int kWidth>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
   const char* reason = nullptr;
-  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
-    if (BackwardOnSm80<Kind, kWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
-      reason = "the GPU has too little shared memory for this head dim";
-  });
+  visit_backward_sm80<kWidth>(
+      problem, [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
+        if (BackwardOnSm80<Kind, kWidth, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
+          reason = "the GPU has too little shared memory for this head dim";
+      });
   return reason;
 }
 

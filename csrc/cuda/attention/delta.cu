@@ -1,7 +1,6 @@
-#include "delta.cuh"
-
 #include "../../core/visit.h"
 #include "../hw/reduce.cuh"
+#include "delta.cuh"
 #include "load.cuh"
 #include "scores.cuh"
 

@@ -1,5 +1,5 @@
-// What attention's backward passes need of a row of queries beside its elements, and the workspace that holds it: made once, ahead
-// of the passes. At the end of them, the sums that are the gradients of queries, and of sinks.
+// What attention's backward passes need of a row of queries beside its elements, and the workspace that holds it: made once,
+// ahead of the passes. At the end of them, the sums that are the gradients of queries, and of sinks.
 #pragma once
 
 #include "block_map.cuh"
@@ -9,19 +9,19 @@ namespace flash_online::cuda {
 
 constexpr int kRowBlock = 64;  // queries, whose numbers lie together
 
-// [list.count()] blocks of three rows of kRowBlock numbers: a query's lse in base 2 as the sum of two floats, +inf (so that weights
-// are 0) for one that sees nothing or does not exist; and what its scores' gradients have in common.
+// [list.count()] blocks of three rows of kRowBlock numbers: a query's lse in base 2 as the sum of two floats, +inf (so that
+// weights are 0) for one that sees nothing or does not exist; and what its scores' gradients have in common.
 constexpr int kRowNumbers = 3 * kRowBlock;
 
 // The workspace of a backward pass. Its pieces begin at multiples of 16 bytes.
 struct BackwardSpace {
   BlockList list;          // of all queries
   float* rows = nullptr;   // [list.count()][kRowNumbers]
-  float* sums = nullptr;   // [list.count()][kRowBlock * width], in tiles of 16 x 8; null: nobody adds to gradients of queries
-  double* sinks = nullptr; // [list.count()]: parts of the gradient of sinks; null: not wanted
+  float* sums = nullptr;  // [list.count()][kRowBlock * width], in tiles of 16 x 8; null: nobody adds to gradients of queries
+  double* sinks = nullptr;  // [list.count()]: parts of the gradient of sinks; null: not wanted
   float* mask_parts = nullptr;  // of the mask's gradient
   BlockMap map;
-  int64_t width = 0;       // of a tile
+  int64_t width = 0;  // of a tile
   int64_t bytes = 0;
 
   BackwardSpace(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t tile_width, bool with_sums,

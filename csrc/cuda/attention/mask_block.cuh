@@ -1,10 +1,11 @@
-// A mask's values for a block of scores, in shared memory: rows of any alignment are copied 16 bytes at a time from the multiple
-// of 16 before their first value, and read from where that value then lies.
+// A mask's values for a block of scores, in shared memory: rows of any alignment are copied 16 bytes at a time from the
+// multiple of 16 before their first value, and read from where that value then lies.
 #pragma once
 
 #include "../../core/config.h"
 #include "../../core/problem.h"
 #include "../hw/async_copy.cuh"
+#include "../hw/mma.cuh"
 #include "../hw/vector.cuh"
 
 namespace flash_online::cuda {
@@ -45,6 +46,13 @@ template <int kQueries, int kKeys, int kThreads>
 class MaskBlock {
  public:
   __device__ explicit MaskBlock(char* shared) : shared_(shared) {}
+
+  // The same block elsewhere in shared memory.
+  __device__ __forceinline__ MaskBlock moved_to(char* shared) const {
+    MaskBlock moved = *this;
+    moved.shared_ = shared;
+    return moved;
+  }
 
   // Starts copying the values of queries [query, queries) and keys [key, keys), as many as the block has. They are seen after
   // commit_copies, wait_for_copies and a barrier; what is past either end is unknown.
@@ -95,6 +103,14 @@ class MaskBlock {
   template <class T>
   __device__ __forceinline__ Pair<T> pair_at(int query, int key) const {
     return *static_cast<const Pair<T>*>(address<T>(query, key));
+  }
+  // Whether every row begins at a multiple of 16 bytes.
+  __device__ __forceinline__ bool has_vectors() const { return (first_ | step_) == 0; }
+  // Then, of 16-bit values, sixteen queries by sixteen keys, transposed. Of the lane's words the first two are of the key
+  // `group` and the queries 2 place, 2 place + 1 out of the first and the last eight, the others of the key `group` + 8.
+  __device__ __forceinline__ void transposed(unsigned (&words)[4], int query, int key) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    load_matrices_transposed(words, shared_address(shared_ + (query + lane % 16) * pitch_ + (key + lane / 16 * 8) * 2));
   }
 
  private:

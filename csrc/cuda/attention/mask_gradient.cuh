@@ -5,9 +5,7 @@
 
 namespace flash_online::cuda {
 
-// How many parts the sum over all that the mask is broadcast along is cut into, so that there is work for the whole device.
-int64_t mask_gradient_splits(const AttentionProblem& problem, const AttentionGradients& gradients);
-// The floats of space.mask_parts; 0 without splits.
+// The floats of space.mask_parts: sums in parts, where the mask has too few tiles for the whole device.
 int64_t mask_gradient_parts(const AttentionProblem& problem, const AttentionGradients& gradients);
 void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                    CUstream_st* stream);

@@ -46,24 +46,26 @@ __device__ __forceinline__ void for_each_score(Accumulator<kRows, kColumns>& d, 
 
 // What a head's scores are made by.
 struct ScoreRule {
-  float scale;     // of a product, log2(e) included; of one under a softcap, that over the softcap
-  float cap;       // softcap * log2(e), 0: none
-  float slope;     // ALiBi's, times log2(e), 0: none
-  bool bends;      // whether scores are made, or the product and its scale stand for them (scale > 0)
+  float scale;  // of a product, log2(e) included; of one under a softcap, that over the softcap
+  float cap;  // softcap * log2(e), 0: none
+  float slope;  // ALiBi's, times log2(e), 0: none
+  bool bends;  // whether scores are made, or the product and its scale stand for them (scale > 0)
 
   // What all heads share; on the host, since it takes doubles.
   explicit ScoreRule(const AttentionProblem& problem)
-      : scale(static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * 1.4426950408889634074)),
+      : scale(
+            static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * 1.4426950408889634074)),
         cap(static_cast<float>(problem.softcap * 1.4426950408889634074)),
         slope(0),
         // A scale of 0, NaN or below would turn the order of the products.
-        bends(problem.softcap > 0 || problem.alibi_slopes || problem.mask.data || !(scale > 0 && scale < 1e30f)) {}
+        bends(problem.softcap > 0 || problem.alibi_slopes || (problem.mask.data && problem.mask_dtype != DType::kBool) ||
+              !(scale > 0 && scale < 1e30f)) {}
 
   __device__ ScoreRule of_head(const AttentionProblem& problem, int64_t batch, int64_t head) const {
     ScoreRule rule = *this;
     if (problem.alibi_slopes)
-      rule.slope = kLog2E * static_cast<const float*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] +
-                                                                            head * problem.alibi_stride[1]];
+      rule.slope = kLog2E * static_cast<const float*>(
+                                problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
     return rule;
   }
 
@@ -75,7 +77,7 @@ struct ScoreRule {
 struct ScoreBlock {
   int query, key;
   int queries, keys;  // of the sequence
-  bool whole;             // every query of the block sees every key by arithmetic, and all of both exist
+  bool whole;  // every query of the block sees every key by arithmetic, and all of both exist
 };
 
 // Softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative of a softcap.
@@ -99,9 +101,8 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
   }
   if (rule.slope != 0) {
     const int between = static_cast<int>(block.query + visible.offset - block.key);
-    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) {
-      x -= rule.slope * fabsf(static_cast<float>(between + query - key));
-    });
+    for_each_score<kTransposed>(
+        d, row, [&](float& x, int query, int key) { x -= rule.slope * fabsf(static_cast<float>(between + query - key)); });
   }
 }
 
@@ -124,11 +125,28 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
           for (int j = 0; j < kColumns; ++j)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              const auto pair =
-                  mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
+              const auto pair = mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
               apply(d[i][j][2 * half], pair.value[0]);
               apply(d[i][j][2 * half + 1], pair.value[1]);
             }
+        return;
+      }
+    }
+    if constexpr (kTransposed && sizeof(T) == 2 && kColumns % 2 == 0) {
+      if (mask.has_vectors()) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int j = 0; j < kColumns; j += 2) {
+            unsigned words[4];
+            mask.transposed(words, 8 * j, row + 16 * i);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              const Value* const pair = reinterpret_cast<const Value*>(&words[n]);
+              apply(d[i][j + n % 2][n / 2 * 2], pair[0]);
+              apply(d[i][j + n % 2][n / 2 * 2 + 1], pair[1]);
+            }
+          }
         return;
       }
     }
@@ -165,8 +183,8 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t key = block.key + row + 16 * i + 8 * half + lane_group(), at = key - visible.offset - block.query;
-        const int begin = visible.right < 0 || visible.right >= at ? 0
-                          : static_cast<int>(min(at - visible.right, int64_t{kColumns * 8}));
+        const int begin =
+            visible.right < 0 || visible.right >= at ? 0 : static_cast<int>(min(at - visible.right, int64_t{kColumns * 8}));
         const int64_t last = visible.left < 0 || visible.left >= queries - 1 - at ? queries - 1 : at + visible.left;
         const int end = key < block.keys ? static_cast<int>(max(last, int64_t{-1})) + 1 : 0;
 #pragma unroll
@@ -203,35 +221,48 @@ struct Dropout {
   }
 };
 
-// Calls f(i, j, kept) for each piece of 16 x 8 of an accumulator's shape: bit e of `kept` says whether the weight at [i][j][e] is.
-// Four neighbouring keys share a draw, and the lanes that hold them share the work: block.key must be a multiple of 4, and `row`
-// where accumulators are transposed.
+// Which weights of a piece of 16 x 8 accumulators are kept: bit e for accumulator e. Of the block they begin at `row` and
+// `column`. Four neighbouring keys share a draw, and the lanes that hold them share the work: block.key and where the piece's
+// keys begin must be multiples of 4.
+template <bool kTransposed>
+__device__ __forceinline__ unsigned kept_weights(int row, int column, const Dropout& dropout, const ScoreBlock& block) {
+  if constexpr (!kTransposed) {
+    // A pair of lanes holds four keys of the rows `group` and `group` + 8: each draws for one of the two.
+    const int odd = lane() & 1;
+    const unsigned own = dropout.kept(block.query + row + lane_group() + 8 * odd, (block.key + column) / 4 + lane_place() / 2);
+    const unsigned other = __shfl_xor_sync(~0u, own, 1);
+    const unsigned upper = odd ? other >> 2 : own, lower = odd ? own >> 2 : other;
+    return (upper & 3) | (lower & 3) << 2;
+  } else {
+    // Four lanes of one `place` hold four keys, and four more behind eight, of two queries: each draws one of these four.
+    const int own = lane_group() % 4, key = row + lane_group() / 4 * 4 + own / 2 * 8;
+    const unsigned bits = dropout.kept(block.query + column + 2 * lane_place() + own % 2, (block.key + key) / 4);
+    unsigned kept = 0;  // bit n: key `group` of the n-th draw
+#pragma unroll
+    for (int n = 0; n < 4; ++n) kept |= (__shfl_sync(~0u, bits, (lane_group() / 4 * 4 + n) * 4 + lane_place()) >> own & 1) << n;
+    return kept;
+  }
+}
+
+// Calls f(i, j, kept) for each piece of an accumulator's shape.
 template <bool kTransposed, int kRows, int kColumns, class F>
 __device__ __forceinline__ void draw_weights(int row, const Dropout& dropout, const ScoreBlock& block, F&& f) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      if constexpr (!kTransposed) {
-        // A pair of lanes holds four keys of the rows `group` and `group` + 8: each draws for one of the two.
-        const int odd = lane() & 1;
-        const unsigned own = dropout.kept(block.query + row + 16 * i + lane_group() + 8 * odd,
-                                          (block.key + 8 * j) / 4 + lane_place() / 2);
-        const unsigned other = __shfl_xor_sync(~0u, own, 1);
-        const unsigned upper = odd ? other >> 2 : own, lower = odd ? own >> 2 : other;
-        f(i, j, (upper & 3) | (lower & 3) << 2);
-      } else {
-        // Four lanes of one `place` hold four keys, and four more behind eight, of two queries: each draws one of these four.
-        const int own = lane_group() % 4, key = row + 16 * i + lane_group() / 4 * 4 + own / 2 * 8;
-        const unsigned bits =
-            dropout.kept(block.query + 8 * j + 2 * lane_place() + own % 2, (block.key + key) / 4);
-        unsigned kept = 0;  // bit n: key `group` of the n-th draw
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          kept |= (__shfl_sync(~0u, bits, (lane_group() / 4 * 4 + n) * 4 + lane_place()) >> own & 1) << n;
-        f(i, j, kept);
-      }
-    }
+    for (int j = 0; j < kColumns; ++j) f(i, j, kept_weights<kTransposed>(row + 16 * i, 8 * j, dropout, block));
+}
+
+// The same as bits: 4 * (i * kColumns + j) + e for the weight at [i][j][e]. By a call, so that a kernel has the registers that
+// the draws take to itself where there is no dropout.
+template <bool kTransposed, int kRows, int kColumns>
+__device__ __noinline__ unsigned draw_weights(int row, const Dropout dropout, const ScoreBlock block) {
+  static_assert(kRows * kColumns <= 8);
+  unsigned kept = 0;
+#pragma unroll 2
+  for (int n = 0; n < kRows * kColumns; ++n)
+    kept |= kept_weights<kTransposed>(row + n / kColumns * 16, n % kColumns * 8, dropout, block) << (4 * n);
+  return kept;
 }
 
 // Calls drop(x) for every accumulator that dropout drops.
