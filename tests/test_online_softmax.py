@@ -328,3 +328,22 @@ assert "torch" not in sys.modules
 """
     assert _introspect.__file__.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.data())
+def test_visibility_ranges(data):
+    """core/mask.h: which keys a query sees by arithmetic, and the inverse, against the rule itself; bounds up to int64."""
+    count = data.draw(st.integers(0, 12))
+    bound = st.integers(-1, 14) | st.just(2**63 - 1)
+    left, right, offset = data.draw(bound), data.draw(bound), data.draw(st.integers(-14, 14))
+    first = data.draw(st.integers(0, 12))
+    last = data.draw(st.integers(first + 1, 13))
+
+    def sees(query, key):
+        position = query + offset
+        return (left < 0 or key >= position - left) and (right < 0 or key <= position + right)
+
+    keys, some, every = (list(range(*pair)) for pair in _introspect.ranges(left, right, offset, first, last, count))
+    assert keys == [key for key in range(count) if sees(first, key)]
+    assert some == [query for query in range(count) if any(sees(query, key) for key in range(first, last))]
+    assert every == [query for query in range(count) if all(sees(query, key) for key in range(first, last))]

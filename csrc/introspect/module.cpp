@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../core/mask.h"
 #include "../core/online_softmax.h"
 #include "api.h"
 #include "softmaxes.h"
@@ -210,14 +211,30 @@ PYBIND11_MODULE(_introspect, m) {
         problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p;
         const Api& api = api_of(library);
         const auto [major, minor, shared_bytes] = gpu;
-        return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward) : "");
+        return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward)
+                                                    : "");
       },
       py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"), py::arg("mask"),
       py::arg("alibi"), py::arg("sinks"), py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("scale"),
       py::arg("softcap"), py::arg("dropout_p"), py::arg("gpu"), py::arg("backward"),
-      "The CUDA kernels that a call of attention may run on, the best first, a line each: its name and why it does not take the "
+      "The CUDA kernels that a call of attention may run on, the best first, a line each: its name and why it does not take "
+      "the "
       "call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, width]; mask: (dtype, tensor) or "
       "None; gpu: compute capability and bytes of shared memory of a block.");
+  m.def(
+      "ranges",
+      [](int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t count) {
+        const flash_online::Visibility visible{left, right, offset};
+        const flash_online::KeyRange keys = flash_online::keys_of(visible, first, count);
+        const flash_online::QueryRange any = flash_online::queries_of_any(visible, first, last, count),
+                                       all = flash_online::queries_of_all(visible, first, last, count);
+        return std::make_tuple(std::make_pair(keys.begin, keys.end), std::make_pair(any.begin, any.end),
+                               std::make_pair(all.begin, all.end));
+      },
+      py::arg("left"), py::arg("right"), py::arg("offset"), py::arg("first"), py::arg("last"), py::arg("count"),
+      "[begin, end) of the keys, out of `count`, that the query `first` sees; of the queries, out of `count`, that see any, "
+      "and all, of "
+      "the keys [first, last).");
   m.def(
       "row_scratch",
       [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },
