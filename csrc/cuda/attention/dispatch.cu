@@ -1,5 +1,6 @@
 // Which kernel runs: candidates in order, each with its reasons to refuse. The one place that knows families and head dims.
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -19,12 +20,12 @@ namespace {
 
 #include "head_dims.h"
 
-// Calls f(std::integral_constant) with the smallest head dim of this build that holds the problem's. False if there is none.
-template <size_t kIndex = 0, class F>
+// Calls f(std::integral_constant) with the smallest head dim of kBuilt that holds the problem's. False if there is none.
+template <const auto& kBuilt, size_t kIndex = 0, class F>
 bool visit_head_dim(const AttentionProblem& problem, F&& f) {
-  if constexpr (kIndex < std::size(kBuiltHeadDims)) {
-    if (std::max(problem.width, problem.value_width) > kBuiltHeadDims[kIndex]) return visit_head_dim<kIndex + 1>(problem, f);
-    f(std::integral_constant<int, kBuiltHeadDims[kIndex]>{});
+  if constexpr (kIndex < std::size(kBuilt)) {
+    if (std::max(problem.width, problem.value_width) > kBuilt[kIndex]) return visit_head_dim<kBuilt, kIndex + 1>(problem, f);
+    f(std::integral_constant<int, kBuilt[kIndex]>{});
     return true;
   }
   return false;
@@ -36,54 +37,113 @@ Gpu current_gpu() {
 }
 
 // The reason of the instance for the problem's head dim, as `refusal` finds it.
-template <class F>
+template <const auto& kBuilt, class F>
 const char* refusal_by_head_dim(const AttentionProblem& problem, F&& refusal) {
+  if (std::empty(kBuilt)) return "this build has no kernels for it";
   const char* reason = nullptr;
-  const bool fits = visit_head_dim(problem, [&](auto width) { reason = refusal(width); });
+  const bool fits = visit_head_dim<kBuilt>(problem, [&](auto width) { reason = refusal(width); });
   return fits ? reason : "the head dim is larger than those of this build";
 }
 
-const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
-  return refusal_by_head_dim(problem, [&](auto width) { return cuda::forward_sm80_refusal<width()>(problem, gpu); });
+// A call, as far as the choice of a kernel depends on it.
+struct Wanted {
+  const AttentionProblem& problem;
+  AttentionGradients gradients;
+  bool deterministic;
+};
+
+const char* forward_sm80_refusal(const Wanted& wanted, const Gpu& gpu) {
+  return refusal_by_head_dim<kBuiltHeadDims>(
+      wanted.problem, [&](auto width) { return cuda::forward_sm80_refusal<width()>(wanted.problem, gpu); });
 }
 
-const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
-  return refusal_by_head_dim(problem, [&](auto width) { return cuda::backward_sm80_refusal<width()>(problem, gpu); });
+const char* backward_sm80_refusal(const Wanted& wanted, const Gpu& gpu) {
+  return refusal_by_head_dim<kBuiltHeadDims>(
+      wanted.problem, [&](auto width) { return cuda::backward_sm80_refusal<width()>(wanted.problem, gpu); });
+}
+
+const char* backward_sm90_refusal(const Wanted& wanted, const Gpu& gpu) {
+  if (wanted.deterministic) return "it adds to gradients of queries in any order";
+  return refusal_by_head_dim<kBuiltBackwardSm90>(
+      wanted.problem, [&](auto width) { return cuda::backward_sm90_refusal<width()>(wanted.problem, wanted.gradients, gpu); });
+}
+
+int64_t backward_sm80_workspace(const Wanted& wanted) {
+  int64_t bytes = 0;
+  visit_head_dim<kBuiltHeadDims>(wanted.problem, [&](auto width) {
+    bytes = cuda::backward_sm80_workspace<width()>(wanted.problem, wanted.gradients, wanted.deterministic);
+  });
+  return bytes;
+}
+
+int64_t backward_sm90_workspace(const Wanted& wanted) {
+  int64_t bytes = 0;
+  visit_head_dim<kBuiltBackwardSm90>(
+      wanted.problem, [&](auto width) { bytes = cuda::backward_sm90_workspace<width()>(wanted.problem, wanted.gradients); });
+  return bytes;
+}
+
+void backward_sm80(const Wanted& wanted, void* workspace, CUstream_st* stream) {
+  visit_head_dim<kBuiltHeadDims>(wanted.problem, [&](auto width) {
+    cuda::backward_sm80<width()>(wanted.problem, wanted.gradients, wanted.deterministic, workspace, stream);
+  });
+}
+
+void backward_sm90(const Wanted& wanted, void* workspace, CUstream_st* stream) {
+  visit_head_dim<kBuiltBackwardSm90>(
+      wanted.problem, [&](auto width) { cuda::backward_sm90<width()>(wanted.problem, wanted.gradients, workspace, stream); });
 }
 
 struct Candidate {
   const char* name;
-  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  const char* (*refusal)(const Wanted& wanted, const Gpu& gpu);
+};
+
+struct BackwardCandidate : Candidate {
+  int64_t (*workspace)(const Wanted& wanted);
+  void (*run)(const Wanted& wanted, void* workspace, CUstream_st* stream);
 };
 
 constexpr Candidate kForward[] = {{"sm80", forward_sm80_refusal}};
-constexpr Candidate kBackward[] = {{"sm80", backward_sm80_refusal}};
+// sm90 has not run on a device yet, and comes first once it has: until then FLASH_ONLINE_KERNEL alone gets at it.
+constexpr BackwardCandidate kBackward[] = {{{"sm80", backward_sm80_refusal}, backward_sm80_workspace, backward_sm80},
+                                           {{"sm90", backward_sm90_refusal}, backward_sm90_workspace, backward_sm90}};
 
-// The reason not to take a candidate; null: none. FLASH_ONLINE_KERNEL, read once, forces a family.
-const char* refusal(const Candidate& candidate, const AttentionProblem& problem, const Gpu& gpu) {
+// Calls f(candidate, reason not to take it; null: none) for each, until f returns true. FLASH_ONLINE_KERNEL, read once, forces
+// a family where there is one of that name.
+template <class Candidate, size_t kCount, class F>
+void for_each_candidate(const Candidate (&candidates)[kCount], const Wanted& wanted, const Gpu& gpu, F&& f) {
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
-  if (forced && *forced && std::strcmp(forced, candidate.name) != 0) return "FLASH_ONLINE_KERNEL names another";
-  return candidate.refusal(problem, gpu);
+  const auto is_forced = [](const Candidate& candidate) { return forced && std::strcmp(forced, candidate.name) == 0; };
+  const bool any_forced = std::any_of(std::begin(candidates), std::end(candidates), is_forced);
+  for (const Candidate& candidate : candidates)
+    if (f(candidate,
+          any_forced && !is_forced(candidate) ? "FLASH_ONLINE_KERNEL names another" : candidate.refusal(wanted, gpu)))
+      return;
 }
 
-// The index of the candidate to take.
-template <size_t kCount>
-size_t choose(const Candidate (&candidates)[kCount], const AttentionProblem& problem) {
-  const Gpu gpu = current_gpu();
+// The candidate to take.
+template <class Candidate, size_t kCount>
+const Candidate& choose(const Candidate (&candidates)[kCount], const Wanted& wanted) {
+  const Candidate* taken = nullptr;
   std::string reasons;
-  for (size_t i = 0; i < kCount; ++i) {
-    const char* const reason = refusal(candidates[i], problem, gpu);
-    if (!reason) return i;
-    reasons += std::string(reasons.empty() ? "" : "; ") + candidates[i].name + ": " + reason;
-  }
-  throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
+  for_each_candidate(candidates, wanted, current_gpu(), [&](const Candidate& candidate, const char* reason) {
+    if (!reason)
+      taken = &candidate;
+    else
+      reasons += std::string(reasons.empty() ? "" : "; ") + candidate.name + ": " + reason;
+    return taken != nullptr;
+  });
+  if (!taken) throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
+  return *taken;
 }
 
 __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
   const Philox random(problem.rng[0], problem.rng[1]);
   const uint64_t threshold = drop_threshold(problem.dropout);
   const int64_t groups = (problem.keys + 3) / 4, count = problem.batch * problem.heads * problem.queries * groups;
-  for (int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; index < count; index += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; index < count;
+       index += int64_t{gridDim.x} * blockDim.x) {
     const int64_t group = index % groups, row = index / groups, query = row % problem.queries, plane = row / problem.queries;
     uint32_t words[4];
     random.words(problem.batch_begin + plane / problem.heads, plane % problem.heads, problem.query_begin + query, group, words);
@@ -97,10 +157,10 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
   Candidates list;
   const auto ask = [&](const auto& candidates) {
-    for (const Candidate& candidate : candidates) {
-      const char* const reason = refusal(candidate, problem, gpu);
+    for_each_candidate(candidates, {problem, {}, false}, gpu, [&](const Candidate& candidate, const char* reason) {
       list.emplace_back(candidate.name, reason ? reason : "");
-    }
+      return false;
+    });
   };
   backward ? ask(kBackward) : ask(kForward);
   return list;
@@ -110,11 +170,11 @@ int64_t attention_forward_workspace(const AttentionProblem& problem) { return bl
 
 void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
   if (problem.batch == 0 || problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.queries) == 0) return;
-  choose(kForward, problem);
+  choose(kForward, {problem, {}, false});
   BlockMap map = block_map_of(problem);
   if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
   fill_block_map(problem, map, stream);
-  visit_head_dim(problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+  visit_head_dim<kBuiltHeadDims>(problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
 }
 
 int64_t attention_backward_units(const AttentionProblem& problem) {
@@ -129,19 +189,15 @@ int64_t attention_backward_units(const AttentionProblem& problem) {
 }
 
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  choose(kBackward, problem);
-  int64_t bytes = 0;
-  visit_head_dim(problem,
-                 [&](auto width) { bytes = backward_sm80_workspace<width()>(problem, gradients, deterministic); });
-  return bytes;
+  const Wanted wanted{problem, gradients, deterministic};
+  return choose(kBackward, wanted).workspace(wanted);
 }
 
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
-                        CUstream_st* stream) {
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
+                        void* workspace, CUstream_st* stream) {
   if (problem.batch == 0 && !problem.query_starts) return;
-  choose(kBackward, problem);
-  visit_head_dim(problem,
-                 [&](auto width) { backward_sm80<width()>(problem, gradients, deterministic, workspace, stream); });
+  const Wanted wanted{problem, gradients, deterministic};
+  choose(kBackward, wanted).run(wanted, workspace, stream);
 }
 
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {

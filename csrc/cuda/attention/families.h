@@ -1,5 +1,5 @@
-// The kernel families as dispatch.cu knows them: one function template each, of which CMake stamps an instance for each head dim
-// out of instance.cu.in.
+// The kernel families as dispatch.cu knows them: one function template each, of which CMake stamps an instance for each head
+// dim out of instance.cu.in.
 #pragma once
 
 #include "../../core/problem.h"
@@ -24,5 +24,13 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
                    CUstream_st* stream);
 template <int kWidth>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+
+// backward_sm90.cuh, likewise.
+template <int kWidth>
+int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients);
+template <int kWidth>
+void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace, CUstream_st* stream);
+template <int kWidth>
+const char* backward_sm90_refusal(const AttentionProblem& problem, const AttentionGradients& gradients, const Gpu& gpu);
 
 }  // namespace flash_online::cuda

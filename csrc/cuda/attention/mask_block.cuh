@@ -1,5 +1,5 @@
-// A mask's values for a block of scores, in shared memory: rows of any alignment are copied 16 bytes at a time from the multiple
-// of 16 before their first value, and read from where that value then lies.
+// A mask's values for a block of scores, in shared memory: rows of any alignment are copied 16 bytes at a time from the
+// multiple of 16 before their first value, and read from where that value then lies.
 #pragma once
 
 #include "../../core/config.h"
@@ -44,7 +44,7 @@ FLASH_ONLINE_HD constexpr int mask_pitch(int keys, int bytes) { return keys * by
 template <int kQueries, int kKeys, int kThreads>
 class MaskBlock {
  public:
-  __device__ explicit MaskBlock(char* shared) : shared_(shared) {}
+  __device__ explicit MaskBlock(char* shared, int thread = static_cast<int>(threadIdx.x)) : shared_(shared), thread_(thread) {}
 
   // Starts copying the values of queries [query, queries) and keys [key, keys), as many as the block has. They are seen after
   // commit_copies, wait_for_copies and a barrier; what is past either end is unknown.
@@ -52,13 +52,13 @@ class MaskBlock {
     const int rows = mask.row_stride == 0 ? 1 : min(queries - query, kQueries);
     const int columns = min(keys - key, kKeys);
     const char* const data = mask.data + query * mask.row_stride + key * mask.column_stride;
-    const int pitch = mask_pitch(kKeys, mask.bytes), thread = static_cast<int>(threadIdx.x);
+    const int pitch = mask_pitch(kKeys, mask.bytes);
     pitch_ = mask.row_stride == 0 ? 0 : pitch;
     if (mask.column_stride == mask.bytes) {
       first_ = misalignment(data);
       step_ = static_cast<unsigned>(mask.row_stride) % kVectorBytes;
       const int chunks = pitch / kVectorBytes;
-      for (int index = thread; index < rows * chunks; index += kThreads) {
+      for (int index = thread_; index < rows * chunks; index += kThreads) {
         const int r = index / chunks, c = index % chunks * kVectorBytes;
         const char* const row = data + r * mask.row_stride;
         const unsigned before = misalignment(row);
@@ -68,7 +68,7 @@ class MaskBlock {
     } else {
       first_ = step_ = 0;
       visit_mask(mask.dtype, [&]<class T>(T) {
-        for (int index = thread; index < rows * kKeys; index += kThreads) {
+        for (int index = thread_; index < rows * kKeys; index += kThreads) {
           const int r = index / kKeys, c = index % kKeys;
           if (c < columns)
             reinterpret_cast<T*>(shared_ + r * pitch)[c] =
@@ -87,6 +87,7 @@ class MaskBlock {
 
  private:
   char* shared_;
+  int thread_;  // of kThreads
   int pitch_ = 0;
   unsigned first_ = 0, step_ = 0;  // where the first row's first value lies; how much further the next row's
 };
