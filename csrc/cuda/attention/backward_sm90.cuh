@@ -191,7 +191,6 @@ struct BackwardOnSm90 {
     int thread;      // of those that compute
     int count = 0;   // of blocks so far
     int rows;        // the block before's, as space.sums counts them; negative: this warpgroup's queries do not exist
-    Mask mask_block;
     Sums grad_key, grad_value;
 
     __device__ __forceinline__ int group() const { return thread / 128; }
@@ -336,6 +335,7 @@ struct BackwardOnSm90 {
         start_scores(grad, shared.value, stage().grad_out);
         const HeadMask mask(problem, place.batch, job().head);
         const bool masked = mask.data && !job().nothing_hidden;
+        Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
         if (masked) {
           mask_block.load(mask, job().query, place.queries, place.key, place.keys);
           commit_copies();
@@ -352,6 +352,7 @@ struct BackwardOnSm90 {
             for (int e = 0; e < 4; ++e) grad[0][j][e] = kept >> e & 1 ? grad[0][j][e] * a.keep_scale : 0;
           });
         }
+        forget(thread);
         subtract_delta(grad);
         const ScoreRule rule = a.rule.of_head(problem, place.batch, job().head);
         if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
@@ -546,9 +547,7 @@ struct BackwardOnSm90 {
       if (warp == 0) load(a, shared);
     } else {
       grow_registers<kTile.registers>();
-      Group{a, shared, static_cast<int>(threadIdx.x) - 128,
-            0, -1,     Mask(reinterpret_cast<char*>(&shared) + kMaskOffset, static_cast<int>(threadIdx.x) - 128)}
-          .run();
+      Group{a, shared, static_cast<int>(threadIdx.x) - 128, 0, -1}.run();
     }
   }
 };

@@ -63,7 +63,7 @@ const char* backward_sm80_refusal(const Wanted& wanted, const Gpu& gpu) {
 }
 
 const char* backward_sm90_refusal(const Wanted& wanted, const Gpu& gpu) {
-  if (wanted.deterministic) return "it adds to gradients of queries in any order";
+  if (wanted.deterministic) return "deterministic: it sums gradients of queries in any order";
   return refusal_by_head_dim<kBuiltBackwardSm90>(
       wanted.problem, [&](auto width) { return cuda::backward_sm90_refusal<width()>(wanted.problem, wanted.gradients, gpu); });
 }
