@@ -59,7 +59,7 @@ def differentiable(description):
 
 
 def _distinct(inputs):
-    """The inputs with a view in the place of a tensor that was there before: Dynamo traces no Function with one tensor twice."""
+    """The inputs with a view in the place of a tensor that came before: Dynamo traces no Function with one tensor twice."""
     distinct = []
     for i, value in enumerate(inputs):
         again = isinstance(value, torch.Tensor) and any(value is other for other in inputs[:i])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _shapes, plan
-from ._autograd import differentiable, save_tensors
+from ._autograd import differentiable, save_tensors, transforms_active
 from ._ops import InvalidArgument, accumulator_of, ops
 
 
@@ -156,6 +156,49 @@ def _check_options(query, head_dim, causal, window, alignment, softcap, sinks, a
             raise InvalidArgument("alibi_slopes: requires grad; slopes have no gradient, a learned bias is a float mask")
 
 
+_seen: set[torch.device] = set()  # devices that a call which was looked at as a whole has run on
+
+
+def usual(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, groups: bool) -> Tensor | None:
+    """attention's result for the calls that there are most of, without the looks that they do not need; None for another.
+
+    Those are of plain tensors of one dtype, on a device that has run a call, of four dimensions without a 0 or anything to
+    broadcast; with `groups` key and value may have fewer heads. It takes 2 microseconds where the whole way takes 20.
+    """
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or torch.compiler.is_compiling():
+        return None
+    if query.is_nested or key.is_nested or value.is_nested or transforms_active() or torch._C._is_any_autocast_enabled():
+        return None
+    device, dtype, shape, keys = query.device, query.dtype, query.shape, key.shape
+    if (
+        device not in _seen
+        or key.device != device
+        or value.device != device
+        or key.dtype != dtype
+        or value.dtype != dtype
+        or len(shape) != 4
+        or value.shape != keys
+        or not (keys == shape or (len(keys) == 4 and keys[0] == shape[0] and keys[3] == shape[3] and keys[2] > 0))
+        or 0 in shape
+        or dtype not in _DTYPES[device.type]
+    ):
+        return None
+    if keys[1] != shape[1] and not (groups and 0 < keys[1] and shape[1] % keys[1] == 0):
+        return None
+    if scale is None:
+        scale = shape[3] ** -0.5
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        options = (-1, 0 if causal else -1, False, float(scale), 0.0, 0.0, deterministic)
+        return _attention(query, key, value, None, None, None, None, *options)[0]
+    return _run(query, key, value, None, None, None, None, -1, 0 if causal else -1, False, float(scale), 0.0, 0.0)[0]
+
+
+_run = ops.attention_forward.default._op
+_HALVES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {"cuda": _HALVES, "cpu": (*_HALVES, torch.float64)}
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -173,6 +216,7 @@ def _attend(
     deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical tensors: equal rank >= 4, equal batch dimensions, heads that divide."""
+    _seen.add(query.device)
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     out, lse, _ = _attention(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -207,6 +208,10 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
             given.add(storage._cdata)
             extra[label] = extra.get(label, 0) + storage.nbytes()
     kernel, refused = "flash_online's CUDA kernel", {}
+    if device != "cpu":
+        for name, arguments in record.operators:
+            if name in ("attention_forward", "attention_varlen_forward"):
+                kernel, refused = _cuda_kernel(name, arguments)
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(name, arguments) for name, arguments in record.operators)
@@ -291,6 +296,52 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
             reason = f"FLASH_ONLINE_CPU={forced}" if forced else "the processor lacks its instructions"
         refused[f"flash_online's CPU kernel ({name})"] = reason
     return f"flash_online's CPU kernel ({facts['cpu']})", refused
+
+
+def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
+    """The CUDA kernel that runs attention's forward pass, and why each better one does not take the call."""
+    introspect, packed = _introspection(), operator == "attention_varlen_forward"
+    title = "flash_online's CUDA kernel"
+    if introspect is None:
+        return title, {}
+    query, key, value = arguments[:3]
+    mask = None if packed else arguments[3]
+    alibi_slopes, sinks = arguments[5:7] if packed else arguments[4:6]
+    left, right, _, scale, softcap, dropout_p = arguments[-6:]
+
+    def shape(tensor):
+        if packed:  # [rows, heads, width]
+            tensor = tensor.unsqueeze(0).transpose(1, 2)
+        sizes, strides = tensor.shape, tensor.stride()
+        batch = math.prod(sizes[:-3])
+        return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
+
+    gpu = torch.cuda.get_device_properties(query.device.index)
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    lines = introspect.attention_candidates(
+        str(LIBRARY),
+        str(query.dtype).removeprefix("torch."),
+        *(shape(tensor) for tensor in (query, key, value)),
+        shape(out),
+        None if mask is None else (str(mask.dtype).removeprefix("torch."), shape(mask)),
+        alibi_slopes is not None,
+        sinks is not None,
+        packed,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
+        False,
+    ).splitlines()
+    refused = {}
+    for line in lines:
+        name, reason = line.split(" ", 1)
+        if not reason:
+            return f"{title} ({name})", refused
+        refused[f"{title} ({name})"] = reason
+    return title, refused
 
 
 def _scratch(operator: str, arguments: tuple) -> int:

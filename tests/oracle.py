@@ -13,7 +13,6 @@ import flash_online
 from flash_online import reference
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 
-
 DEVICE = "cpu"  # where problems of attention run; tests/test_cuda_attention.py sets it
 
 
@@ -240,7 +239,9 @@ class Packed(Attention):
         for name, (h, n, e, layout, side) in zip(("query", "key", "value"), shapes, strict=True):
             tensor = random_tensor(n, h, e, dtype=self.dtype, scale=self.size, generator=g)
             tensor[n - self.spare[side] :] = math.nan
-            made[name] = lay_out(tensor, layout)
+            # What is expanded are the heads, as a batch is in a dense problem: rows all alike are another problem, no layout.
+            swap = (0, 1) if layout == "expanded" else (0, 0)
+            made[name] = lay_out(tensor.transpose(*swap), layout).transpose(*swap)
         return made | self.head_inputs(g, [len(self.lengths)])
 
     def _torch_has(self, grad_lse):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,24 @@ if not (BENCHMARKS / "run.py").is_file():
 def modules(monkeypatch):
     """The plain modules of benchmarks/, as its scripts see them."""
     pytest.importorskip("tqdm")
-    names = ("cases", "peers", "summary", "report", "run")
+    names = (
+        "cases",
+        "summary",
+        "turns",
+        "page",
+        "peers",
+        "cuda_peers",
+        "paper",
+        "paper.build",
+        "paper.tables",
+        "paper.measure",
+        "attention",
+        "attention.cases",
+        "attention.tables",
+        "attention.peers",
+        "attention.measure",
+    )
+    names += ("report", "run")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for name in names:  # tests/ has a cases.py of its own, which comes back when the test ends
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -36,6 +56,16 @@ def quick_record(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "cpu.json"
     command = [sys.executable, "-m", "flash_online", "bench", "cpu", "--quick", "--seconds", "0", "--rounds", "1"]
     subprocess.run([*command, "--json", str(path)], check=True, cwd=REPOSITORY, capture_output=True)
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def attention_record(tmp_path_factory):
+    pytest.importorskip("tqdm")
+    path = tmp_path_factory.mktemp("bench") / "attention.json"
+    command = [sys.executable, "benchmarks/run.py", "attention", "--quick", "--seconds", "0", "--rounds", "1", "--json", path]
+    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, env=without_fa3)
     return json.loads(path.read_text())
 
 
@@ -87,6 +117,23 @@ def test_summary_has_means_worst_cases_and_shares(modules):
     assert entry["cases"] == 2 and entry["against"] == "torch" and entry["share_of"] == "copy"
     assert entry["forward"] == {"mean": pytest.approx(4.0), "worst": 2.0, "worst_case": "a", "share": pytest.approx(0.5)}
     assert entry["backward"] == {"mean": pytest.approx(0.5), "worst": 0.25, "worst_case": "b", "share": pytest.approx(0.25)}
+
+
+def test_the_fastest_peer_may_be_another_in_each_direction(modules):
+    summary = modules["summary"]
+    result = result_of(2.0, 2.0, function="cross_entropy", case="a")
+    peers = {"quack": (2.5, 3.0), "torch math": (0.1, 0.1), "Liger": (9.0, 0.1)}  # ours takes 2 and 4 ms
+    for name, (forward, backward) in peers.items():
+        result["contestants"][name] = {"forward_ms": forward, "backward_ms": backward}
+    best = summary.over_best(result["contestants"])
+    assert best["forward"] == {"times": pytest.approx(1.25), "peer": "quack"}
+    assert best["backward"] == {"times": pytest.approx(0.025), "peer": "Liger"}
+    assert best["step"] == {"times": pytest.approx(5.5 / 6), "peer": "quack"}
+    assert summary.over_best({name: result["contestants"][name] for name in ("flash_online", "torch", "torch math")}) is None
+    (entry,) = summary.summarize([r | {"over_best": best} for r in with_ratio(summary, result)])
+    assert entry["over_best"]["step"]["worst_case"] == "a" and entry["over_best"]["backward"]["peer"] == "Liger"
+    record = {"device": "", "torch": "", "commit": "", "date": "", "summary": [entry]}
+    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["report"].summary_page(record))
 
 
 def test_unrest_is_the_yardsticks_median_over_its_least(modules):
@@ -149,6 +196,46 @@ def test_a_wrong_result_is_caught_before_it_is_timed(modules, monkeypatch):
             patch.setitem(peers.PEERS["attention"], name, replaced)
             with pytest.raises(AssertionError, match=name):
                 run.measure(case, "cpu", 0, 1)
+
+
+def test_peers_that_are_not_there_are_absent_with_a_word(modules, monkeypatch):
+    run, case = modules["run"], modules["cases"].Case("softmax", {"rows": 4, "classes": 8}, torch.float32, "")
+    monkeypatch.setitem(sys.modules, "quack", None)
+    inputs, extras = case.inputs("cpu")
+    everyone = run.everyone("softmax", "cuda")
+    assert list(everyone) == ["flash_online", "torch", "torch.compile", "quack", "Liger"]
+    with pytest.raises(modules["peers"].Absent, match="quack"):
+        everyone["quack"].first_call(inputs, extras, {})
+    assert list(run.everyone("softmax", "cuda", ["quack"])) == ["flash_online", "quack"]
+    assert list(run.everyone("softmax", "cpu")) == ["flash_online", "torch"]
+
+
+def test_a_peer_that_overwrites_its_input_works_on_a_copy(modules, monkeypatch):
+    """With a stand-in for Liger that writes the gradient over the logits, as Liger does."""
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, target, weight):
+            loss = torch.nn.functional.cross_entropy(x, target)
+            x.data.copy_((torch.softmax(x, -1) - torch.nn.functional.one_hot(target, x.shape[1])) / len(x))
+            ctx.save_for_backward(x.detach())
+            return loss, None
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return ctx.saved_tensors[0].data.mul_(grad), None, None
+
+    module = types.ModuleType("liger_kernel.ops.cross_entropy")
+    module.LigerCrossEntropyFunction = Overwriting
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    run, peers = modules["run"], modules["peers"]
+    case = modules["cases"].Case("cross_entropy", {"rows": 16, "classes": 40}, torch.float32, "")
+    monkeypatch.setitem(peers.PEERS["cross_entropy"], "Liger", run.CUDA_PEERS["cross_entropy"]["Liger"])
+    result = run.measure(case, "cpu", 0, 2)
+    assert result["absent"] == {} and result["contestants"]["Liger"]["error"] < 1e-5
+    assert result["over_best"]["step"]["peer"] in ("torch", "Liger")
 
 
 def test_long_sequences_are_checked_at_some_queries(modules, monkeypatch):
@@ -228,6 +315,313 @@ def test_report_makes_tables_of_it(modules, quick_record):
                 assert columns in widths, line
             previous = line
     assert any("attention, bias shared | torch math | 1" in line for line in report.summary_page(quick_record))
+
+
+def paper_record(modules):
+    """Of a chip on which a pass over a row takes 1 ns an element, and rows of 2000 do not fit beside ten others."""
+    results = []
+    for rows in (4000, 10):
+        for classes in (63, 1000, 25000):
+            pass_us = 1e-3 * rows * classes
+            top = {"unfused": 5 * pass_us, "safe, fused": 2 * pass_us, "online, fused": pass_us, "flash_online": pass_us / 2}
+            us = {"softmax": {"safe": 4 * pass_us, "naive": 3 * pass_us, "online": 3 * pass_us, "flash_online": 2 * pass_us}}
+            us |= {f"top {k}": top for k in modules["paper.build"].KS}
+            results.append({"rows": rows, "classes": classes, "us": us, "error": {}, "copy_us": 2 * pass_us})
+    results[2] = {"rows": 4000, "classes": 25000, "us": {}, "error": {}, "absent": "3 tensors of its size take 99 GiB"}
+    return {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "results": results}
+
+
+def test_the_papers_tables_count_passes(modules):
+    lines = modules["paper.tables"].paper_page(paper_record(modules))
+    assert (
+        "| softmax, online over safe | up to 1.3 | 1.33 (V 1000) to 1.33 (V 1000) | 1.33 (V 1000) to 1.33 (V 1000) |" in lines
+    )
+    assert "| 1000 | 16000 | 1.33 | 1.33 | 2.00 | 40 | 1.33 | 1.33 | 2.00 |" in lines
+    assert "| 1000 | 20000 | 2.50 | 5.00 | 10 | 0.50 | 50 | 2.50 | 5.00 | 10 | 0.50 |" in lines
+    assert "| 25000 | 30 | - | - | - | - | - | 1250 | 2.50 | 5.00 | 10 | 0.50 |" in lines
+    assert lines[-1] == "Too large for this GPU: V 25000 at batch 4000 (3 tensors of its size take 99 GiB)."
+
+
+def test_the_papers_curves_are_drawn(modules, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "paper.json").write_text(json.dumps(paper_record(modules)))
+    command = [sys.executable, "benchmarks/paper/figures.py", "--json", str(tmp_path / "paper.json"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"paper_softmax.png", "paper_top.png"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_papers_kernels_are_built_once_for_their_sources(modules, monkeypatch, tmp_path):
+    build = modules["paper.build"]
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    library = build.build("sm_90")
+    written = library.stat().st_mtime_ns
+    assert build.build("sm_90") == library and library.stat().st_mtime_ns == written
+    (tmp_path / "other.h").write_text("")
+    monkeypatch.setattr(build, "SOURCES", [*build.SOURCES, tmp_path / "other.h"])
+    monkeypatch.setattr(build, "FLAGS", ["--no-such-flag"])
+    with pytest.raises(build.Missing, match="no-such-flag"):
+        build.build("sm_90")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_paper_says_so(modules, tmp_path, capsys):
+    assert modules["paper.measure"].run(True, dict, tmp_path / "paper.json") == 2
+    assert "need a CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or shutil.which("nvcc") is None, reason="needs a GPU and nvcc")
+@pytest.mark.parametrize("rows, classes", [(3, 63), (70, 1025), (5, 4099), (2, 300001)])
+def test_the_papers_kernels_are_right(modules, rows, classes):
+    measure = modules["paper.measure"]
+    result = measure.measure((rows, classes), measure.Kernels(), 0, 1)  # raises where one is wrong
+    assert {name for names in result["us"].values() for name in names} >= {
+        "naive",
+        "safe",
+        "online",
+        "unfused",
+        "online, fused",
+    }
+    assert all(t > 0 for names in result["us"].values() for t in names.values())
+
+
+def test_a_wrong_result_of_the_papers_kernels_is_caught(modules):
+    rows = modules["paper.measure"].Rows(4, 100, "cpu")
+    values, places = rows.expected.topk(5)
+    assert rows.error("right", values.float(), places) < 1e-6
+    with pytest.raises(AssertionError, match="places"):
+        rows.error("wrong", values.float(), places.roll(1, -1))
+    with pytest.raises(AssertionError, match="off by"):
+        rows.error("wrong", values.float() * 1.001, places)
+    softmax = torch.softmax(rows.x, -1)
+    assert rows.error("right", softmax, None) < 1e-6
+    with pytest.raises(AssertionError, match="sums to"):
+        rows.error("unwritten", softmax.index_fill(1, torch.tensor([7]), torch.nan), None)
+
+
+def test_the_cells_of_attention(modules):
+    cells = modules["attention.cases"].CELLS
+    plain = cells["plain"]
+    assert len(plain) == 36 and {c.sizes["E"] for c in plain} == {64, 128, 256}
+    assert all(c.sizes["B"] * c.sizes["L"] == 16384 and c.sizes["H"] * c.sizes["E"] == 2048 for c in plain)
+    assert [sum(c.lengths) for c in cells["packed"]] == [c.sizes["T"] for c in cells["packed"]] and len(cells["packed"]) == 8
+    for of_group in cells.values():
+        assert len({(c.label, c.kind, c.dtype) for c in of_group}) == len(of_group)
+    kinds = {c.kind for c in cells["features"]}
+    assert kinds >= {
+        "bool mask",
+        "bias with gradient",
+        "dropout",
+        "float32",
+        "GQA",
+        "window",
+        "softcap",
+        "ALiBi",
+        "deterministic",
+    }
+    for mark in modules["attention.tables"].MARKS:  # a mark of no cell would never be judged
+        chosen = [c for group in cells.values() for c in group]
+        assert any(mark.members({"group": c.group, "kind": c.kind, "sizes": c.sizes, "options": c.options}) for c in chosen), (
+            mark
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"causal": True, "window": 5}, {"causal": True, "window": 500}]
+    + [{"mask": kind} for kind in ("random", "padding", "blocks")]
+    + [{"bias": "frozen"}],
+    ids=str,
+)
+def test_flops_of_attentions_cells(modules, options):
+    cases = modules["attention.cases"]
+    problem = cases.Problem(cases.Cell("features", "", {"B": 2, "H": 2, "L": 128, "E": 8, "Ev": 4}, options), "cpu")
+    visible = torch.ones(128, 128, dtype=torch.bool).tril(0 if "causal" in options else 127).triu(-options.get("window", 127))
+    if "mask" in options:
+        visible = problem.mask.expand(2, 2, 128, 128)
+        assert 0.2 < visible.float().mean() < 0.9
+    pairs = int(visible.expand(2, 2, 128, 128).sum())
+    assert problem.visible_pairs() == pairs
+    assert problem.flops("forward") == pairs * 2 * (8 + 4) and problem.flops("backward") == pairs * (6 * 8 + 4 * 4)
+
+
+def fake_fa3():
+    """Operators of its names, arguments and layouts, by the plain reference."""
+    from flash_online import reference
+
+    def attend(q, k, v, softmax_scale, is_causal, softcap, window_size_left=-1, window_size_right=-1, **packed):
+        window = (window_size_left, window_size_right) if window_size_left >= 0 else None
+        options = {"scale": softmax_scale, "causal": is_causal, "softcap": softcap, "window": window}
+        if packed:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            return reference.varlen_attention(q, k, v, *(packed[name] for name in names), **options)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return reference.attention(q, k, v, alignment="lower_right", **options).transpose(1, 2)
+
+    def fwd(q, k, v, *, num_splits, **options):
+        return attend(q, k, v, **options), None, None, None
+
+    def bwd(dout, q, k, v, out, softmax_lse, *, dq, dk, dv, deterministic, **options):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(attend(*leaves, **options), leaves, dout)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+
+    return types.SimpleNamespace(fwd=fwd, bwd=bwd)
+
+
+def test_every_contestant_solves_the_cells_problem(modules, monkeypatch):
+    """The quick cells, with a stand-in for FlashAttention-3, whose layout is another."""
+    measure, peers = modules["attention.measure"], modules["attention.peers"]
+    monkeypatch.setattr(torch.ops, "flash_attn_3", fake_fa3(), raising=False)
+    monkeypatch.setattr(peers, "_load_fa3", lambda path: None)
+    monkeypatch.setenv(peers.FA3_VARIABLE, "fa3.so")
+    measured = 0
+    for cell in modules["attention.cases"].QUICK:
+        result = measure.measure(cell, "cpu", 0, 1, ["FA3", "torch math"])
+        assert not any("wrong" in reason for reason in result["absent"].values()), result["absent"]
+        assert set(result["contestants"]) >= {"flash_online"}
+        if not cell.options.keys() & {"mask", "bias", "alibi", "dropout"}:
+            assert result["contestants"]["FA3"]["error"] < 0.02 and "backward_ms" in result["contestants"]["FA3"]
+            measured += 1
+    assert measured == 5
+
+
+@pytest.mark.parametrize("kind", ["block-sparse mask", "window", "ALiBi"])
+def test_flex_attention_solves_the_cells_problem(modules, monkeypatch, kind):
+    """Uncompiled, on the CPU, where it has no backward pass."""
+    cases, measure = modules["attention.cases"], modules["attention.measure"]
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    problem = cases.Problem(next(cell for cell in cases.QUICK if cell.kind == kind), "cpu")
+    expected = measure.expected(problem, torch.float64)
+    for leaf in problem.leaves:
+        leaf.requires_grad_(False)
+    problem.device = "cuda"
+    (out,) = problem.parts([modules["attention.peers"].flex(problem).run()])
+    torch.testing.assert_close(out.double(), expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_wrong_results_of_attention_are_caught(modules, monkeypatch):
+    """Of a peer: it is absent. Of ours: the cell is not timed."""
+    measure, peers, cases = modules["attention.measure"], modules["attention.peers"], modules["attention.cases"]
+    cell = cases.Cell("features", "bool mask", {"B": 1, "H": 2, "L": 128, "E": 16}, {"mask": "random"}, torch.float32)
+    right, flash = peers.CONTESTANTS["flash_online"], peers.CONTESTANTS["torch flash"]
+
+    def unmasked(contestant):
+        def make(problem):
+            other = problem.without()
+            other.mask = torch.ones_like(problem.mask)
+            call = contestant(other)
+            return peers.Call(problem, call.run, call.leaves, call.grad, call.setting)
+
+        return make
+
+    monkeypatch.setitem(peers.CONTESTANTS, "torch flash", unmasked(flash))
+    result = measure.measure(cell, "cpu", 0, 1)
+    assert "wrong here" in result["absent"]["torch flash"] and "torch flash" not in result["contestants"]
+    monkeypatch.setitem(peers.CONTESTANTS, "flash_online", unmasked(right))
+    with pytest.raises(AssertionError, match="bool mask .*flash_online: output"):
+        measure.measure(cell, "cpu", 0, 1)
+    dropout = cases.Cell("features", "dropout", {"B": 2, "H": 4, "L": 128, "E": 16}, {"dropout": 0.5}, torch.float32)
+    monkeypatch.setitem(peers.CONTESTANTS, "flash_online", lambda problem: right(problem.without("dropout")))
+    with pytest.raises(AssertionError, match="what dropout keeps"):
+        measure.measure(dropout, "cpu", 0, 1)
+
+
+def attention_result(kind, case, contestants, group="features", **sizes):
+    """Contestants: name -> (forward, backward) milliseconds."""
+    entries = {
+        name: {f"{d}_{key}": value for d, ms in zip(("forward", "backward"), both, strict=True) for key, value in values(ms)}
+        for name, both in contestants.items()
+    }
+    for entry in entries.values():
+        entry |= {"error": 1e-3, "step_extra_bytes": 900 << 20, "beyond_results_bytes": 1 << 20}
+    facts = {"group": group, "kind": kind, "case": case, "sizes": sizes, "options": {}, "dtype": "bfloat16"}
+    return facts | {"contestants": entries, "absent": {"torch math": "too large"}, "matmul": {"tflop_per_s": 800.0}}
+
+
+def values(ms):
+    return (("ms", ms), ("tflop_per_s", 100 / ms), ("share", 0.125 / ms))
+
+
+def test_attentions_marks_and_means(modules):
+    tables = modules["attention.tables"]
+    peers = {"FA3": (1.0, 2.0), "cuDNN": (2.0, 1.0), "torch flash": (4.0, 4.0), "torch math": (0.1, 0.1)}
+    results = [
+        attention_result("E 64, full", "a", {"flash_online": (0.5, 2.0)} | peers, "plain", E=64, L=512),
+        attention_result("E 64, full", "b", {"flash_online": (2.0, 0.5)} | peers, "plain", E=64, L=2048),
+        attention_result("block-sparse mask", "c", {"flash_online": (1.0, 1.0), "flash_online, all visible": (3.0, 2.0)}),
+        attention_result("bias with gradient", "d", {"flash_online": (1.0, 1.0), "torch efficient": (1.9, 3.5)}),
+    ]
+    marks = {mark["mark"]: mark for mark in tables.marks(results)}
+    best = marks["plain, x FA3 and cuDNN, forward"]
+    assert best["mean"] == pytest.approx(1.0) and best["worst"] == pytest.approx(0.5) and not best["met"]
+    assert best["worst_case"] == "b, bfloat16" and best["cases"] == 2
+    assert marks["plain, L <= 1024, x FA3 and cuDNN, backward"]["worst"] == pytest.approx(0.5)
+    assert marks["plain, x torch flash, forward"]["met"] and marks["plain, x torch flash, backward"]["met"]
+    assert marks["block-sparse mask, x flash_online, all visible, forward"]["met"]
+    assert not marks["block-sparse mask, x flash_online, all visible, backward"]["met"]
+    assert marks["bias with gradient, x torch efficient, backward"]["met"]
+    assert marks["masks, biases, dropout, x torch efficient, forward"]["met"]
+    assert marks["memory of a step, d"]["measured"] == pytest.approx(900) and marks["memory of a step, d"]["met"]
+    plain, sparse, _ = tables.summarize(results)
+    assert plain["forward"]["over"]["FA3"] | {"cases": 2, "peer": "FA3"} == plain["forward"]["over"]["FA3"]
+    assert plain["forward"]["over_best"]["worst_case"] == "b" and plain["backward"]["over_best"]["peer"] == "cuDNN"
+    assert plain["forward"]["tflop_per_s"] == pytest.approx(100) and sparse["forward"]["over_best"] is None
+
+
+def aligned(lines):
+    """Every table has as many cells in each row."""
+    previous, columns = "", 0
+    for line in lines:
+        if line.startswith("|"):
+            columns = columns if previous.startswith("|") else line.count(" | ")
+            assert line.count(" | ") == columns, line
+        previous = line
+    return True
+
+
+def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_path):
+    record, cells = attention_record, modules["attention.cases"].QUICK
+    assert record["wrong"] == 0 and len(record["results"]) == len(cells)
+    for result in record["results"]:
+        ours = result["contestants"]["flash_online"]
+        assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0 and ours["error"] < 0.02
+        assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
+        assert "error" not in result["contestants"].get("FA3", ()) and result["absent"]["FA3"]
+    report = modules["report"]
+    for lines in (report.attention_summary(record), report.attention_page(record)):
+        assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
+    assert any(line.startswith("- FA3 (2)") for line in lines)
+    pytest.importorskip("matplotlib")
+    (tmp_path / "attention.json").write_text(json.dumps(record))
+    command = [sys.executable, "benchmarks/attention/figures.py", "--json", str(tmp_path / "attention.json")]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, cwd=REPOSITORY, capture_output=True)
+    assert (tmp_path / "attention_plain.png").stat().st_size > 10000
+
+
+def test_attentions_arguments_are_checked(modules):
+    def refused(*arguments):
+        command = [sys.executable, "benchmarks/run.py", *arguments]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "plain, features, packed, short, host" in refused("attention", "--only", "softmax", "--json", "x.json")
+    assert "groups are of attention" in refused("cpu", "--only", "packed", "--json", "x.json")
+    if not torch.cuda.is_available():
+        assert "needs a CUDA GPU" in refused("attention")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("group, match", [("plain", "L 512, E 64"), ("packed", "512 of 64"), ("short", "B 8, H"), ("host", "")])
+def test_a_cell_of_attention_on_a_gpu(modules, group, match):
+    measure = modules["attention.measure"]
+    (cell, *_) = measure.chosen([group], match, False)
+    ours = measure.measure(cell, "cuda", 0, 1)["contestants"]["flash_online"]
+    assert ours["forward_ms"] > 0 and ours["error"] < 0.02
+    assert ("backward_ms" in ours) == (group in ("plain", "packed")) and ("step_ms" in ours) == (group == "host")
 
 
 def test_report_refuses_another_schema(modules, tmp_path):

@@ -315,5 +315,48 @@ def test_extra_memory_is_linear_and_explained():
             explained = flash_online.explain(flash_online.varlen_attention, *arguments).extra
             out = arguments[0].numel() * dtype.itemsize
             measured = peak_extra_bytes(lambda arguments=arguments: flash_online.varlen_attention(*arguments)) - out
-            said = sum(explained.values())
-            assert measured <= said + 4096 and said <= measured + 64 * 2 * 64 * 2 * dtype.itemsize * (len(lengths) + 2) + 4096
+            said, block = sum(explained.values()), 64 * 2 * 2 * 64 * 4  # keys and values of two heads, copied as floats at most
+            assert measured <= said + 4096 and said <= measured + block * (len(lengths) + 2) + 4096
+
+
+def test_backward_memory_is_linear():
+    """Some numbers a row, in the pass back too: a square of 4096 x 4096 would be 64 MiB a head."""
+    problem = Packed(heads=(2, 2, 2), lengths=((4096, 4096), (3, 4096), (0, 0)), widths=(16, 16), spare=(0, 0))
+    tensors = [t.requires_grad_() for t in problem.inputs().values()]
+
+    def step():
+        return torch.autograd.grad(flash_online.varlen_attention(*tensors, *problem.arguments(), causal=True).sum(), tensors)
+
+    assert peak_extra_bytes(step) < 16 << 20
+
+
+def test_autocast_casts_query_key_and_value():
+    problem = Packed()
+    tensors = [t.requires_grad_() for t in problem.inputs().values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = flash_online.varlen_attention(*tensors, *problem.arguments(), return_lse=True)
+    lower = flash_online.varlen_attention(*(t.bfloat16() for t in tensors), *problem.arguments())
+    assert torch.equal(out, lower) and lse.dtype == torch.float32
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.sum(), tensors))
+
+
+def test_starts_of_any_strides():
+    problem = Packed(spare=(0, 0))
+    tensors, (starts, key_starts, *longest) = problem.inputs().values(), problem.arguments()
+    expected = flash_online.varlen_attention(*tensors, starts, key_starts, *longest)
+    given = [lay_out(t, "strided") for t in (starts, key_starts)]
+    assert torch.equal(flash_online.varlen_attention(*tensors, *given, *longest), expected)
+
+
+def test_deterministic_and_the_generator():
+    problem = Packed()
+    tensors = list(problem.inputs().values())
+    before = torch.get_rng_state()
+    flash_online.varlen_attention(*tensors, *problem.arguments())
+    assert torch.equal(before, torch.get_rng_state()), "a call without dropout must not draw"
+    results = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        results.append(flash_online.varlen_attention(*tensors, *problem.arguments(), dropout_p=0.5))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], flash_online.varlen_attention(*tensors, *problem.arguments(), dropout_p=0.5))

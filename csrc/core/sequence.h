@@ -39,6 +39,7 @@ struct Sequence {
 
 FLASH_ONLINE_HD Sequence sequence_of(const AttentionProblem& problem, int64_t batch) {
   if (!problem.query_starts) return {{0, problem.queries}, {0, problem.keys}, problem.visible};
+  if (batch >= problem.batch) return {{0, 0}, {0, 0}, problem.visible};  // there are no sequences, only rows of none
   Sequence sequence{packed_rows(problem.query_starts, batch, problem.queries, problem.total_queries),
                     packed_rows(problem.key_starts, batch, problem.keys, problem.total_keys), problem.visible};
   if (problem.lower_right) sequence.visible.offset = sequence.keys.count - sequence.queries.count;

@@ -175,21 +175,6 @@ struct BackwardOnSm80 {
 #pragma unroll
         for (int e = 0; e < 4; ++e) d[i][j][e] *= factor;
   }
-  // Accumulators of scores, [key][query], as elements of a tile.
-  __device__ static void store_scores(const Accumulator<kScoreRows, kScoreColumns>& d, ScoreTile to, int row, int column) {
-#pragma unroll
-    for (int i = 0; i < kScoreRows; ++i)
-#pragma unroll
-      for (int j = 0; j < kScoreColumns; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Element* const at = to.row(row + 16 * i + 8 * half + lane_group()) + column + 8 * j + 2 * lane_place();
-          if constexpr (sizeof(Element) == 2)
-            *reinterpret_cast<unsigned*>(at) = Fragments<Kind>::pair(d[i][j][2 * half], d[i][j][2 * half + 1]);
-          else
-            *reinterpret_cast<float2*>(at) = {d[i][j][2 * half], d[i][j][2 * half + 1]};
-        }
-  }
 };
 
 template <class Kind, int kWidth, bool kEverything>
@@ -254,6 +239,9 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
   const int begin = static_cast<int>(min(range.begin, int64_t{queries}) / kQueries),
             end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
 
+  const QueryRange whole = queries_of_all(sequence.visible, key, key + kKeys, key + kKeys <= keys ? queries : 0);
+  const int whole_begin = static_cast<int>(min(whole.begin, int64_t{queries})), whole_end = static_cast<int>(whole.end);
+
   for (int head = first_head; head < first_head + heads; ++head) {
     const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width),
         grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width);
@@ -295,10 +283,10 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
       commit_copies();
 
       Accumulator<kScoreRows, kScoreColumns> scores, grads;
+      clear(scores);
+      clear(grads);
       if (scores_here) {
-        clear(scores);
         multiply_rows<Kind, kWidth>(scores, key_tile, score_row, WideTile{query_tile(stage).row(score_query)});
-        clear(grads);
         multiply_rows<Kind, kWidth>(grads, value_tile, score_row, WideTile{grad_out_tile(stage).row(score_query)});
       }
       if (masked) {
@@ -306,9 +294,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
         __syncthreads();  // the mask is there
       }
       if (scores_here) {
-        const ScoreBlock here{query + score_query, key, queries, keys,
-                              query + kQueries <= queries &&
-                                  all_see(sequence.visible, query, query + kQueries, key, key + kKeys, keys)};
+        const ScoreBlock here{query + score_query, key, queries, keys, query >= whole_begin && query + kQueries <= whole_end};
         [[maybe_unused]] unsigned dropped = 0;  // a bit for each weight
         if (kEverything && dropout) {
           draw_weights<true, kScoreRows, kScoreColumns>(score_row, dropout, here, [&](int i, int j, unsigned kept) {
@@ -345,12 +331,13 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
               if (kEverything && dropped >> (4 * (i * kScoreColumns + j) + e) & 1) x = 0;
             }
         }
-        if (!kInRegisters) store_scores(scores, weight_tile, score_row, score_query);
-        if (!kInRegisters || sums_queries) store_scores(grads, grad_tile, score_row, score_query);
       }
+      const LeftOperand<Kind, kScoreRows, kScoreColumns> weight_operand(scores), grad_operand(grads);
+      if (scores_here && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
+      if (scores_here && (!kInRegisters || sums_queries)) grad_operand.store(grad_tile, score_row, score_query);
 
       if constexpr (kInRegisters) {
-        multiply_accumulators<Kind>(grad_value, scores, WideTile{grad_out_tile(stage).row(score_query)});
+        multiply_operand(grad_value, weight_operand, WideTile{grad_out_tile(stage).row(score_query)});
         __syncthreads();  // the scores' gradients are there, and all have done with the gradients of outputs
       } else {
         __syncthreads();  // the weights and the scores' gradients are there
@@ -362,7 +349,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(c
         commit_copies();
       }
       if constexpr (kInRegisters)
-        multiply_accumulators<Kind>(grad_key, grads, WideTile{query_tile(stage).row(score_query)});
+        multiply_operand(grad_key, grad_operand, WideTile{query_tile(stage).row(score_query)});
       else
         multiply_rows_by_columns<Kind, kQueries>(grad_key, grad_tile, sum_row, query_tile(stage), sum_column);
       if (kStages == 1) {
@@ -434,7 +421,9 @@ template <int kWidth, class F>
 void visit_backward_sm80(const AttentionProblem& problem, F&& f) {
   const auto visit_half = [&]<class Element>(Type<Element> element) {
     if constexpr (kWidth <= 256)
-      if (!ScoreRule(problem).bends && problem.dropout == 0) return f(element, std::false_type{});
+      if (!ScoreRule(problem).bends && problem.dropout == 0 &&
+          BackwardOnSm80<Element, kWidth, false>::kBytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>())
+        return f(element, std::false_type{});
     f(element, std::true_type{});
   };
   switch (problem.dtype) {

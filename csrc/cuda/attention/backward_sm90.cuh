@@ -7,8 +7,6 @@
 // block's over all 128 keys, a block late, so that neither waits for the other, and adds it to sums in global memory.
 #pragma once
 
-#include <algorithm>
-
 #include "../../core/visit.h"
 #include "../hw/mbarrier.cuh"
 #include "../hw/named_barrier.cuh"
@@ -22,19 +20,18 @@
 #include "load.cuh"
 #include "mask_gradient.cuh"
 #include "query_blocks.cuh"
+#include "refusal_sm90.h"
 #include "scores.cuh"
 #include "tiles_sm90.h"
 
 namespace flash_online::cuda {
-
-constexpr int kLongestSm90 = 1 << 28;  // queries and keys
 
 struct BackwardSm90Arguments {
   HeadBoxes query, key, value, grad_out;
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardSpace space;
-  BlockList list;    // of keys; heads are units
+  BlockList list;  // of keys; heads are units
   ScoreRule rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
 };
@@ -75,13 +72,13 @@ struct BackwardOnSm90 {
     int first_query, first_key;  // rows of the tensors
     int offset, left, right;  // of sequence.visible, in 32 bits; kFar: no bound
   };
-  static constexpr int kFar = 4 * kLongestSm90;  // no query stands that far from a key
+  static constexpr int kFar = 4 * kLongestBackwardSm90;  // no query stands that far from a key
   // What passes by: a block of a head's queries.
   struct Job {
-    int head, query;      // its first; -1: no more blocks
-    bool whole;           // all queries see all keys by arithmetic, and all of both exist
+    int head, query;  // its first; -1: no more blocks
+    bool whole;  // all queries see all keys by arithmetic, and all of both exist
     bool nothing_hidden;  // by the mask
-    int rows;             // its first block of kRowBlock, as space.sums counts them
+    int rows;  // its first block of kRowBlock, as space.sums counts them
   };
   struct Shared {
     Keys key, value;
@@ -131,16 +128,19 @@ struct BackwardOnSm90 {
   __device__ static void load_keys(Keys& to, const HeadBoxes& from, const Place& place, uint64_t* full) {
     arrive_and_expect(full, sizeof(Keys));
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) load_box(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
   }
-  __device__ static void load_queries(Queries& to, const HeadBoxes& from, const Place& place, int head, int query, uint64_t* full) {
+  __device__ static void load_queries(Queries& to, const HeadBoxes& from, const Place& place, int head, int query,
+                                      uint64_t* full) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
       load_box(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
   }
 
   // The block of that number, `count` others having gone before.
-  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block, bool nothing_hidden) {
+  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block,
+                              bool nothing_hidden) {
     const Place& place = shared.place;
     const int stage = count % 2, query = block * kQueries;
     wait(&shared.empty[stage], count / 2 % 2 ^ 1);
@@ -188,9 +188,9 @@ struct BackwardOnSm90 {
   struct Group {
     const BackwardSm90Arguments& a;
     Shared& shared;
-    int thread;      // of those that compute
-    int count = 0;   // of blocks so far
-    int rows;        // the block before's, as space.sums counts them; negative: this warpgroup's queries do not exist
+    int thread;  // of those that compute
+    int count = 0;  // of blocks so far
+    int rows;  // the block before's, as space.sums counts them; negative: this warpgroup's queries do not exist
     Sums grad_key, grad_value;
 
     __device__ __forceinline__ int group() const { return thread / 128; }
@@ -623,28 +623,6 @@ void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gr
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
   if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
-}
-
-template <int kWidth>
-const char* backward_sm90_refusal(const AttentionProblem& problem, const AttentionGradients& gradients, const Gpu& gpu) {
-  const bool packed = problem.query_starts;
-  const int64_t queries = packed ? problem.total_queries : problem.queries, keys = packed ? problem.total_keys : problem.keys;
-  if (gpu.major != 9) return "the GPU is not of compute capability 9.0";
-  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
-  if (problem.batch == 0 || problem.heads == 0 || queries == 0 || keys == 0 || problem.width == 0 || problem.value_width == 0)
-    return "a size is 0";
-  if (std::max(queries, keys) > kLongestSm90) return "a length is over 2^28";
-  if (const char* const reason = boxes_refusal(problem.query, queries)) return reason;
-  if (const char* const reason = boxes_refusal(problem.key, keys)) return reason;
-  if (const char* const reason = boxes_refusal(problem.value, keys)) return reason;
-  if (const char* const reason = boxes_refusal(gradients.grad_out, queries)) return reason;
-  const char* reason = nullptr;
-  visit_backward_sm90<kWidth>(problem, [&]<class T, bool kEverything, int kTileWidth>(Type<T>, std::bool_constant<kEverything>,
-                                                                                      std::integral_constant<int, kTileWidth>) {
-    if (BackwardOnSm90<T, kTileWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
-      reason = "the GPU has too little shared memory";
-  });
-  return reason;
 }
 
 }  // namespace flash_online::cuda

@@ -17,16 +17,6 @@ struct HeadBoxes {
   }
 };
 
-// Why a tensor cannot be read so; null: it can.
-inline const char* boxes_refusal(const ConstView4& view, int64_t rows) {
-  if (!view.data) return nullptr;
-  if (view.stride[3] != 1) return "an innermost stride is not 1";
-  if (rows > 1 && view.stride[2] == 0) return "a tensor is broadcast along its rows";
-  bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-  for (int i = 0; i < 3; ++i) aligned = aligned && view.stride[i] % 8 == 0;
-  return aligned ? nullptr : "a tensor's data or strides are not multiples of 16 bytes";
-}
-
 // A call of `batch` and `call_heads`, of which the tensor has `heads`; rows of all packed sequences together.
 inline HeadBoxes head_boxes(const ConstView4& view, BoxElement element, int64_t batch, int64_t call_heads, int64_t heads,
                             int64_t rows, int64_t width, int box_rows) {

@@ -1,34 +1,29 @@
 // Which kernel runs: candidates in order, each with its reasons to refuse. The one place that knows families and head dims.
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include "../../core/philox.h"
 #include "../hw/launch.h"
 #include "attention.h"
 #include "block_map.cuh"
 #include "families.h"
+#include "head_dims.h"
+#include "refusal_sm90.h"
 
 namespace flash_online::cuda {
 
 namespace {
 
-#include "head_dims.h"
-
-// Calls f(std::integral_constant) with the smallest head dim of kBuilt that holds the problem's. False if there is none.
-template <const auto& kBuilt, size_t kIndex = 0, class F>
-bool visit_head_dim(const AttentionProblem& problem, F&& f) {
-  if constexpr (kIndex < std::size(kBuilt)) {
-    if (std::max(problem.width, problem.value_width) > kBuilt[kIndex]) return visit_head_dim<kBuilt, kIndex + 1>(problem, f);
-    f(std::integral_constant<int, kBuilt[kIndex]>{});
-    return true;
-  }
-  return false;
+// Calls f(std::integral_constant) with the smallest of these head dims that holds the problem's. False if there is none.
+template <int... kHeadDims, class F>
+bool visit_head_dim(std::integer_sequence<int, kHeadDims...>, const AttentionProblem& problem, F&& f) {
+  const int64_t width = std::max(problem.width, problem.value_width);
+  return ((width <= kHeadDims && (f(std::integral_constant<int, kHeadDims>{}), true)) || ...);
 }
 
 Gpu current_gpu() {
@@ -36,106 +31,129 @@ Gpu current_gpu() {
           device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()};
 }
 
-// The reason of the instance for the problem's head dim, as `refusal` finds it.
-template <const auto& kBuilt, class F>
-const char* refusal_by_head_dim(const AttentionProblem& problem, F&& refusal) {
-  if (std::empty(kBuilt)) return "this build has no kernels for it";
-  const char* reason = nullptr;
-  const bool fits = visit_head_dim<kBuilt>(problem, [&](auto width) { reason = refusal(width); });
-  return fits ? reason : "the head dim is larger than those of this build";
-}
+constexpr const char* kTooWide = "the head dim is larger than those of this build";
 
-// A call, as far as the choice of a kernel depends on it.
-struct Wanted {
-  const AttentionProblem& problem;
-  AttentionGradients gradients;
-  bool deterministic;
-};
-
-const char* forward_sm80_refusal(const Wanted& wanted, const Gpu& gpu) {
-  return refusal_by_head_dim<kBuiltHeadDims>(
-      wanted.problem, [&](auto width) { return cuda::forward_sm80_refusal<width()>(wanted.problem, gpu); });
-}
-
-const char* backward_sm80_refusal(const Wanted& wanted, const Gpu& gpu) {
-  return refusal_by_head_dim<kBuiltHeadDims>(
-      wanted.problem, [&](auto width) { return cuda::backward_sm80_refusal<width()>(wanted.problem, gpu); });
-}
-
-const char* backward_sm90_refusal(const Wanted& wanted, const Gpu& gpu) {
-  if (wanted.deterministic) return "deterministic: it sums gradients of queries in any order";
-  return refusal_by_head_dim<kBuiltBackwardSm90>(
-      wanted.problem, [&](auto width) { return cuda::backward_sm90_refusal<width()>(wanted.problem, wanted.gradients, gpu); });
-}
-
-int64_t backward_sm80_workspace(const Wanted& wanted) {
-  int64_t bytes = 0;
-  visit_head_dim<kBuiltHeadDims>(wanted.problem, [&](auto width) {
-    bytes = cuda::backward_sm80_workspace<width()>(wanted.problem, wanted.gradients, wanted.deterministic);
-  });
-  return bytes;
-}
-
-int64_t backward_sm90_workspace(const Wanted& wanted) {
-  int64_t bytes = 0;
-  visit_head_dim<kBuiltBackwardSm90>(
-      wanted.problem, [&](auto width) { bytes = cuda::backward_sm90_workspace<width()>(wanted.problem, wanted.gradients); });
-  return bytes;
-}
-
-void backward_sm80(const Wanted& wanted, void* workspace, CUstream_st* stream) {
-  visit_head_dim<kBuiltHeadDims>(wanted.problem, [&](auto width) {
-    cuda::backward_sm80<width()>(wanted.problem, wanted.gradients, wanted.deterministic, workspace, stream);
-  });
-}
-
-void backward_sm90(const Wanted& wanted, void* workspace, CUstream_st* stream) {
-  visit_head_dim<kBuiltBackwardSm90>(
-      wanted.problem, [&](auto width) { cuda::backward_sm90<width()>(wanted.problem, wanted.gradients, workspace, stream); });
-}
-
-struct Candidate {
+// Forward and backward pass of a family: why it does not take a problem (null: it does), and its launch.
+struct Forward {
   const char* name;
-  const char* (*refusal)(const Wanted& wanted, const Gpu& gpu);
+  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  void (*run)(const AttentionProblem& problem, void* workspace, CUstream_st* stream);
+  int64_t (*workspace)(const AttentionProblem& problem);
 };
 
-struct BackwardCandidate : Candidate {
-  int64_t (*workspace)(const Wanted& wanted);
-  void (*run)(const Wanted& wanted, void* workspace, CUstream_st* stream);
+constexpr Forward kForwardOnSm90{
+    .name = "sm90",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const bool fits = visit_head_dim(HopperHeadDims{}, problem, [](auto) {});
+          const char* const reason = forward_sm90_refusal(problem, gpu);
+          return reason || fits ? reason : kTooWide;
+        },
+    .run =
+        [](const AttentionProblem& problem, void*, CUstream_st* stream) {
+          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, stream); });
+        },
+    .workspace = [](const AttentionProblem&) { return int64_t{0}; },
 };
 
-constexpr Candidate kForward[] = {{"sm80", forward_sm80_refusal}};
-// sm90 has not run on a device yet, and comes first once it has: until then FLASH_ONLINE_KERNEL alone gets at it.
-constexpr BackwardCandidate kBackward[] = {{{"sm80", backward_sm80_refusal}, backward_sm80_workspace, backward_sm80},
-                                           {{"sm90", backward_sm90_refusal}, backward_sm90_workspace, backward_sm90}};
+constexpr Forward kForwardOnSm80{
+    .name = "sm80",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const char* reason = kTooWide;
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = forward_sm80_refusal<width()>(problem, gpu); });
+          return reason;
+        },
+    .run =
+        [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+          BlockMap map = block_map_of(problem);
+          if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
+          fill_block_map(problem, map, stream);
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+        },
+    .workspace = [](const AttentionProblem& problem) { return block_map_of(problem).count(); },
+};
 
-// Calls f(candidate, reason not to take it; null: none) for each, until f returns true. FLASH_ONLINE_KERNEL, read once, forces
-// a family where there is one of that name.
-template <class Candidate, size_t kCount, class F>
-void for_each_candidate(const Candidate (&candidates)[kCount], const Wanted& wanted, const Gpu& gpu, F&& f) {
+struct Backward {
+  const char* name;
+  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu, const AttentionGradients& gradients,
+                         bool deterministic);
+  void (*run)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+              CUstream_st* stream);
+  int64_t (*workspace)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+};
+
+constexpr Backward kBackwardOnSm80{
+    .name = "sm80",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu, const AttentionGradients&, bool) {
+          const char* reason = kTooWide;
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = backward_sm80_refusal<width()>(problem, gpu); });
+          return reason;
+        },
+    .run =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+           CUstream_st* stream) {
+          visit_head_dim(HeadDims{}, problem,
+                         [&](auto width) { backward_sm80<width()>(problem, gradients, deterministic, workspace, stream); });
+        },
+    .workspace =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+          int64_t bytes = 0;
+          visit_head_dim(HeadDims{}, problem,
+                         [&](auto width) { bytes = backward_sm80_workspace<width()>(problem, gradients, deterministic); });
+          return bytes;
+        },
+};
+
+constexpr Backward kBackwardOnSm90{
+    .name = "sm90",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu, const AttentionGradients& gradients, bool deterministic) {
+          const bool fits = visit_head_dim(HopperBackwardHeadDims{}, problem, [](auto) {});
+          const char* const reason = backward_sm90_refusal(problem, gpu, gradients, deterministic);
+          return reason || fits ? reason : kTooWide;
+        },
+    .run =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool, void* workspace, CUstream_st* stream) {
+          visit_head_dim(HopperBackwardHeadDims{}, problem,
+                         [&](auto width) { backward_sm90<width()>(problem, gradients, workspace, stream); });
+        },
+    .workspace =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool) {
+          int64_t bytes = 0;
+          visit_head_dim(HopperBackwardHeadDims{}, problem,
+                         [&](auto width) { bytes = backward_sm90_workspace<width()>(problem, gradients); });
+          return bytes;
+        },
+};
+
+// The best first; but the backward pass on sm90 has not run on a device yet, so that FLASH_ONLINE_KERNEL alone gets at it.
+constexpr Forward kForward[] = {kForwardOnSm90, kForwardOnSm80};
+constexpr Backward kBackward[] = {kBackwardOnSm80, kBackwardOnSm90};
+
+// The reason not to take a family; null: none. FLASH_ONLINE_KERNEL, read once, forces one.
+template <class Family, class... More>
+const char* refusal(const Family& family, const AttentionProblem& problem, const Gpu& gpu, const More&... more) {
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
-  const auto is_forced = [](const Candidate& candidate) { return forced && std::strcmp(forced, candidate.name) == 0; };
-  const bool any_forced = std::any_of(std::begin(candidates), std::end(candidates), is_forced);
-  for (const Candidate& candidate : candidates)
-    if (f(candidate,
-          any_forced && !is_forced(candidate) ? "FLASH_ONLINE_KERNEL names another" : candidate.refusal(wanted, gpu)))
-      return;
+  if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
+  return family.refusal(problem, gpu, more...);
 }
 
-// The candidate to take.
-template <class Candidate, size_t kCount>
-const Candidate& choose(const Candidate (&candidates)[kCount], const Wanted& wanted) {
-  const Candidate* taken = nullptr;
+template <class Family, size_t kCount, class... More>
+const Family& choose(const Family (&families)[kCount], const AttentionProblem& problem, const More&... more) {
+  const Gpu gpu = current_gpu();
   std::string reasons;
-  for_each_candidate(candidates, wanted, current_gpu(), [&](const Candidate& candidate, const char* reason) {
-    if (!reason)
-      taken = &candidate;
-    else
-      reasons += std::string(reasons.empty() ? "" : "; ") + candidate.name + ": " + reason;
-    return taken != nullptr;
-  });
-  if (!taken) throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
-  return *taken;
+  for (const Family& family : families) {
+    const char* const reason = refusal(family, problem, gpu, more...);
+    if (!reason) return family;
+    reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
+  }
+  throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
+}
+
+bool has_no_queries(const AttentionProblem& problem) {
+  return problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.batch * problem.queries) == 0;
 }
 
 __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
@@ -156,25 +174,22 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
   Candidates list;
-  const auto ask = [&](const auto& candidates) {
-    for_each_candidate(candidates, {problem, {}, false}, gpu, [&](const Candidate& candidate, const char* reason) {
-      list.emplace_back(candidate.name, reason ? reason : "");
-      return false;
-    });
+  const auto ask = [&](const auto& families, const auto&... more) {
+    for (const auto& family : families) {
+      const char* const reason = refusal(family, problem, gpu, more...);
+      list.emplace_back(family.name, reason ? reason : "");
+    }
   };
-  backward ? ask(kBackward) : ask(kForward);
+  backward ? ask(kBackward, AttentionGradients{}, false) : ask(kForward);
   return list;
 }
 
-int64_t attention_forward_workspace(const AttentionProblem& problem) { return block_map_of(problem).count(); }
+int64_t attention_forward_workspace(const AttentionProblem& problem) {
+  return has_no_queries(problem) ? 0 : choose(kForward, problem).workspace(problem);
+}
 
 void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
-  if (problem.batch == 0 || problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.queries) == 0) return;
-  choose(kForward, {problem, {}, false});
-  BlockMap map = block_map_of(problem);
-  if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
-  fill_block_map(problem, map, stream);
-  visit_head_dim<kBuiltHeadDims>(problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+  if (!has_no_queries(problem)) choose(kForward, problem).run(problem, workspace, stream);
 }
 
 int64_t attention_backward_units(const AttentionProblem& problem) {
@@ -189,15 +204,13 @@ int64_t attention_backward_units(const AttentionProblem& problem) {
 }
 
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  const Wanted wanted{problem, gradients, deterministic};
-  return choose(kBackward, wanted).workspace(wanted);
+  return choose(kBackward, problem, gradients, deterministic).workspace(problem, gradients, deterministic);
 }
 
 void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
                         void* workspace, CUstream_st* stream) {
-  if (problem.batch == 0 && !problem.query_starts) return;
-  const Wanted wanted{problem, gradients, deterministic};
-  choose(kBackward, wanted).run(wanted, workspace, stream);
+  if (problem.batch > 0 || problem.query_starts)
+    choose(kBackward, problem, gradients, deterministic).run(problem, gradients, deterministic, workspace, stream);
 }
 
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {

@@ -1,5 +1,5 @@
-// The kernel families as dispatch.cu knows them: one function template each, of which CMake stamps an instance for each head
-// dim out of instance.cu.in.
+// The kernel families as dispatch.cu knows them: function templates, of which CMake stamps an instance for each head dim
+// out of instance.cu.in.
 #pragma once
 
 #include "../../core/problem.h"
@@ -8,6 +8,10 @@
 namespace flash_online::cuda {
 
 struct BlockMap;
+
+// forward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
+template <int kWidth>
+void forward_sm90(const AttentionProblem& problem, CUstream_st* stream);
 
 // forward_sm80.cuh. Head dims are at most kWidth; there are queries and heads.
 template <int kWidth>
@@ -25,12 +29,10 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
 template <int kWidth>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
 
-// backward_sm90.cuh, likewise.
+// backward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
 template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients);
 template <int kWidth>
 void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace, CUstream_st* stream);
-template <int kWidth>
-const char* backward_sm90_refusal(const AttentionProblem& problem, const AttentionGradients& gradients, const Gpu& gpu);
 
 }  // namespace flash_online::cuda

@@ -68,14 +68,15 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
   const BlockPlace place =
       place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
   const int64_t batch = place.sequence, head = place.head;
+  if (problem.query_starts && place.block == 0 && piece == 0) {
+    const auto clear_before = [&](int64_t n) {
+      clear_rows(problem, head, unowned_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries));
+    };
+    clear_before(batch);
+    if (batch == problem.batch - 1) clear_before(problem.batch);
+  }
   const Sequence sequence = sequence_of(problem, batch);
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
-  if (problem.query_starts && place.block == 0 && piece == 0) {
-    clear_rows(problem, head, unowned_rows(problem.query_starts, problem.batch, batch, problem.queries, problem.total_queries));
-    if (batch == problem.batch - 1)
-      clear_rows(problem, head,
-                 unowned_rows(problem.query_starts, problem.batch, problem.batch, problem.queries, problem.total_queries));
-  }
   if (place.block < 0 || place.block * kQueries >= queries) return;
   const int query = static_cast<int>(place.block) * kQueries, last_query = min(query + kQueries, queries);
 

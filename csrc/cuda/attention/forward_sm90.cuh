@@ -4,9 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
-#include <string>
 #include <type_traits>
-#include <vector>
 
 #include "../../core/mask.h"
 #include "../../core/online_softmax.h"
@@ -20,6 +18,7 @@
 #include "../hw/tma.cuh"
 #include "../hw/vector.cuh"
 #include "../hw/wgmma.cuh"
+#include "families.h"
 #include "tiles_sm90.h"
 
 namespace flash_online::cuda {
@@ -626,42 +625,14 @@ struct ForwardSm90Kernel {
 };
 
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kTile.threads(), 1) forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
+__global__ void __launch_bounds__(Tile::kTile.threads(), 1)
+    attention_forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = ForwardSm90Kernel<T, Tile>;
   extern __shared__ unsigned char dynamic[];
   const unsigned base = shared_address(dynamic), skip = (kBoxAlignment - base % kBoxAlignment) % kBoxAlignment;
   Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
-}
-
-// Why forward_sm90 cannot take a problem; empty if it can.
-inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
-  std::vector<std::string> reasons;
-  const auto refuse = [&](bool because, const std::string& reason) {
-    if (because) reasons.push_back(reason);
-  };
-  refuse(p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16, "dtype is not float16 or bfloat16");
-  refuse(p.width == 0 || p.width > 256 || p.value_width == 0 || p.value_width > 256, "head dim is not in [1, 256]");
-  refuse(p.width % 8 != 0 || p.value_width % 8 != 0, "head dim is not a multiple of 8");
-  refuse(p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0, "a size is 0");
-  constexpr int64_t kMost = int64_t{1} << 30;
-  refuse(p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost / 1024, "a size is over what 32-bit indices hold");
-  refuse(!(p.scale > 0), "scale is not positive");
-  refuse(p.mask.data != nullptr, "a mask tensor");
-  refuse(p.alibi_slopes != nullptr, "ALiBi slopes");
-  refuse(p.sinks != nullptr, "sinks");
-  refuse(p.softcap != 0, "softcap");
-  refuse(p.dropout != 0, "dropout");
-  const auto layout = [&](const void* data, const int64_t (&stride)[4], const int64_t (&size)[4], const std::string& name) {
-    bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    for (int i = 0; i < 3; ++i) aligned = aligned && (size[i] == 1 || (stride[i] % 8 == 0 && stride[i] >= 0));
-    refuse(stride[3] != 1 && size[3] != 1, name + "'s innermost stride is not 1");
-    refuse(!aligned, name + "'s data or strides are not multiples of 16 bytes");
-  };
-  layout(p.query.data, p.query.stride, {p.batch, p.heads, p.queries, p.width}, "query");
-  layout(p.key.data, p.key.stride, {p.batch, p.key_heads, p.keys, p.width}, "key");
-  layout(p.value.data, p.value.stride, {p.batch, p.value_heads, p.keys, p.value_width}, "value");
-  layout(p.out.data, p.out.stride, {p.batch, p.heads, p.queries, p.value_width}, "out");
-  return reasons;
+#endif
 }
 
 template <class T, class Tile>
@@ -712,8 +683,15 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
   const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
-  launch_shared(forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
-  check_launch("forward_sm90");
+  launch_shared(attention_forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
+  check_launch("attention_forward_sm90");
+}
+
+template <int kWidth>
+void forward_sm90(const AttentionProblem& problem, CUstream_st* stream) {
+  using Tile = ForwardSm90Tile<kWidth, kWidth>;
+  problem.dtype == DType::kFloat16 ? launch_forward_sm90<__half, Tile>(problem, stream)
+                                   : launch_forward_sm90<__nv_bfloat16, Tile>(problem, stream);
 }
 
 }  // namespace flash_online::cuda

@@ -37,17 +37,23 @@ __device__ __forceinline__ void load(SharedTile<Kind, kWidth> tile, const HeadRo
   if (from.vectors) {
     // A thread keeps to its column: one address, moved on by a constant number of rows.
     constexpr int kAcross = kChunks < kThreads ? kChunks : kThreads, kDown = kThreads / kAcross;
+    constexpr bool kExact = kRows % kDown == 0 && kThreads % kAcross == 0 && kChunks % kAcross == 0;
     const int first = thread / kAcross;
-    if (first >= kDown) return;
-#pragma unroll 1
+    if (!kExact && first >= kDown) return;
+    const int64_t step = kDown * from.row_stride;
+    const bool whole = left >= kRows && from.width >= kWidth;
+#pragma unroll(kExact ? kChunks / kAcross : 1)
     for (int c = thread % kAcross * kPer; c < kWidth; c += kAcross * kPer) {
-      const int bytes = max(0, min(kVectorBytes, (from.width - c) * static_cast<int>(sizeof(Element))));
       const Element* source = data + first * from.row_stride + c;
+      if (whole) {
 #pragma unroll
-      for (int n = 0; n < (kRows + kDown - 1) / kDown; ++n, source += kDown * from.row_stride) {
-        const int r = first + n * kDown;
-        if (kRows % kDown != 0 && r >= kRows) break;
-        copy_async(reinterpret_cast<uint4*>(tile.row(r) + c), source, r < left ? bytes : 0);
+        for (int r = 0; r < kRows; r += kDown, source += step)
+          if (kExact || first + r < kRows) copy_async(reinterpret_cast<uint4*>(tile.row(first + r) + c), source);
+      } else {
+        const int bytes = max(0, min(kVectorBytes, (from.width - c) * static_cast<int>(sizeof(Element))));
+#pragma unroll 1
+        for (int r = first; r < kRows; r += kDown, source += step)
+          copy_async(reinterpret_cast<uint4*>(tile.row(r) + c), source, r < left ? bytes : 0);
       }
     }
   } else {

@@ -54,38 +54,56 @@ class MaskBlock {
     const char* const data = mask.data + query * mask.row_stride + key * mask.column_stride;
     const int pitch = mask_pitch(kKeys, mask.bytes);
     pitch_ = mask.row_stride == 0 ? 0 : pitch;
-    if (mask.column_stride == mask.bytes) {
-      first_ = misalignment(data);
-      step_ = static_cast<unsigned>(mask.row_stride) % kVectorBytes;
-      const int chunks = pitch / kVectorBytes;
-      for (int index = thread_; index < rows * chunks; index += kThreads) {
-        const int r = index / chunks, c = index % chunks * kVectorBytes;
-        const char* const row = data + r * mask.row_stride;
-        const unsigned before = misalignment(row);
-        if (c < static_cast<int>(before) + columns * mask.bytes)
-          copy_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
-      }
-    } else {
-      first_ = step_ = 0;
-      visit_mask(mask.dtype, [&]<class T>(T) {
+    visit_mask(mask.dtype, [&]<class T>(T) {
+      if (mask.column_stride == sizeof(T)) {
+        constexpr int kChunks = mask_pitch(kKeys, sizeof(T)) / kVectorBytes;
+        first_ = misalignment(data);
+        step_ = static_cast<unsigned>(mask.row_stride) % kVectorBytes;
+        for (int index = thread_; index < rows * kChunks; index += kThreads) {
+          const int r = index / kChunks, c = index % kChunks * kVectorBytes;
+          const char* const row = data + r * mask.row_stride;
+          const int before = static_cast<int>(misalignment(row));
+          if (c < before + columns * static_cast<int>(sizeof(T)))
+            copy_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
+        }
+      } else {
+        first_ = step_ = 0;
         for (int index = thread_; index < rows * kKeys; index += kThreads) {
           const int r = index / kKeys, c = index % kKeys;
           if (c < columns)
             reinterpret_cast<T*>(shared_ + r * pitch)[c] =
                 *reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride);
         }
-      });
-    }
+      }
+    });
   }
 
   // The value of the block's query and key.
   template <class T>
   __device__ __forceinline__ T at(int query, int key) const {
-    const unsigned skip = (first_ + static_cast<unsigned>(query) * step_) % kVectorBytes;
-    return *reinterpret_cast<const T*>(shared_ + query * pitch_ + skip + key * static_cast<int>(sizeof(T)));
+    return *static_cast<const T*>(address<T>(query, key));
+  }
+  // That, and the next key's: of an even key, where two values are one word.
+  template <class T>
+  __device__ __forceinline__ bool has_pairs() const {
+    return (first_ | step_) % (2 * sizeof(T)) == 0;
+  }
+  template <class T>
+  struct alignas(2 * sizeof(T)) Pair {
+    T value[2];
+  };
+  template <class T>
+  __device__ __forceinline__ Pair<T> pair_at(int query, int key) const {
+    return *static_cast<const Pair<T>*>(address<T>(query, key));
   }
 
  private:
+  template <class T>
+  __device__ __forceinline__ const void* address(int query, int key) const {
+    const unsigned skip = (first_ + static_cast<unsigned>(query) * step_) % kVectorBytes;
+    return shared_ + query * pitch_ + skip + key * static_cast<int>(sizeof(T));
+  }
+
   char* shared_;
   int thread_;  // of kThreads
   int pitch_ = 0;

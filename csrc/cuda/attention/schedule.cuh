@@ -2,7 +2,8 @@
 //
 // Packed sequences have lengths that the device alone knows, so the host counts an upper bound: with sequence n given the blocks
 // from start / size + n on, no two sequences share one (start / size grows by the length / size, rounded either way, and n
-// makes up for the rounding), and all of them fit into total / size + sequences. A block that no sequence has is left at once.
+// makes up for the rounding), and all of them fit into total / size + sequences. A block that no sequence has is left at once. Of
+// no sequences there is a block a head all the same, for the rows that are nobody's.
 #pragma once
 
 #include "../../core/mask.h"
@@ -23,7 +24,7 @@ struct BlockList {
       const int64_t rows = over_keys ? problem.keys : problem.queries;
       return {(rows + size - 1) / size, problem.batch, heads};
     }
-    return {(over_keys ? problem.total_keys : problem.total_queries) / size + problem.batch, 1, heads};
+    return {(over_keys ? problem.total_keys : problem.total_queries) / size + (problem.batch > 0 ? problem.batch : 1), 1, heads};
   }
 };
 

@@ -109,12 +109,30 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
 template <bool kTransposed, int kRows, int kColumns, class Mask>
 __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, const Mask& mask) {
   visit_mask(dtype, [&]<class T>(T) {
-    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) {
+    using Value = std::conditional_t<std::is_same_v<T, bool>, unsigned char, T>;
+    const auto apply = [](float& x, Value value) {
       if constexpr (std::is_same_v<T, bool>)
-        x = mask.template at<unsigned char>(query, key) ? x : lowest<float>();
+        x = value ? x : lowest<float>();
       else
-        x = fmaf(widen(mask.template at<T>(query, key)), kLog2E, x);
-    });
+        x = fmaf(widen(value), kLog2E, x);
+    };
+    if constexpr (!kTransposed) {
+      if (mask.template has_pairs<Value>()) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const auto pair =
+                  mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
+              apply(d[i][j][2 * half], pair.value[0]);
+              apply(d[i][j][2 * half + 1], pair.value[1]);
+            }
+        return;
+      }
+    }
+    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) { apply(x, mask.template at<Value>(query, key)); });
   });
 }
 

@@ -1,7 +1,7 @@
 // Products of tiles in shared memory, a warp at a time: which lane holds which element, for 16-bit and for float elements.
 //
 // float runs on the tensor cores too, with the digits of float: x = high + low, each of tf32's digits, and
-// a b = high high + high low + low high to some 22 digits ("3xTF32", as cutlass calls it). Tf32 stands for one product alone.
+// a b = high high + high low + low high to some 23 digits ("3xTF32", as cutlass calls it). Tf32 stands for one product alone.
 #pragma once
 
 #include "mma.cuh"
@@ -80,7 +80,7 @@ struct Fragments {
     load_matrices(b, tile.address(n + lane() % 8, k + lane() / 8 % 2 * kPerChunk));
   }
   // Floats cannot be transposed on the way. They take the sum's terms in another order, the same in both operands and in
-  // left_accumulators: the hardware's place t and t + 4 are the elements 2 t and 2 t + 1.
+  // LeftOperand: the hardware's places t and t + 4 are the elements 2 t and 2 t + 1.
   template <int kWidth>
   __device__ static void left_columns(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
     if constexpr (kHalf) {
@@ -113,19 +113,6 @@ struct Fragments {
       b[2] = __float_as_uint(even[8]), b[3] = __float_as_uint(odd[8]);
     }
   }
-  // An accumulator as the left operand of the next product, `kDepth` columns from 8 * block on.
-  template <int kColumns>
-  __device__ static void left_accumulators(unsigned (&a)[4], const float (&d)[kColumns][4], int step) {
-    if constexpr (kHalf) {
-      const float(&first)[4] = d[2 * step], (&second)[4] = d[2 * step + 1];
-      a[0] = pair(first[0], first[1]), a[1] = pair(first[2], first[3]);
-      a[2] = pair(second[0], second[1]), a[3] = pair(second[2], second[3]);
-    } else {
-      a[0] = __float_as_uint(d[step][0]), a[1] = __float_as_uint(d[step][2]);
-      a[2] = __float_as_uint(d[step][1]), a[3] = __float_as_uint(d[step][3]);
-    }
-  }
-
   __device__ static unsigned pair(float x, float y) {
     if constexpr (std::is_same_v<Element, __half>) {
       const __half2 both = __floats2half2_rn(x, y);
@@ -144,22 +131,30 @@ struct Fragments {
       mma_16x8x8_tf32(d, a, b0, b1);
     } else {
       // The tensor cores cut off what a sum does not hold, instead of rounding it: long sums are the adders'.
-      const unsigned low_a[4] = {low(a[0]), low(a[1]), low(a[2]), low(a[3])};
-      float part[4] = {0, 0, 0, 0};
-      mma_16x8x8_tf32(part, low_a, b0, b1);
-      mma_16x8x8_tf32(part, a, low(b0), low(b1));
-      mma_16x8x8_tf32(part, a, b0, b1);
+      const Split x0(a[0]), x1(a[1]), x2(a[2]), x3(a[3]), y0(b0), y1(b1);
+      const unsigned high[4] = {x0.high, x1.high, x2.high, x3.high}, low[4] = {x0.low, x1.low, x2.low, x3.low};
+      float part[4];
+      set_mma_16x8x8_tf32(part, low, y0.high, y1.high);
+      mma_16x8x8_tf32(part, high, y0.low, y1.low);
+      mma_16x8x8_tf32(part, high, y0.high, y1.high);
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[e] += part[e];
     }
   }
 
  private:
-  // What the tensor cores do not see of a float: they look at its first 19 bits. Not of an infinity, whose rest would be NaN.
-  __device__ static unsigned low(unsigned x) {
-    const unsigned high = x & 0xffffe000u;
-    return __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
-  }
+  // A float as two numbers of tf32, of which the tensor cores read the first 19 bits: the nearest one (half a unit is added to
+  // what they read), and what is left. An infinity or NaN leaves nothing.
+  struct Split {
+    unsigned high, low;
+    __device__ explicit Split(unsigned x) {
+      const unsigned nearest = x + 0x1000u;
+      const float rest = __uint_as_float(x) - __uint_as_float(nearest & 0xffffe000u);
+      const bool finite = rest == rest;
+      high = finite ? nearest : x;
+      low = finite ? __float_as_uint(rest) : 0u;
+    }
+  };
 };
 
 // d[m][n] += sum over k of left[m][k] right[n][k], for 16 * kRows rows from m on, all of d's columns from row 0 of `right` on.
@@ -188,18 +183,65 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, S
   }
 }
 
-// d[m][n] += sum over k of left[m][k] right[k][n], the left operand in registers, k being its 8 * kLeft columns; n from column
-// `n` of `right` on.
+// Accumulators as elements, in registers: the left operand of another product, and what is stored of them.
+template <class Kind, int kRows, int kColumns>
+struct LeftOperand {
+  using F = Fragments<Kind>;
+  static constexpr int kWords = F::kHalf ? 2 : 4;
+  unsigned words[kRows][kColumns][kWords];
+
+  __device__ __forceinline__ explicit LeftOperand(const Accumulator<kRows, kColumns>& d) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          if constexpr (F::kHalf)
+            words[i][j][w] = F::pair(d[i][j][2 * w], d[i][j][2 * w + 1]);
+          else
+            words[i][j][w] = __float_as_uint(d[i][j][w]);
+        }
+  }
+  // Sixteen rows, of F::kDepth columns from `step` times as many on.
+  __device__ __forceinline__ void fragment(unsigned (&a)[4], int i, int step) const {
+    if constexpr (F::kHalf) {
+      const unsigned(&first)[kWords] = words[i][2 * step], (&second)[kWords] = words[i][2 * step + 1];
+      a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
+    } else {
+      const unsigned(&x)[kWords] = words[i][step];
+      a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
+    }
+  }
+  // Into a tile's rows from `row` on, columns from `column` on.
+  template <int kWidth>
+  __device__ __forceinline__ void store(SharedTile<Kind, kWidth> to, int row, int column) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          void* const at = to.row(row + 16 * i + 8 * half + lane_group()) + column + 8 * j + 2 * lane_place();
+          if constexpr (F::kHalf)
+            *static_cast<unsigned*>(at) = words[i][j][half];
+          else
+            *static_cast<uint2*>(at) = make_uint2(words[i][j][2 * half], words[i][j][2 * half + 1]);
+        }
+  }
+};
+
+// d[m][n] += sum over k of left[m][k] right[k][n], k being left's 8 * kLeft columns; n from column `n` of `right` on.
 template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
-__device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumns>& d, const Accumulator<kRows, kLeft>& left,
-                                                      SharedTile<Kind, kWidth> right, int n = 0) {
+__device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d, const LeftOperand<Kind, kRows, kLeft>& left,
+                                                 SharedTile<Kind, kWidth> right, int n = 0) {
   using F = Fragments<Kind>;
   static_assert(kColumns % 2 == 0);
 #pragma unroll
   for (int step = 0; step < kLeft * 8 / F::kDepth; ++step) {
     unsigned a[kRows][4];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) F::left_accumulators(a[i], left[i], step);
+    for (int i = 0; i < kRows; ++i) left.fragment(a[i], i, step);
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       unsigned b[4];
@@ -211,6 +253,11 @@ __device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumn
       }
     }
   }
+}
+template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
+__device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumns>& d, const Accumulator<kRows, kLeft>& left,
+                                                      SharedTile<Kind, kWidth> right, int n = 0) {
+  multiply_operand(d, LeftOperand<Kind, kRows, kLeft>(left), right, n);
 }
 
 // The same with the left operand's rows in shared memory: 16 * kRows of them from m on, k up to kDepthInAll.
