@@ -416,13 +416,14 @@ __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
   Body::run(arguments);
 }
 
-// Calls f(Type<Kind>, bool_constant<kEverything>) with what a problem needs.
+// Calls f(Type<Kind>, bool_constant<kEverything>) with what a problem needs on a GPU with so much shared memory for a block.
 template <int kWidth, class F>
-void visit_backward_sm80(const AttentionProblem& problem, F&& f) {
+void visit_backward_sm80(const AttentionProblem& problem, F&& f,
+                         int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
   const auto visit_half = [&]<class Element>(Type<Element> element) {
     if constexpr (kWidth <= 256)
       if (!ScoreRule(problem).bends && problem.dropout == 0 &&
-          BackwardOnSm80<Element, kWidth, false>::kBytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>())
+          BackwardOnSm80<Element, kWidth, false>::kBytes <= shared_bytes)
         return f(element, std::false_type{});
     f(element, std::true_type{});
   };
@@ -492,10 +493,13 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
 template <int kWidth>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
   const char* reason = nullptr;
-  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
-    if (BackwardOnSm80<Kind, kWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
-      reason = "the GPU has too little shared memory for this head dim";
-  });
+  visit_backward_sm80<kWidth>(
+      problem,
+      [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
+        if (BackwardOnSm80<Kind, kWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
+          reason = "the GPU has too little shared memory for this head dim";
+      },
+      gpu.shared_bytes);
   return reason;
 }
 

@@ -2,8 +2,8 @@
 // follow, the right operand and if so wished the left in shared memory as TMA leaves it, in boxes of [rows][64] elements.
 //
 // Of the accumulator of 64 x N, lane 4 * group + place of warp w holds in d[4 j + {0, 1}] the columns 8 j + 2 place + {0, 1} of
-// row 16 w + group and in d[4 j + {2, 3}] those of row 16 w + group + 8. As the left operand of a next product's step t it gives
-// the words (d[8 t], d[8 t + 1]), (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]), (d[8 t + 6], d[8 t + 7]).
+// row 16 w + group and in d[4 j + {2, 3}] those of row 16 w + group + 8. As the left operand of a next product's step t it
+// gives the words (d[8 t], d[8 t + 1]), (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]), (d[8 t + 6], d[8 t + 7]).
 #pragma once
 
 #include <cuda_bf16.h>
