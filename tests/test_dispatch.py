@@ -214,14 +214,14 @@ def test_decisions_for_gpus(major, dtype, word, monkeypatch):
             assert "float64" in plan.refusal("softmax", x, dtype=torch.float64)
 
 
-def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), width=64, packed=False):
+def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), width=64, packed=False, backward=False):
     """(name, reason to refuse) of the CUDA kernels for a call of attention, the best first."""
     introspect = pytest.importorskip("flash_online._introspect")
     if not introspect.build_info(str(plan.LIBRARY))["architectures"]:
         pytest.skip("a build without CUDA has no kernels to choose among")
     tensor = ((2, 4, 512, width), (2048 * width, 512 * width, width, 1), 0)
     lines = introspect.attention_candidates(
-        str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, gpu, False
+        str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, gpu, backward
     )
     return dict(line.split(" ", 1) for line in lines.splitlines())
 
@@ -234,3 +234,16 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         assert all(reason for name, reason in found.items() if name != "sm80") or not options
     assert "compute capability" in candidates(gpu=(8, 0, 163 << 10))["sm90"]
     assert "head dim" in candidates(width=1024)["sm80"]
+
+
+def test_what_hoppers_backward_pass_takes():
+    for options in ({}, {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))}, {"width": 128}, {"width": 40}):
+        assert candidates(backward=True, **options) == {"sm80": "", "sm90": ""}
+    for options, reason in (
+        ({"dtype": "float32"}, "dtype"),
+        ({"width": 36}, "16 bytes"),
+        ({"width": 256}, "head dim"),
+        ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
+    ):
+        found = candidates(backward=True, **options)
+        assert found["sm80"] == "" and reason in found["sm90"]

@@ -51,7 +51,8 @@ void backward_on_cuda(const Call& call, Results results, bool deterministic) {
   const Tensor& like = call.inputs().query;
   if (like.numel() == 0 && results.grad_key->numel() == 0 && results.grad_value->numel() == 0) return;
   AttentionProblem shape = call.shape();
-  if (shape.heads > 0 && !shape.query_starts) shape.batch = results.lse.numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
+  if (shape.heads > 0 && !shape.query_starts)
+    shape.batch = results.lse.numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
   const int64_t units = shape.heads > 0 ? cuda::attention_backward_units(shape) : 0;
   Partial keys(*results.grad_key, call.dims().heads, units), values(*results.grad_value, call.dims().heads, units);
   results.grad_key = keys.tensor();
@@ -95,8 +96,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
 
 template <class Call>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, const Tensor& grad_out,
-                                                                const std::optional<Tensor>& grad_lse, const Tensor& out,
-                                                                const Tensor& lse, const Tensor& lse_low, bool mask_grad,
+                                                            const std::optional<Tensor>& grad_lse, const Tensor& out,
+                                                            const Tensor& lse, const Tensor& lse_low, bool mask_grad,
                                                             [[maybe_unused]] bool deterministic) {
   const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
@@ -160,11 +161,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                         const std::optional<Tensor>& mask,
-                                                         const std::optional<Tensor>& alibi_slopes,
-                                                         const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-                                                         int64_t window_left, int64_t window_right, bool lower_right,
-                                                         double scale, double softcap, double dropout_p) {
+                                                     const std::optional<Tensor>& mask,
+                                                     const std::optional<Tensor>& alibi_slopes,
+                                                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
+                                                     int64_t window_left, int64_t window_right, bool lower_right, double scale,
+                                                     double softcap, double dropout_p) {
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p}));
 }
@@ -180,15 +181,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   return backward(call, grad_out, grad_lse, out, lse, lse_low, mask_grad, deterministic);
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right, double scale,
-    double softcap, double dropout_p) {
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                            const std::optional<Tensor>& alibi_slopes,
+                                                            const std::optional<Tensor>& sinks,
+                                                            const std::optional<Tensor>& rng, int64_t max_seqlen_q,
+                                                            int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
+                                                            bool lower_right, double scale, double softcap, double dropout_p) {
   const std::optional<Tensor> mask;
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                {window_left, window_right, lower_right, scale, softcap, dropout_p}));
+                            {window_left, window_right, lower_right, scale, softcap, dropout_p}));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
@@ -207,7 +210,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
 }
 
 Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t batch, int64_t heads, int64_t query_begin,
-                                  int64_t queries, int64_t keys, double dropout_p) {
+                              int64_t queries, int64_t keys, double dropout_p) {
   check(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(), "rng: expected int64[2], got ",
         shape_of(rng));
   Tensor keep = empty({batch, heads, queries, keys}, ScalarType::Bool, rng);

@@ -50,7 +50,8 @@ static int64_t row_scratch(bool float64, int64_t k) {
 }
 
 #ifdef FLASH_ONLINE_CUDA
-static const char* attention_candidates(const AttentionProblem& problem, int major, int minor, int shared_bytes, bool backward) {
+static const char* attention_candidates(const AttentionProblem& problem, int major, int minor, int shared_bytes,
+                                        bool backward) {
   thread_local std::string lines;
   lines.clear();
   for (const auto& [name, reason] : cuda::attention_candidates(problem, {major, minor, shared_bytes}, backward))

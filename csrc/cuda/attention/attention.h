@@ -1,5 +1,5 @@
-// What csrc/ops and csrc/introspect may call on CUDA, for float16, bfloat16 and float32. A call queues work on the stream, which
-// belongs to the current device, and returns: no synchronisation, no allocation. An error of the launch is thrown as
+// What csrc/ops and csrc/introspect may call on CUDA, for float16, bfloat16 and float32. A call queues work on the stream,
+// which belongs to the current device, and returns: no synchronisation, no allocation. An error of the launch is thrown as
 // std::runtime_error.
 #pragma once
 
@@ -33,8 +33,8 @@ void attention_forward(const AttentionProblem& problem, void* workspace, CUstrea
 int64_t attention_backward_units(const AttentionProblem& problem);
 // As of the forward pass; the gradients' units are set.
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
-                        CUstream_st* stream);
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
+                        void* workspace, CUstream_st* stream);
 
 // Which weights dropout keeps.
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream);

@@ -13,6 +13,7 @@
 #include "delta.cuh"
 #include "load.cuh"
 #include "mask_gradient.cuh"
+#include "query_blocks.cuh"
 #include "scores.cuh"
 #include "tiles.h"
 
@@ -38,64 +39,6 @@ struct BackwardArguments {
   ScoreRule rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
   QueryGradients query_gradients;
-};
-
-// Blocks of kQueries queries, in order, that may see the block of keys from `key` on; those that the mask hides it from are
-// passed over. A whole warp asks; all get the same answer.
-template <int kQueries, int kKeys>
-class QueryBlocks {
- public:
-  __device__ QueryBlocks(const BlockMap& map, int64_t batch, int64_t head, int key, int keys, int begin, int end)
-      : rows_(static_cast<int>(map.size[2])),
-        columns_(static_cast<int>(map.size[3])),
-        next_(begin),
-        end_(end),
-        known_end_(begin) {
-    if (!map.data) return;
-    const int column = columns_ == 1 ? 0 : key / kMapBlock;
-    kinds_ = map.row(batch, head, 0) + column;
-    taken_ = columns_ == 1 ? 1 : min((keys + kMapBlock - 1) / kMapBlock - column, (kKeys + kMapBlock - 1) / kMapBlock);
-  }
-
-  // The number of the next block, `end` if there is none; whether the mask hides nothing in it.
-  __device__ __forceinline__ int next(bool& nothing) {
-    nothing = false;
-    while (next_ < end_) {
-      if (!kinds_) return next_++;
-      if (next_ >= known_end_) look_ahead();
-      const unsigned left = ~hidden_ >> (kWarp - (known_end_ - next_));
-      next_ = left ? next_ + __ffs(left) - 1 : known_end_;
-      if (next_ < known_end_ && next_ < end_) {
-        nothing = nothing_ >> (kWarp - (known_end_ - next_)) & 1;
-        return next_++;
-      }
-    }
-    return end_;
-  }
-
- private:
-  // Of 32 blocks, one a lane.
-  __device__ void look_ahead() {
-    static_assert(kQueries <= kMapBlock && kMapBlock % kQueries == 0);
-    const int block = next_ + static_cast<int>(threadIdx.x) % kWarp;
-    bool hidden = false, nothing = false;
-    if (block < end_) {
-      const uint8_t* const row = kinds_ + (rows_ == 1 ? 0 : int64_t{block} * kQueries / kMapBlock * columns_);
-      hidden = nothing = true;
-      for (int n = 0; n < taken_; ++n) {
-        const auto kind = static_cast<MaskKind>(row[n]);
-        hidden &= kind == MaskKind::kHidden;
-        nothing &= kind == MaskKind::kNothing;
-      }
-    }
-    hidden_ = __ballot_sync(~0u, hidden);
-    nothing_ = __ballot_sync(~0u, nothing);
-    known_end_ = next_ + kWarp;
-  }
-
-  const uint8_t* kinds_ = nullptr;
-  int rows_, columns_, next_, end_, known_end_, taken_ = 0;
-  unsigned hidden_ = 0, nothing_ = 0;  // bit n: block known_end_ - 32 + n
 };
 
 // A mask's block as a warp sees it whose queries begin `query` further on.
@@ -487,11 +430,11 @@ __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
   Body::run(arguments);
 }
 
-// Calls f(Type<Kind>, std::integral_constant<BackwardVariant>) with what a problem needs and the GPU has room for. For a
-// problem that finds no room it is the last one.
+// Calls f(Type<Kind>, std::integral_constant<BackwardVariant>) with what a problem needs and a GPU with so much shared memory
+// for a block has room for. For a problem that finds no room it is the last one.
 template <int kWidth, class F>
-void visit_backward_sm80(const AttentionProblem& problem, F&& f) {
-  const int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+void visit_backward_sm80(const AttentionProblem& problem, F&& f,
+                         int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
   using Everything = std::integral_constant<BackwardVariant, BackwardVariant::kEverything>;
   const auto visit = [&]<class Kind>(Type<Kind> kind) {
     using Plain = std::integral_constant<BackwardVariant, BackwardVariant::kPlain>;
@@ -573,10 +516,12 @@ template <int kWidth>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
   const char* reason = nullptr;
   visit_backward_sm80<kWidth>(
-      problem, [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
+      problem,
+      [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
         if (BackwardOnSm80<Kind, kWidth, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
-      });
+      },
+      gpu.shared_bytes);
   return reason;
 }
 

@@ -1,5 +1,4 @@
 #include "block_map.cuh"
-
 #include "mask_block.cuh"
 
 namespace flash_online::cuda {
@@ -14,14 +13,16 @@ struct MapArguments {
 constexpr int kMapWarps = 4;
 
 // A block of threads a block of the mask; a lane takes two columns of every fourth row.
-__global__ void __launch_bounds__(kMapWarps * kWarp) block_map(const __grid_constant__ MapArguments arguments) {
+__global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_constant__ MapArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const BlockMap& map = arguments.map;
   int64_t rest = blockIdx.x;
-  const int64_t column = rest % map.size[3], row = (rest /= map.size[3]) % map.size[2], head = (rest /= map.size[2]) % map.size[1];
+  const int64_t column = rest % map.size[3], row = (rest /= map.size[3]) % map.size[2],
+                head = (rest /= map.size[2]) % map.size[1];
   const HeadMask mask(problem, rest / map.size[1], head);
   const int64_t query = row * kMapBlock, key = column * kMapBlock;
-  const int queries = map.size[2] == 1 && mask.row_stride == 0 ? 1 : static_cast<int>(min(problem.queries - query, int64_t{kMapBlock}));
+  const int queries =
+      map.size[2] == 1 && mask.row_stride == 0 ? 1 : static_cast<int>(min(problem.queries - query, int64_t{kMapBlock}));
   const int keys = mask.column_stride == 0 ? 1 : static_cast<int>(min(problem.keys - key, int64_t{kMapBlock}));
   const char* const data = mask.data + query * mask.row_stride + key * mask.column_stride;
   bool hidden = true, nothing = true;
@@ -43,8 +44,7 @@ __global__ void __launch_bounds__(kMapWarps * kWarp) block_map(const __grid_cons
   hidden = __syncthreads_and(hidden);
   nothing = __syncthreads_and(nothing);
   if (threadIdx.x == 0)
-    map.data[blockIdx.x] =
-        static_cast<uint8_t>(hidden ? MaskKind::kHidden : nothing ? MaskKind::kNothing : MaskKind::kMixed);
+    map.data[blockIdx.x] = static_cast<uint8_t>(hidden ? MaskKind::kHidden : nothing ? MaskKind::kNothing : MaskKind::kMixed);
 }
 
 }  // namespace

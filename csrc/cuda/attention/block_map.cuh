@@ -1,5 +1,6 @@
 // What is known of a mask before the scores are made: for each of its blocks of 64 x 64 whether it hides all, nothing, or some.
-// Hidden blocks are passed over, keys and values unread; of blocks that hide nothing (and add nothing) the mask is not read again.
+// Hidden blocks are passed over, keys and values unread; of blocks that hide nothing (and add nothing) the mask is not read
+// again.
 #pragma once
 
 #include "../../core/problem.h"
@@ -18,9 +19,9 @@ struct BlockMap {
   int64_t count() const { return size[0] * size[1] * size[2] * size[3]; }
 
   __device__ const uint8_t* row(int64_t batch, int64_t head, int64_t query_block) const {
-    return data + (((size[0] == 1 ? 0 : batch) * size[1] + (size[1] == 1 ? 0 : head)) * size[2] +
-                   (size[2] == 1 ? 0 : query_block)) *
-                      size[3];
+    return data +
+           (((size[0] == 1 ? 0 : batch) * size[1] + (size[1] == 1 ? 0 : head)) * size[2] + (size[2] == 1 ? 0 : query_block)) *
+               size[3];
   }
 };
 

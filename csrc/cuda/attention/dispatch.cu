@@ -76,7 +76,8 @@ constexpr Forward kForwardOnSm80{
 
 struct Backward {
   const char* name;
-  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu, const AttentionGradients& gradients,
+                         bool deterministic);
   void (*run)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
               CUstream_st* stream);
   int64_t (*workspace)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
@@ -85,7 +86,7 @@ struct Backward {
 constexpr Backward kBackwardOnSm80{
     .name = "sm80",
     .refusal =
-        [](const AttentionProblem& problem, const Gpu& gpu) {
+        [](const AttentionProblem& problem, const Gpu& gpu, const AttentionGradients&, bool) {
           const char* reason = kTooWide;
           visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = backward_sm80_refusal<width()>(problem, gpu); });
           return reason;
@@ -93,9 +94,8 @@ constexpr Backward kBackwardOnSm80{
     .run =
         [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
            CUstream_st* stream) {
-          visit_head_dim(HeadDims{}, problem, [&](auto width) {
-            backward_sm80<width()>(problem, gradients, deterministic, workspace, stream);
-          });
+          visit_head_dim(HeadDims{}, problem,
+                         [&](auto width) { backward_sm80<width()>(problem, gradients, deterministic, workspace, stream); });
         },
     .workspace =
         [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
@@ -106,24 +106,46 @@ constexpr Backward kBackwardOnSm80{
         },
 };
 
-// The best first.
+constexpr Backward kBackwardOnSm90{
+    .name = "sm90",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu, const AttentionGradients& gradients, bool deterministic) {
+          const bool fits = visit_head_dim(HopperBackwardHeadDims{}, problem, [](auto) {});
+          const char* const reason = backward_sm90_refusal(problem, gpu, gradients, deterministic);
+          return reason || fits ? reason : kTooWide;
+        },
+    .run =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool, void* workspace, CUstream_st* stream) {
+          visit_head_dim(HopperBackwardHeadDims{}, problem,
+                         [&](auto width) { backward_sm90<width()>(problem, gradients, workspace, stream); });
+        },
+    .workspace =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool) {
+          int64_t bytes = 0;
+          visit_head_dim(HopperBackwardHeadDims{}, problem,
+                         [&](auto width) { bytes = backward_sm90_workspace<width()>(problem, gradients); });
+          return bytes;
+        },
+};
+
+// The best first; but the backward pass on sm90 has not run on a device yet, so that FLASH_ONLINE_KERNEL alone gets at it.
 constexpr Forward kForward[] = {kForwardOnSm90, kForwardOnSm80};
-constexpr Backward kBackward[] = {kBackwardOnSm80};
+constexpr Backward kBackward[] = {kBackwardOnSm80, kBackwardOnSm90};
 
 // The reason not to take a family; null: none. FLASH_ONLINE_KERNEL, read once, forces one.
-template <class Family>
-const char* refusal(const Family& family, const AttentionProblem& problem, const Gpu& gpu) {
+template <class Family, class... More>
+const char* refusal(const Family& family, const AttentionProblem& problem, const Gpu& gpu, const More&... more) {
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
   if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
-  return family.refusal(problem, gpu);
+  return family.refusal(problem, gpu, more...);
 }
 
-template <class Family, size_t kCount>
-const Family& choose(const Family (&families)[kCount], const AttentionProblem& problem) {
+template <class Family, size_t kCount, class... More>
+const Family& choose(const Family (&families)[kCount], const AttentionProblem& problem, const More&... more) {
   const Gpu gpu = current_gpu();
   std::string reasons;
   for (const Family& family : families) {
-    const char* const reason = refusal(family, problem, gpu);
+    const char* const reason = refusal(family, problem, gpu, more...);
     if (!reason) return family;
     reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
   }
@@ -138,7 +160,8 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
   const Philox random(problem.rng[0], problem.rng[1]);
   const uint64_t threshold = drop_threshold(problem.dropout);
   const int64_t groups = (problem.keys + 3) / 4, count = problem.batch * problem.heads * problem.queries * groups;
-  for (int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; index < count; index += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; index < count;
+       index += int64_t{gridDim.x} * blockDim.x) {
     const int64_t group = index % groups, row = index / groups, query = row % problem.queries, plane = row / problem.queries;
     uint32_t words[4];
     random.words(problem.batch_begin + plane / problem.heads, plane % problem.heads, problem.query_begin + query, group, words);
@@ -151,13 +174,13 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
   Candidates list;
-  const auto ask = [&](const auto& families) {
+  const auto ask = [&](const auto& families, const auto&... more) {
     for (const auto& family : families) {
-      const char* const reason = refusal(family, problem, gpu);
+      const char* const reason = refusal(family, problem, gpu, more...);
       list.emplace_back(family.name, reason ? reason : "");
     }
   };
-  backward ? ask(kBackward) : ask(kForward);
+  backward ? ask(kBackward, AttentionGradients{}, false) : ask(kForward);
   return list;
 }
 
@@ -181,13 +204,13 @@ int64_t attention_backward_units(const AttentionProblem& problem) {
 }
 
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  return choose(kBackward, problem).workspace(problem, gradients, deterministic);
+  return choose(kBackward, problem, gradients, deterministic).workspace(problem, gradients, deterministic);
 }
 
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
-                        CUstream_st* stream) {
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
+                        void* workspace, CUstream_st* stream) {
   if (problem.batch > 0 || problem.query_starts)
-    choose(kBackward, problem).run(problem, gradients, deterministic, workspace, stream);
+    choose(kBackward, problem, gradients, deterministic).run(problem, gradients, deterministic, workspace, stream);
 }
 
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {

@@ -29,4 +29,10 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
 template <int kWidth>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
 
+// backward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
+template <int kWidth>
+int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients);
+template <int kWidth>
+void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace, CUstream_st* stream);
+
 }  // namespace flash_online::cuda

@@ -1,9 +1,9 @@
 // Attention forward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
 // (arXiv 2307.08691). docs/attention_sm80.md draws it.
 //
-// A block of threads owns a block of one head's queries; each warp 16 * row_tiles of them, with their scores, weights and outputs
-// in its registers. The keys pass by in blocks: while scores are made the block's values and mask arrive, while its weights and
-// outputs are made the next keys do.
+// A block of threads owns a block of one head's queries; each warp 16 * row_tiles of them, with their scores, weights and
+// outputs in its registers. The keys pass by in blocks: while scores are made the block's values and mask arrive, while its
+// weights and outputs are made the next keys do.
 #pragma once
 
 #include "../../core/visit.h"
@@ -65,8 +65,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
 
   // Where: an outer list of pieces of the values' columns, each with the list of blocks.
   const int64_t blocks = arguments.list.count(), piece = blockIdx.x / blocks;
-  const BlockPlace place =
-      place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
+  const BlockPlace place = place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
   const int64_t batch = place.sequence, head = place.head;
   if (problem.query_starts && place.block == 0 && piece == 0) {
     const auto clear_before = [&](int64_t n) {
@@ -85,7 +84,8 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
   const ValueTile value_tile{reinterpret_cast<Element*>(shared + kQueryBytes + kKeyBytes)};
   MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kQueryBytes + kKeyBytes + kValueBytes);
 
-  const int64_t key_head = head / (problem.heads / problem.key_heads), value_head = head / (problem.heads / problem.value_heads);
+  const int64_t key_head = head / (problem.heads / problem.key_heads),
+                value_head = head / (problem.heads / problem.value_heads);
   const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width);
   const HeadRows<Element> key_rows(problem.key, batch, key_head, sequence.keys.begin, problem.width);
   const HeadRows<Element> value_rows(problem.value, batch, value_head, sequence.keys.begin, problem.value_width,
@@ -98,8 +98,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
 
   const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
   const int end = range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0;
-  KeyBlocks<kQueries, kKeys> key_blocks(arguments.map, batch, head, query, queries, static_cast<int>(range.begin / kKeys),
-                                          end);
+  KeyBlocks<kQueries, kKeys> key_blocks(arguments.map, batch, head, query, queries, static_cast<int>(range.begin / kKeys), end);
   bool nothing_hidden, next_nothing_hidden = false;
   int block = key_blocks.next(nothing_hidden);
 
@@ -128,8 +127,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
     if (next < end) load<kKeys, kThreads>(key_tile, key_rows, next * kKeys, keys);
     commit_copies();
 
-    const ScoreBlock here{query, key, queries, keys,
-                          all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
+    const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
     if (kEverything && rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible);
     if (masked) mask_scores<false>(scores, row, mask.dtype, mask_block);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
@@ -193,8 +191,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
     }
   Element* const to = static_cast<Element*>(problem.out.data) + batch * problem.out.stride[0] + head * problem.out.stride[1] +
                       (sequence.queries.begin + query) * problem.out.stride[2] + piece * kValueWidth * problem.out.stride[3];
-  store_rows<Kind>(out, ValueTile{query_tile.data}, row, to, problem.out.stride[2], problem.out.stride[3],
-                   last_query - query,
+  store_rows<Kind>(out, ValueTile{query_tile.data}, row, to, problem.out.stride[2], problem.out.stride[3], last_query - query,
                    static_cast<int>(min(problem.value_width - piece * kValueWidth, int64_t{kValueWidth})));
 }
 
@@ -222,7 +219,8 @@ void visit_forward_sm80(const AttentionProblem& problem, F&& f) {
 template <class Kind, int kWidth, bool kEverything>
 void launch_forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {
   using Body = ForwardOnSm80<Kind, kWidth, kEverything>;
-  const ForwardArguments arguments{problem, BlockList::of(problem, false, problem.heads, Body::kQueries), map, ScoreRule(problem),
+  const ForwardArguments arguments{problem, BlockList::of(problem, false, problem.heads, Body::kQueries), map,
+                                   ScoreRule(problem),
                                    problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
   const int64_t pieces = (problem.value_width + Body::kValueWidth - 1) / Body::kValueWidth;
   launch<attention_forward_sm80<Kind, kWidth, kEverything>>(arguments, arguments.list.count() * (pieces > 0 ? pieces : 1),

@@ -40,9 +40,9 @@ struct ForwardSm90Arguments {
 };
 
 // The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
-// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds, forwards
-// and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the pairs of rounds
-// together.
+// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds,
+// forwards and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the
+// pairs of rounds together.
 struct TileWalk {
   int round = 0, section = 0, first = 0;  // `first` of this round in the section
 
@@ -450,7 +450,8 @@ struct ForwardSm90Kernel {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int at_row = first + lane / 4 + 8 * r;
-          T* to = static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
+          T* to =
+              static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
 #pragma unroll
           for (int i = 0; i < kOuts / 16; ++i) {
             unsigned words[4];
@@ -552,8 +553,8 @@ struct ForwardSm90Kernel {
         query.advance();
         const Place last{batch, head, first_query + group * kRows + 16 * warp};
         const bool more = fetch();
-        // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are skipped
-        // in between find buffers, though this one's values are not released.
+        // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are
+        // skipped in between find buffers, though this one's values are not released.
         static_assert((kTile.queries() - kRows + kKeys - 1) / kKeys < kStages);
         wait(&shared.value_full[value.stage], value.parity);
         if (!more) {
@@ -644,8 +645,11 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   const auto map = [&](const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows, int64_t width,
                        int box_rows) {
     const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(stride[i] == 0 ? 1 : n); };
-    const auto step = [&](int i, int64_t n) { return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T); };
-    return tensor_map(data, kElement, {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+    const auto step = [&](int i, int64_t n) {
+      return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T);
+    };
+    return tensor_map(data, kElement,
+                      {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
                       {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
   };
   ForwardSm90Arguments a;

@@ -28,8 +28,8 @@ struct HeadRows {
 // Starts copying the rows [row, row + kRows) into a tile; zeros stand for what is past `rows` or past the columns. Seen after
 // commit_copies, wait_for_copies and a barrier.
 template <int kRows, int kThreads, class Kind, int kWidth>
-__device__ __forceinline__ void load(SharedTile<Kind, kWidth> tile, const HeadRows<typename ElementOf<Kind>::type>& from, int row,
-                                     int rows) {
+__device__ __forceinline__ void load(SharedTile<Kind, kWidth> tile, const HeadRows<typename ElementOf<Kind>::type>& from,
+                                     int row, int rows) {
   using Element = typename ElementOf<Kind>::type;
   constexpr int kPer = kPerVector<Element>, kChunks = kWidth / kPer;
   const int thread = static_cast<int>(threadIdx.x), left = min(rows - row, kRows);

@@ -45,7 +45,7 @@ FLASH_ONLINE_HD constexpr int mask_pitch(int keys, int bytes) { return keys * by
 template <int kQueries, int kKeys, int kThreads>
 class MaskBlock {
  public:
-  __device__ explicit MaskBlock(char* shared) : shared_(shared) {}
+  __device__ explicit MaskBlock(char* shared, int thread = static_cast<int>(threadIdx.x)) : shared_(shared), thread_(thread) {}
 
   // The same block elsewhere in shared memory.
   __device__ __forceinline__ MaskBlock moved_to(char* shared) const {
@@ -60,14 +60,14 @@ class MaskBlock {
     const int rows = mask.row_stride == 0 ? 1 : min(queries - query, kQueries);
     const int columns = min(keys - key, kKeys);
     const char* const data = mask.data + query * mask.row_stride + key * mask.column_stride;
-    const int pitch = mask_pitch(kKeys, mask.bytes), thread = static_cast<int>(threadIdx.x);
+    const int pitch = mask_pitch(kKeys, mask.bytes);
     pitch_ = mask.row_stride == 0 ? 0 : pitch;
     visit_mask(mask.dtype, [&]<class T>(T) {
       if (mask.column_stride == sizeof(T)) {
         constexpr int kChunks = mask_pitch(kKeys, sizeof(T)) / kVectorBytes;
         first_ = misalignment(data);
         step_ = static_cast<unsigned>(mask.row_stride) % kVectorBytes;
-        for (int index = thread; index < rows * kChunks; index += kThreads) {
+        for (int index = thread_; index < rows * kChunks; index += kThreads) {
           const int r = index / kChunks, c = index % kChunks * kVectorBytes;
           const char* const row = data + r * mask.row_stride;
           const int before = static_cast<int>(misalignment(row));
@@ -76,7 +76,7 @@ class MaskBlock {
         }
       } else {
         first_ = step_ = 0;
-        for (int index = thread; index < rows * kKeys; index += kThreads) {
+        for (int index = thread_; index < rows * kKeys; index += kThreads) {
           const int r = index / kKeys, c = index % kKeys;
           if (c < columns)
             reinterpret_cast<T*>(shared_ + r * pitch)[c] =
@@ -121,6 +121,7 @@ class MaskBlock {
   }
 
   char* shared_;
+  int thread_;  // of kThreads
   int pitch_ = 0;
   unsigned first_ = 0, step_ = 0;  // where the first row's first value lies; how much further the next row's
 };

@@ -43,4 +43,26 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   return nullptr;
 }
 
+constexpr int kLongestBackwardSm90 = 1 << 28;  // queries and keys
+
+// Why backward_sm90 does not take a problem; null: it does. Gradients that are not there yet are no reason.
+inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, const AttentionGradients& g,
+                                         bool deterministic) {
+  const int64_t queries = p.query_starts ? p.total_queries : p.queries, keys = p.query_starts ? p.total_keys : p.keys;
+  if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
+  if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
+  if (deterministic) return "deterministic: it sums gradients of queries in any order";
+  if (p.batch == 0 || p.heads == 0 || queries == 0 || keys == 0 || p.width == 0 || p.value_width == 0) return "a size of 0";
+  if (queries > kLongestBackwardSm90 || keys > kLongestBackwardSm90) return "a length over 2^28";
+  if (!is_copied_in_boxes(p.query.data, p.query.stride, p.batch, p.heads, queries, p.width))
+    return "query's rows are not whole multiples of 16 bytes apart";
+  if (!is_copied_in_boxes(p.key.data, p.key.stride, p.batch, p.key_heads, keys, p.width))
+    return "key's rows are not whole multiples of 16 bytes apart";
+  if (!is_copied_in_boxes(p.value.data, p.value.stride, p.batch, p.value_heads, keys, p.value_width))
+    return "value's rows are not whole multiples of 16 bytes apart";
+  if (g.grad_out.data && !is_copied_in_boxes(g.grad_out.data, g.grad_out.stride, p.batch, p.heads, queries, p.value_width))
+    return "grad_out's rows are not whole multiples of 16 bytes apart";
+  return nullptr;
+}
+
 }  // namespace flash_online::cuda

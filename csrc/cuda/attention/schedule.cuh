@@ -1,9 +1,9 @@
 // Which block of which head of which sequence a block of threads works on: one list for dense and packed calls.
 //
-// Packed sequences have lengths that the device alone knows, so the host counts an upper bound: with sequence n given the blocks
-// from start / size + n on, no two sequences share one (start / size grows by the length / size, rounded either way, and n
-// makes up for the rounding), and all of them fit into total / size + sequences. A block that no sequence has is left at once. Of
-// no sequences there is a block a head all the same, for the rows that are nobody's.
+// Packed sequences have lengths that the device alone knows, so the host counts an upper bound: with sequence n given the
+// blocks from start / size + n on, no two sequences share one (start / size grows by the length / size, rounded either way, and
+// n makes up for the rounding), and all of them fit into total / size + sequences. A block that no sequence has is left at
+// once. Of no sequences there is a block a head all the same, for the rows that are nobody's.
 #pragma once
 
 #include "../../core/mask.h"
@@ -24,7 +24,8 @@ struct BlockList {
       const int64_t rows = over_keys ? problem.keys : problem.queries;
       return {(rows + size - 1) / size, problem.batch, heads};
     }
-    return {(over_keys ? problem.total_keys : problem.total_queries) / size + (problem.batch > 0 ? problem.batch : 1), 1, heads};
+    return {(over_keys ? problem.total_keys : problem.total_queries) / size + (problem.batch > 0 ? problem.batch : 1), 1,
+            heads};
   }
 };
 
@@ -35,7 +36,8 @@ struct BlockPlace {
 };
 
 // The last of `count` sequences with starts[n] / size + n <= block: 31 candidates a step, by a whole warp.
-__device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t count, int64_t total, int64_t size, int64_t block) {
+__device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t count, int64_t total, int64_t size,
+                                               int64_t block) {
   int64_t low = 0, high = count;  // the answer is in [low, high)
   while (high - low > 1) {
     const int64_t step = (high - low + kWarp - 1) / kWarp, candidate = low + step * (threadIdx.x % kWarp);
@@ -48,8 +50,8 @@ __device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t co
 }
 
 // `reversed`: the last blocks first, where later rows have more to do.
-__device__ __forceinline__ BlockPlace place_of(const AttentionProblem& problem, const BlockList& list, int64_t index, bool over_keys,
-                                               int64_t size, bool reversed) {
+__device__ __forceinline__ BlockPlace place_of(const AttentionProblem& problem, const BlockList& list, int64_t index,
+                                               bool over_keys, int64_t size, bool reversed) {
   // A grid has less than 2^31 blocks: divisions of 32 bits, which take a fraction of the time.
   const unsigned number = static_cast<unsigned>(index), blocks = static_cast<unsigned>(list.blocks),
                  heads = static_cast<unsigned>(list.heads);

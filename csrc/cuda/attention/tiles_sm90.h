@@ -1,5 +1,5 @@
-// How large the pieces are that forward_sm90.cuh works on, by head dim. A head dim between two rows runs in the next larger
-// tile, which the copy engine fills up with zeros.
+// How large the pieces are that forward_sm90.cuh and backward_sm90.cuh work on, by head dim. A head dim between two rows runs
+// in the next larger tile, which the copy engine fills up with zeros.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ struct ForwardSm90 {
   int stages;              // buffers of keys, and as many of values
   int query_stages;        // buffers of queries
   bool held_query;         // as the products' left operand in registers, so that its buffer is free at once
-  int out_boxes;           // 64 columns each that a warp's results leave through, by the copy engine; 0: straight from registers
-  bool in_turn;            // warpgroups start their products one after another
+  int out_boxes;  // 64 columns each that a warp's results leave through, by the copy engine; 0: straight from registers
+  bool in_turn;  // warpgroups start their products one after another
   int registers, loader_registers;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -31,6 +31,29 @@ consteval ForwardSm90 forward_sm90_tile(int width, int value_width) {
   for (const ForwardSm90& tile : kForwardSm90)
     if (tile.width == width && tile.value_width == value_width) return tile;
   throw "no row in kForwardSm90";
+}
+
+// backward_sm90.cuh: a block of threads is two warpgroups of 64 keys each and a warp that loads, `queries` at a time.
+struct BackwardSm90 {
+  int width;
+  bool everything;  // softcap, ALiBi, masks, dropout, any scale
+  int queries;
+  bool rounded_weights;  // the scores' gradients are made of weights as the products take them, which saves registers
+  int registers, loader_registers;
+
+  static constexpr int kWarpgroups = 2, kKeys = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+};
+
+inline constexpr BackwardSm90 kBackwardSm90[] = {
+    {64, false, 128, true, 232, 40},
+    {128, false, 64, false, 240, 24},
+    {128, true, 64, false, 240, 24},
+};
+
+consteval BackwardSm90 backward_sm90_tile(int width, bool everything) {
+  for (const BackwardSm90& tile : kBackwardSm90)
+    if (tile.width == width && tile.everything == everything) return tile;
+  throw "no row in kBackwardSm90";
 }
 
 template <int kWidth, int kValueWidth>

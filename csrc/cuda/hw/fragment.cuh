@@ -206,10 +206,10 @@ struct LeftOperand {
   // Sixteen rows, of F::kDepth columns from `step` times as many on.
   __device__ __forceinline__ void fragment(unsigned (&a)[4], int i, int step) const {
     if constexpr (F::kHalf) {
-      const unsigned(&first)[kWords] = words[i][2 * step], (&second)[kWords] = words[i][2 * step + 1];
+      const unsigned (&first)[kWords] = words[i][2 * step], (&second)[kWords] = words[i][2 * step + 1];
       a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
     } else {
-      const unsigned(&x)[kWords] = words[i][step];
+      const unsigned (&x)[kWords] = words[i][step];
       a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
     }
   }
@@ -262,8 +262,8 @@ __device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumn
 
 // The same with the left operand's rows in shared memory: 16 * kRows of them from m on, k up to kDepthInAll.
 template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
-__device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
-                                                         SharedTile<Kind, kWidthRight> right, int n) {
+__device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left,
+                                                         int m, SharedTile<Kind, kWidthRight> right, int n) {
   using F = Fragments<Kind>;
   static_assert(kColumns % 2 == 0);
 #pragma unroll

@@ -13,4 +13,16 @@ __device__ __forceinline__ void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// The compiler forgets what it knows of x: what follows from it is computed where it is used, and not kept in registers from
+// before.
+__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+// The words have their values here, and not later.
+template <int kRows>
+__device__ __forceinline__ void settle(unsigned (&x)[kRows][4]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(x[i][e])::"memory");
+}
+
 }  // namespace flash_online::cuda

@@ -63,6 +63,14 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, B
       : "memory");
 }
 
+// `bytes` in a row, a multiple of 16 as both ends are, count on the barrier likewise.
+__device__ __forceinline__ void load_bytes(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Shared memory that the thread's ordinary stores wrote becomes readable for the copy engine and the tensor cores.
 __device__ __forceinline__ void publish_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -67,16 +67,22 @@ __device__ __forceinline__ uint4 first_elements(const uint4& v, int count, const
   return {word(v.x, filler.x, 0), word(v.y, filler.y, k), word(v.z, filler.z, 2 * k), word(v.w, filler.w, 3 * k)};
 }
 
+// Two 16-bit elements of a word.
+template <class T>
+__device__ __forceinline__ float2 unpair(unsigned word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  else
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+}
+
 template <class T>
 __device__ __forceinline__ void unpack(const uint4& v, float (&x)[kPerVector<T>]) {
   const unsigned w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      x[2 * i] = __uint_as_float(w[i] << 16);
-      x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(w[i]));
+    if constexpr (sizeof(T) == 2) {
+      const float2 pair = unpair<T>(w[i]);
       x[2 * i] = pair.x;
       x[2 * i + 1] = pair.y;
     } else {

@@ -2,8 +2,8 @@
 // follow, the right operand and if so wished the left in shared memory as TMA leaves it, in boxes of [rows][64] elements.
 //
 // Of the accumulator of 64 x N, lane 4 * group + place of warp w holds in d[4 j + {0, 1}] the columns 8 j + 2 place + {0, 1} of
-// row 16 w + group and in d[4 j + {2, 3}] those of row 16 w + group + 8. As the left operand of a next product's step t it gives
-// the words (d[8 t], d[8 t + 1]), (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]), (d[8 t + 6], d[8 t + 7]).
+// row 16 w + group and in d[4 j + {2, 3}] those of row 16 w + group + 8. As the left operand of a next product's step t it
+// gives the words (d[8 t], d[8 t + 1]), (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]), (d[8 t + 6], d[8 t + 7]).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,7 +47,8 @@ __device__ __forceinline__ uint64_t columns_descriptor(unsigned shared_address, 
 }
 constexpr uint64_t kDescriptorStep = 16;  // bytes
 
-// Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kColumnsAlong says which descriptor b is.
+// Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kColumnsAlong says which descriptor b is;
+// kLeftRowsAlong that a's is as b's would be: rows of a box are k, the 64 rows of the operand run along them.
 template <class T, int kN>
 struct WarpgroupProduct;
 
@@ -91,13 +92,13 @@ struct WarpgroupProduct;
                    : FO_D##LAST                                                                                               \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}));      \
     }                                                                                                                         \
-    template <bool kColumnsAlong>                                                                                             \
+    template <bool kColumnsAlong, bool kLeftRowsAlong = false>                                                                \
     __device__ __forceinline__ static void shared_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {        \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0;\n"                                                             \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
-                   "%" #i0 ", %" #i1 ", p, 1, 1, 0, %" #i3 ";}"                                                               \
+                   "%" #i0 ", %" #i1 ", p, 1, 1, %" #i4 ", %" #i3 ";}"                                                        \
                    : FO_D##LAST                                                                                               \
-                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}));                                          \
+                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}), "n"(int{kLeftRowsAlong}));                \
     }                                                                                                                         \
   };
 #define FO_PRODUCTS(T, TYPE)                                             \

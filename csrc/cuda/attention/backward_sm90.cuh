@@ -1,0 +1,628 @@
+// Attention backward on Hopper: TMA loads, wgmma products. docs/backward_sm90.md draws it.
+//
+// A block of threads owns 128 keys and values, 64 a warpgroup, and the queries of every head that shares them pass by in
+// blocks, brought by a warp that does nothing else. Scores are made again, transposed: [key][query], so that weights and the
+// scores' gradients are left operands of the products that are the gradients of values and keys, which stay in registers to the
+// end. The scores' gradients also go through shared memory, for the gradients of queries: each warpgroup sums its half of a
+// block's over all 128 keys, a block late, so that neither waits for the other, and adds it to sums in global memory.
+#pragma once
+
+#include "../../core/visit.h"
+#include "../hw/mbarrier.cuh"
+#include "../hw/named_barrier.cuh"
+#include "../hw/reduce.cuh"
+#include "../hw/register_budget.cuh"
+#include "../hw/store_matrix.cuh"
+#include "../hw/wgmma.cuh"
+#include "attention.h"
+#include "boxes.cuh"
+#include "delta.cuh"
+#include "load.cuh"
+#include "mask_gradient.cuh"
+#include "query_blocks.cuh"
+#include "refusal_sm90.h"
+#include "scores.cuh"
+#include "tiles_sm90.h"
+
+namespace flash_online::cuda {
+
+struct BackwardSm90Arguments {
+  HeadBoxes query, key, value, grad_out;
+  AttentionProblem problem;
+  AttentionGradients gradients;
+  BackwardSpace space;
+  BlockList list;  // of keys; heads are units
+  ScoreRule rule;
+  float keep_scale;  // of dropout: 1 / (1 - p)
+};
+
+template <class T, int kWidth, bool kEverything>
+struct BackwardOnSm90 {
+  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kEverything);
+  static constexpr int kKeys = kTile.kKeys, kQueries = kTile.queries, kStages = 2;
+  static constexpr int kThreads = kTile.kThreads, kMathThreads = kThreads - 128, kWarps = kMathThreads / kWarp;
+  static constexpr int kGroupKeys = 64;  // of a warpgroup
+  static constexpr int kBoxes = kWidth / kBoxColumns, kQueryBoxes = kQueries / kBoxColumns;
+  static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
+  static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
+  // The gradients of a block's queries are two pieces of 64 x 64: side by side, or one above the other.
+  static constexpr int kPiece = 64;
+  static constexpr bool kSideBySide = kQueries == kPiece;
+  static_assert(kSideBySide ? kWidth == 2 * kPiece : kQueries == 2 * kPiece && kWidth == kPiece);
+  static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
+
+  struct alignas(kBoxAlignment) Keys {
+    T box[kBoxes][kKeys][kBoxColumns];
+  };
+  struct alignas(kBoxAlignment) Queries {
+    T box[kBoxes][kQueries][kBoxColumns];
+  };
+  struct alignas(kBoxAlignment) Scores {
+    T box[kQueryBoxes][kKeys][kBoxColumns];  // [key][query]
+  };
+  struct Stage {
+    Queries query, grad_out;
+  };
+  // What a block of threads works on.
+  struct Place {
+    int64_t batch;
+    int unit, key, last_key, queries, keys, first_head, heads;
+    Sequence sequence;
+    int begin, end;  // blocks of queries
+    int first_query, first_key;  // rows of the tensors
+    int offset, left, right;  // of sequence.visible, in 32 bits; kFar: no bound
+  };
+  static constexpr int kFar = 4 * kLongestBackwardSm90;  // no query stands that far from a key
+  // What passes by: a block of a head's queries.
+  struct Job {
+    int head, query;  // its first; -1: no more blocks
+    bool whole;  // all queries see all keys by arithmetic, and all of both exist
+    bool nothing_hidden;  // by the mask
+    int rows;  // its first block of kRowBlock, as space.sums counts them
+  };
+  struct Shared {
+    Keys key, value;
+    Stage stage[kStages];
+    Scores grad_score[2];
+    alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
+    Place place;
+    Job job[kStages];
+    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], grad_score_full[2];
+  };
+  static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+  static int shared_bytes(const AttentionProblem& problem) {
+    const int rows = !kEverything || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
+    return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+
+  using Sums = Accumulator<1, kWidth / 8>;
+  using ScoreSums = Accumulator<1, kQueries / 8>;
+  using Mask = MaskBlock<kQueries, kKeys, kMathThreads>;
+  using OutTile = SharedTile<T, kWidth>;
+  static_assert(OutTile::bytes(kKeys) <= static_cast<int>(kStages * sizeof(Stage)));
+
+  static constexpr int kAllMath = 1;  // named barrier
+
+  // An accumulator as the products take it.
+  template <int kColumns>
+  __device__ static float (&flat(Accumulator<1, kColumns>& d))[4 * kColumns] {
+    return reinterpret_cast<float (&)[4 * kColumns]>(d);
+  }
+
+  __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
+    T* const data = static_cast<T*>(to.data) + head * to.stride[1];
+    for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
+      data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<T>(0.0f);
+  }
+
+  // ---- the loading warp
+
+  // Whether the queries [query, query + kQueries) see all of the block's keys by arithmetic, and all of both exist.
+  __device__ static bool all_see_all(const Place& place, int query) {
+    const int position = query + place.offset;
+    return query + kQueries <= place.queries && place.key + kKeys <= place.keys &&
+           position + kQueries - 1 - place.left <= place.key && place.key + kKeys - 1 <= position + place.right;
+  }
+
+  // By one thread.
+  __device__ static void load_keys(Keys& to, const HeadBoxes& from, const Place& place, uint64_t* full) {
+    arrive_and_expect(full, sizeof(Keys));
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
+  }
+  __device__ static void load_queries(Queries& to, const HeadBoxes& from, const Place& place, int head, int query,
+                                      uint64_t* full) {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
+  }
+
+  // The block of that number, `count` others having gone before.
+  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block,
+                              bool nothing_hidden) {
+    const Place& place = shared.place;
+    const int stage = count % 2, query = block * kQueries;
+    wait(&shared.empty[stage], count / 2 % 2 ^ 1);
+    const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
+    shared.job[stage] = {head, query, all_see_all(place, query), nothing_hidden, first_rows + block * (kQueries / kRowBlock)};
+    arrive_and_expect(&shared.query_full[stage], sizeof(Queries) + sizeof(shared.rows[stage]));
+    load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
+    // A block that does not exist is as good as the last that does: its queries are hidden.
+#pragma unroll
+    for (int n = 0; n < kQueries / kRowBlock; ++n)
+      load_bytes(shared.rows[stage][n],
+                 a.space.rows + int64_t{first_rows + min(query / kRowBlock + n, (place.queries - 1) / kRowBlock)} * kRowNumbers,
+                 sizeof(shared.rows[stage][n]), &shared.query_full[stage]);
+    if (count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
+    arrive_and_expect(&shared.grad_out_full[stage], sizeof(Queries));
+    load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
+  }
+
+  __device__ static void load(const BackwardSm90Arguments& a, Shared& shared) {
+    const Place& place = shared.place;
+    const bool leads = threadIdx.x == 0;
+    if (leads) load_keys(shared.key, a.key, place, &shared.key_full);
+    int count = 0;
+    for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
+      if constexpr (kEverything) {
+        QueryBlocks<kQueries, kKeys> blocks(a.space.map, place.batch, head, place.key, place.keys, place.begin, place.end);
+        bool nothing_hidden;
+        for (int block; (block = blocks.next(nothing_hidden)) < place.end; ++count) {
+          if (leads) send(a, shared, count, head, block, nothing_hidden);
+          __syncwarp();
+        }
+      } else if (leads) {
+        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, count, head, block, true);
+      }
+    }
+    if (leads) {
+      wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
+      shared.job[count % 2].query = -1;
+      arrive(&shared.query_full[count % 2]);
+    }
+  }
+
+  // ---- a computing warpgroup
+
+  struct Group {
+    const BackwardSm90Arguments& a;
+    Shared& shared;
+    int thread;  // of those that compute
+    int count = 0;  // of blocks so far
+    int rows;  // the block before's, as space.sums counts them; negative: this warpgroup's queries do not exist
+    Sums grad_key, grad_value;
+
+    __device__ __forceinline__ int group() const { return thread / 128; }
+    __device__ __forceinline__ int warp() const { return thread / kWarp % 4; }
+    __device__ __forceinline__ int lane() const { return thread % kWarp; }
+    __device__ __forceinline__ int score_row() const { return thread / kWarp * 16; }
+    __device__ __forceinline__ void release(uint64_t* barrier) {
+      if (lane() == 0) arrive(barrier);
+    }
+    // Of the block at hand; that before it had the others.
+    __device__ __forceinline__ int buffer() const { return count % 2; }
+    __device__ __forceinline__ unsigned parity() const { return count / 2 % 2; }
+    __device__ __forceinline__ Stage& stage() { return shared.stage[buffer()]; }
+
+    __device__ __forceinline__ const Job& job() const { return shared.job[buffer()]; }
+
+    // Waits for the next block; false: there is none.
+    __device__ __forceinline__ bool fetch() {
+      wait(&shared.query_full[buffer()], parity());
+      return job().query >= 0;
+    }
+
+    // Scores, or weights' gradients: [this warpgroup's keys][queries].
+    __device__ __forceinline__ void start_scores(ScoreSums& d, const Keys& left, const Queries& right) {
+      const uint64_t keys = rows_descriptor(shared_address(left.box) + group() * kGroupKeys * kRowBytes),
+                     queries = rows_descriptor(shared_address(right.box));
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kWidthSteps; ++step)
+        WarpgroupProduct<T, kQueries>::template shared_shared<false>(
+            flat(d), keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep,
+            queries + (step / 4 * kQueries * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
+      commit_products();
+    }
+
+    // Sums over a block's queries: [this warpgroup's keys][columns].
+    __device__ __forceinline__ void start_sums(Sums& d, const unsigned (&left)[kQuerySteps][4], const Queries& right) {
+      const uint64_t columns = columns_descriptor(shared_address(right.box), kQueries * kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kQuerySteps; ++step)
+        WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step],
+                                                                     columns + step * 16 * kRowBytes / kDescriptorStep, true);
+      commit_products();
+    }
+
+    // The block before's gradients of queries, this warpgroup's piece.
+    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2]) {
+      const int before = (count - 1) % 2;
+      wait(&shared.grad_score_full[before], (count - 1) / 2 % 2);
+      const uint64_t scores = rows_descriptor(shared_address(shared.grad_score[before].box[kSideBySide ? 0 : group()])),
+                     keys = columns_descriptor(shared_address(shared.key.box[kSideBySide ? group() : 0]), kKeys * kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step)
+        WarpgroupProduct<T, kPiece>::template shared_shared<true, true>(
+            d, scores + step * 16 * kRowBytes / kDescriptorStep, keys + step * 16 * kRowBytes / kDescriptorStep, step > 0);
+      commit_products();
+    }
+
+    __device__ __forceinline__ void add_queries(const float (&d)[kPiece / 2]) {
+      if (rows < 0) return;
+      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPiece / 8 : 0;
+      float* const sums = a.space.sums + int64_t{rows} * (kRowBlock * kWidth) +
+                          ((group() * kBelow + warp()) * (kWidth / 8) + group() * kBeside) * 128;
+#pragma unroll
+      for (int j = 0; j < kPiece / 8; ++j) add_to_sum(sums + j * 128, lane(), reinterpret_cast<const float (&)[4]>(d[4 * j]));
+    }
+
+    // A pair's two numbers of kind 0 (lse), 1 (lse, low part) or 2 (delta), of the queries 8 j + 2 place and the next.
+    __device__ __forceinline__ float2 numbers(int kind, int j) const {
+      return *reinterpret_cast<const float2*>(
+          &shared.rows[buffer()][8 * j / kRowBlock][kind * kRowBlock + 8 * j % kRowBlock + lane() % 4 * 2]);
+    }
+
+    // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros. All threads that compute.
+    template <int kRows>
+    __device__ __forceinline__ void clear_tail(T (&box)[kBoxes][kRows][kBoxColumns], int from) {
+      constexpr int kAcross = kRowBytes / kVectorBytes;
+      for (int n = thread; n < kBoxes * (kRows - from) * kAcross; n += kMathThreads) {
+        const int row = n / kAcross % (kRows - from) + from;
+        reinterpret_cast<uint4*>(box[n / kAcross / (kRows - from)][row])[n % kAcross] = {0, 0, 0, 0};
+      }
+    }
+    __device__ __forceinline__ void publish_tail() {
+      publish_to_engines();
+      sync_named(kAllMath, kMathThreads);
+    }
+
+    __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
+
+    using QuerySums = float[kPiece / 2];
+    // In registers that `grad` has, if it has as many.
+    __device__ __forceinline__ static QuerySums& query_sums(ScoreSums& grad, QuerySums& other) {
+      if constexpr (sizeof(ScoreSums) == sizeof(QuerySums))
+        return reinterpret_cast<QuerySums&>(grad);
+      else
+        return other;
+    }
+    using Words = unsigned[kQuerySteps][4];  // of 16-bit pairs: a left operand
+
+    // The block at hand's weights; the block before's gradients of queries meanwhile. With kEverything, also the gradients of
+    // the weights, less delta.
+    template <bool kFirst>
+    __device__ __forceinline__ void weigh(ScoreSums& score, ScoreSums& grad, Words& weight) {
+      forget(thread);
+      const AttentionProblem& problem = a.problem;
+      const Place& place = shared.place;
+      const auto here = [&] { return ScoreBlock{job().query, place.key, place.queries, place.keys, job().whole}; };
+      if (problem.query_starts && job().query + kQueries > place.queries) {
+        wait(&shared.grad_out_full[buffer()], parity());
+        clear_tail(stage().query.box, place.queries - job().query);
+        clear_tail(stage().grad_out.box, place.queries - job().query);
+        publish_tail();
+      }
+      QuerySums other;
+      QuerySums& grad_query = query_sums(grad, other);
+      const auto finish_queries = [&] {
+        if constexpr (!kFirst) {
+          wait_for_products<0>();
+          settle(grad_query);
+          add_queries(grad_query);
+        } else {
+          wait(&shared.value_full, 0);
+        }
+      };
+
+      start_scores(score, shared.key, stage().query);
+      if constexpr (!kFirst) {
+        start_queries(grad_query);
+        wait_for_products<1>();
+        release(&shared.empty[buffer() ^ 1]);
+      } else {
+        wait_for_products<0>();
+      }
+      settle(flat(score));
+
+      [[maybe_unused]] unsigned dropped = 0;  // a bit for each weight
+      if constexpr (kEverything) {
+        finish_queries();
+        wait(&shared.grad_out_full[buffer()], parity());
+        start_scores(grad, shared.value, stage().grad_out);
+        const HeadMask mask(problem, place.batch, job().head);
+        const bool masked = mask.data && !job().nothing_hidden;
+        Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
+        if (masked) {
+          mask_block.load(mask, job().query, place.queries, place.key, place.keys);
+          commit_copies();
+          wait_for_copies();
+          sync_named(kAllMath, kMathThreads);
+        }
+        wait_for_products<0>();
+        settle(flat(grad));
+        const Dropout dropout(problem, place.batch, job().head);
+        if (dropout) {
+          draw_weights<true, 1, kQueries / 8>(score_row(), dropout, here(), [&](int, int j, unsigned kept) {
+            dropped |= (~kept & 15) << (4 * j);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) grad[0][j][e] = kept >> e & 1 ? grad[0][j][e] * a.keep_scale : 0;
+          });
+        }
+        forget(thread);
+        subtract_delta(grad);
+        const ScoreRule rule = a.rule.of_head(problem, place.batch, job().head);
+        if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
+        if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
+      }
+      if (!job().whole) hide(score);
+      const bool bends = kEverything && a.rule.bends;
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 high = numbers(0, j), low = numbers(1, j);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = score[0][j][e];
+          const float h = e % 2 ? high.y : high.x, l = e % 2 ? low.y : low.x;
+          x = FastBinary::exp((bends ? x - h : fmaf(x, a.rule.scale, -h)) - l);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto kept = [&](int e) { return kEverything && dropped >> (4 * j + e) & 1 ? 0.0f : score[0][j][e]; };
+          weight[j / 2][j % 2 * 2 + half] = pair(kept(2 * half), kept(2 * half + 1));
+        }
+      }
+      settle(weight);
+      if constexpr (!kEverything) finish_queries();
+    }
+
+    // What the weights add to the gradients of values, and of keys; the scores' gradients for those of queries.
+    __device__ __forceinline__ void spread(ScoreSums& score, ScoreSums& grad, const Words& weight) {
+      forget(thread);
+      if constexpr (!kEverything) {
+        wait(&shared.grad_out_full[buffer()], parity());
+        start_scores(grad, shared.value, stage().grad_out);
+        start_sums(grad_value, weight, stage().grad_out);
+        wait_for_products<1>();
+        settle(flat(grad));
+        subtract_delta(grad);
+      } else {
+        start_sums(grad_value, weight, stage().grad_out);
+      }
+      Words grad_score;
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int t = j / 2, n = j % 2 * 2 + half;
+          const float2 x =
+              kTile.rounded_weights ? unpair<T>(weight[t][n]) : make_float2(score[0][j][2 * half], score[0][j][2 * half + 1]);
+          grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
+        }
+#pragma unroll
+      for (int t = 0; t < kQuerySteps; ++t) {
+        const int r = score_row() + lane() % 16;
+        store_matrices(grad_score[t], shared_address(shared.grad_score[buffer()].box[t / 4][r]) +
+                                          ((t % 4 * 2 + lane() / 16) ^ (r % 8)) * static_cast<int>(kVectorBytes));
+      }
+      publish_to_engines();
+      __syncwarp();
+      release(&shared.grad_score_full[buffer()]);
+      start_sums(grad_key, grad_score, stage().query);
+      rows = !kSideBySide && job().query + group() * kPiece >= shared.place.queries ? -1 : job().rows;
+      ++count;
+    }
+
+    // What hide_scores<true> does, in few registers.
+    __device__ __forceinline__ void hide(ScoreSums& score) const {
+      const Place& place = shared.place;
+      const int first = job().query + lane() % 4 * 2, left_over = place.queries - first;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = place.key + score_row() + 8 * half + lane() / 4, at = key - place.offset - first;
+        const int begin = at - place.right, end = key < place.keys ? min(at + place.left + 1, left_over) : -kQueries;
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = score[0][j][2 * half + e];
+            x = 8 * j + e >= begin && 8 * j + e < end ? x : lowest<float>();
+          }
+      }
+    }
+
+    __device__ __forceinline__ void subtract_delta(ScoreSums& d) const {
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 delta = numbers(2, j);
+        d[0][j][0] -= delta.x, d[0][j][1] -= delta.y;
+        d[0][j][2] -= delta.x, d[0][j][3] -= delta.y;
+      }
+    }
+
+    __device__ __forceinline__ void run() {
+      clear(grad_key);
+      clear(grad_value);
+      wait(&shared.key_full, 0);
+      if (fetch()) {
+        const Place& place = shared.place;
+        if (a.problem.query_starts && place.key + kKeys > place.keys) {
+          wait(&shared.value_full, 0);
+          clear_tail(shared.key.box, place.keys - place.key);
+          clear_tail(shared.value.box, place.keys - place.key);
+          publish_tail();
+        }
+        ScoreSums score, grad;
+        Words weight;
+        weigh<true>(score, grad, weight);
+        while (true) {
+          spread(score, grad, weight);
+          const bool more = fetch();
+          wait_for_products<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
+          if (!more) break;
+          weigh<false>(score, grad, weight);
+        }
+        QuerySums grad_query;
+        start_queries(grad_query);
+        wait_for_products<0>();
+        settle(grad_query);
+        add_queries(grad_query);
+      }
+      settle(flat(grad_key));
+      settle(flat(grad_value));
+      sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
+      const float scale = static_cast<float>(a.problem.scale);
+#pragma unroll
+      for (int j = 0; j < kWidth / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          grad_key[0][j][e] *= scale;
+          if (kEverything) grad_value[0][j][e] *= a.keep_scale;
+        }
+      store(grad_key, a.gradients.grad_key, a.problem.width);
+      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+    }
+
+    __device__ __forceinline__ void store(const Sums& d, const MutableView4& view, int64_t width) {
+      const Place& place = shared.place;
+      T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
+                    (place.sequence.keys.begin + place.key) * view.stride[2];
+      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, score_row(), to, view.stride[2], view.stride[3],
+                    place.last_key - place.key, static_cast<int>(width));
+    }
+  };
+
+  __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
+    const AttentionProblem& problem = a.problem;
+    const BlockPlace at = place_of(problem, a.list, blockIdx.x, true, kKeys, problem.visible.right < 0);
+    Place place;
+    place.batch = at.sequence;
+    place.unit = at.head;
+    place.sequence = sequence_of(problem, at.sequence);
+    place.queries = static_cast<int>(place.sequence.queries.count);
+    place.keys = static_cast<int>(place.sequence.keys.count);
+    if (problem.query_starts && at.block == 0) {
+      const auto clear = [&](int64_t n) {
+        const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
+        clear_rows(a.gradients.grad_key, place.unit, problem.width, rows);
+        clear_rows(a.gradients.grad_value, place.unit, problem.value_width, rows);
+      };
+      clear(place.batch);
+      if (place.batch == problem.batch - 1) clear(problem.batch);
+    }
+    if (at.block < 0 || at.block * kKeys >= place.keys) return;
+    place.key = static_cast<int>(at.block) * kKeys;
+    place.first_query = static_cast<int>(place.sequence.queries.begin);
+    place.first_key = static_cast<int>(place.sequence.keys.begin) + place.key;
+    place.last_key = min(place.key + kKeys, place.keys);
+    place.heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
+    place.first_head = place.unit * place.heads;
+    const QueryRange range = queries_of_any(place.sequence.visible, place.key, place.last_key, place.queries);
+    place.begin = static_cast<int>(min(range.begin, int64_t{place.queries}) / kQueries);
+    place.end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
+    const auto bound = [](int64_t x) { return x < 0 ? kFar : static_cast<int>(min(x, int64_t{kFar})); };
+    place.offset = static_cast<int>(place.sequence.visible.offset);
+    place.left = bound(place.sequence.visible.left);
+    place.right = bound(place.sequence.visible.right);
+
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+    if (threadIdx.x == 0) {
+      shared.place = place;
+      init_barrier(&shared.key_full, 1);
+      init_barrier(&shared.value_full, 1);
+      for (int i = 0; i < kStages; ++i) {
+        init_barrier(&shared.query_full[i], 1);
+        init_barrier(&shared.grad_out_full[i], 1);
+        init_barrier(&shared.empty[i], kWarps);
+      }
+      for (int i = 0; i < 2; ++i) init_barrier(&shared.grad_score_full[i], kWarps);
+      publish_barriers();
+    }
+    __syncthreads();
+    if (warp < 4) {
+      shrink_registers<kTile.loader_registers>();
+      if (warp == 0) load(a, shared);
+    } else {
+      grow_registers<kTile.registers>();
+      Group{a, shared, static_cast<int>(threadIdx.x) - 128, 0, -1}.run();
+    }
+  }
+};
+
+template <class T, int kWidth, bool kEverything>
+__global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
+    attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+  extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
+  Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
+#endif
+}
+
+// Calls f(Type<T>, bool_constant<kEverything>, integral_constant<int, kTileWidth>) with what a problem needs.
+template <int kWidth, class F>
+void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
+  const auto visit = [&]<class T>(Type<T> element) {
+    if (ScoreRule(problem).bends || problem.dropout != 0)
+      f(element, std::true_type{}, std::integral_constant<int, 128>{});
+    else
+      f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
+  };
+  problem.dtype == DType::kFloat16 ? visit(Type<__half>{}) : visit(Type<__nv_bfloat16>{});
+}
+
+template <int kWidth>
+BackwardSpace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
+  int64_t width = 0;
+  visit_backward_sm90<kWidth>(problem, [&](auto, auto, auto tile_width) { width = tile_width(); });
+  return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
+}
+
+template <class T, int kWidth, bool kEverything>
+void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                          CUstream_st* stream) {
+  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+  constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
+  const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
+    const int64_t rows = over_keys ? (problem.key_starts ? problem.total_keys : problem.keys)
+                                   : (problem.query_starts ? problem.total_queries : problem.queries);
+    return head_boxes(view, kElement, problem.batch, problem.heads, heads, rows, width,
+                      over_keys ? Body::kKeys : Body::kQueries);
+  };
+  const BackwardSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
+                                        boxes(problem.key, true, problem.key_heads, problem.width),
+                                        boxes(problem.value, true, problem.value_heads, problem.value_width),
+                                        boxes(gradients.grad_out, false, problem.heads, problem.value_width),
+                                        problem,
+                                        gradients,
+                                        space,
+                                        BlockList::of(problem, true, gradients.units, Body::kKeys),
+                                        ScoreRule(problem),
+                                        problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
+  launch<attention_backward_sm90<T, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
+                                                          Body::shared_bytes(problem), stream);
+}
+
+template <int kWidth>
+int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients) {
+  return backward_sm90_space<kWidth>(problem, gradients, nullptr).bytes;
+}
+
+template <int kWidth>
+void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace, CUstream_st* stream) {
+  const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
+  fill_block_map(problem, space.map, stream);
+  prepare_backward(problem, gradients, space, stream);
+  visit_backward_sm90<kWidth>(problem, [&]<class T, bool kEverything, int kTileWidth>(Type<T>, std::bool_constant<kEverything>,
+                                                                                      std::integral_constant<int, kTileWidth>) {
+    launch_backward_sm90<T, kTileWidth, kEverything>(problem, gradients, space, stream);
+  });
+  finish_queries(problem, gradients, space, stream);
+  if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
+  if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,34 @@
+// Tensors of attention as the copy engine reads them: in boxes of rows of one head, 64 columns wide. What the tensor does not
+// have is read as zeros.
+#pragma once
+
+#include "../../core/problem.h"
+#include "../hw/tma.cuh"
+
+namespace flash_online::cuda {
+
+struct HeadBoxes {
+  CUtensorMap map;
+  // Of a call's head and batch, the tensor's; a dimension that is broadcast has size 1 there.
+  int heads_a_head, batch_step;
+
+  __device__ __forceinline__ BoxPlace at(int64_t batch, int head, int row, int box) const {
+    return {box * kBoxColumns, row, head / heads_a_head, static_cast<int>(batch) * batch_step};
+  }
+};
+
+// A call of `batch` and `call_heads`, of which the tensor has `heads`; rows of all packed sequences together.
+inline HeadBoxes head_boxes(const ConstView4& view, BoxElement element, int64_t batch, int64_t call_heads, int64_t heads,
+                            int64_t rows, int64_t width, int box_rows) {
+  constexpr uint64_t kAny = 16, kElementBytes = 2;
+  const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(view.stride[i] == 0 ? 1 : n); };
+  const auto step = [&](int i, int64_t n) {
+    return n == 1 || view.stride[i] == 0 ? kAny : static_cast<uint64_t>(view.stride[i]) * kElementBytes;
+  };
+  return {tensor_map(view.data, element,
+                     {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+                     {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows)),
+          static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
+}
+
+}  // namespace flash_online::cuda
