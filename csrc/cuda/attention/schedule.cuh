@@ -14,7 +14,7 @@ namespace flash_online::cuda {
 
 // Blocks of `size` rows in one head of all sequences; for packed sequences at most.
 struct BlockList {
-  int64_t blocks;     // of a dense sequence; of all packed ones
+  int64_t blocks;  // of a dense sequence; of all packed ones
   int64_t sequences;  // dense
   int64_t heads;
   FLASH_ONLINE_HD int64_t count() const { return blocks * heads * sequences; }
