@@ -1,5 +1,5 @@
 # Every target builds in .venv first, where anything changed: .ci/setup. `make demo ARGS=--quick` hands arguments on.
-SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(shell find csrc -type f -not -name '*.in')
+SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(shell find csrc -type f)
 .PHONY: demo test bench lint
 
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
