@@ -10,10 +10,10 @@
 #include "../../core/visit.h"
 #include "../hw/reduce.cuh"
 #include "attention.h"
+#include "block_map.cuh"
 #include "delta.cuh"
 #include "load.cuh"
 #include "mask_gradient.cuh"
-#include "query_blocks.cuh"
 #include "scores.cuh"
 #include "tiles.h"
 

@@ -29,23 +29,16 @@ struct BlockMap {
 BlockMap block_map_of(const AttentionProblem& problem);
 void fill_block_map(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream);
 
-// Key blocks of `kKeys` keys in the order of a range, hidden ones passed over. A whole warp asks; all get the same answer.
-template <int kQueries, int kKeys>
-class KeyBlocks {
+// Blocks of kSize queries or keys in the order of a range, those that the mask hides passed over. A whole warp asks; all get
+// the same answer.
+template <int kSize, bool kAlongKeys>
+class SeenBlocks {
  public:
-  __device__ KeyBlocks(const BlockMap& map, int64_t batch, int64_t head, int query, int queries, int begin, int end)
-      : columns_(static_cast<int>(map.size[3])), next_(begin), end_(end), known_end_(map.data ? begin : end) {
-    if (!map.data) return;
-    const int row = query / kMapBlock;
-    rows_ = map.size[2] == 1 ? 1 : min((queries + kMapBlock - 1) / kMapBlock - row, (kQueries + kMapBlock - 1) / kMapBlock);
-    row_ = map.row(batch, head, row);
-  }
-
   // The number of the next block, `end` if there is none; whether the mask hides nothing in it.
   __device__ __forceinline__ int next(bool& nothing) {
     nothing = false;
     while (next_ < end_) {
-      if (!row_) return next_++;
+      if (!kinds_) return next_++;
       if (next_ >= known_end_) look_ahead();
       const unsigned left = ~hidden_ >> (kWarp - (known_end_ - next_));
       next_ = left ? next_ + __ffs(left) - 1 : known_end_;
@@ -57,17 +50,24 @@ class KeyBlocks {
     return end_;
   }
 
+ protected:
+  // kinds: of the map's first block on the way, null without a map; a block covers `taken` beside each other. step: bytes from
+  // one row of the map to the next; along queries 0 where there is one row only.
+  __device__ SeenBlocks(const uint8_t* kinds, int64_t step, int taken, int begin, int end)
+      : kinds_(kinds), step_(static_cast<int>(step)), taken_(taken), next_(begin), end_(end), known_end_(kinds ? begin : end) {}
+
  private:
   // Of 32 blocks, one a lane.
   __device__ void look_ahead() {
-    static_assert(kKeys <= kMapBlock && kMapBlock % kKeys == 0);
+    static_assert(kSize <= kMapBlock && kMapBlock % kSize == 0);
     const int block = next_ + static_cast<int>(threadIdx.x) % kWarp;
     bool hidden = false, nothing = false;
     if (block < end_) {
-      const int column = columns_ == 1 ? 0 : block * kKeys / kMapBlock;
+      const int place = block * kSize / kMapBlock;
+      const uint8_t* const first = kinds_ + (kAlongKeys ? (step_ == 1 ? 0 : place) : int64_t{place} * step_);
       hidden = nothing = true;
-      for (int r = 0; r < rows_; ++r) {
-        const auto kind = static_cast<MaskKind>(row_[r * columns_ + column]);
+      for (int n = 0; n < taken_; ++n) {
+        const auto kind = static_cast<MaskKind>(first[kAlongKeys ? n * step_ : n]);
         hidden &= kind == MaskKind::kHidden;
         nothing &= kind == MaskKind::kNothing;
       }
@@ -77,9 +77,32 @@ class KeyBlocks {
     known_end_ = next_ + kWarp;
   }
 
-  const uint8_t* row_ = nullptr;
-  int rows_ = 0, columns_, next_, end_, known_end_;
+  const uint8_t* kinds_;
+  int step_, taken_, next_, end_, known_end_;
   unsigned hidden_ = 0, nothing_ = 0;  // bit n: block known_end_ - 32 + n
+};
+
+// How many of a map's blocks, out of those that hold `count` rows or columns, a block of kSize from `from` on covers.
+template <int kSize>
+__device__ __forceinline__ int map_blocks(int64_t map_size, int from, int count) {
+  return map_size == 1 ? 1 : min((count + kMapBlock - 1) / kMapBlock - from / kMapBlock, (kSize + kMapBlock - 1) / kMapBlock);
+}
+
+// Blocks of kKeys keys that some of the kQueries queries from `query` on may see.
+template <int kQueries, int kKeys>
+struct KeyBlocks : SeenBlocks<kKeys, true> {
+  __device__ KeyBlocks(const BlockMap& map, int64_t batch, int64_t head, int query, int queries, int begin, int end)
+      : SeenBlocks<kKeys, true>(map.data ? map.row(batch, head, query / kMapBlock) : nullptr, map.size[3],
+                                map_blocks<kQueries>(map.size[2], query, queries), begin, end) {}
+};
+
+// Blocks of kQueries queries that may see some of the kKeys keys from `key` on.
+template <int kQueries, int kKeys>
+struct QueryBlocks : SeenBlocks<kQueries, false> {
+  __device__ QueryBlocks(const BlockMap& map, int64_t batch, int64_t head, int key, int keys, int begin, int end)
+      : SeenBlocks<kQueries, false>(map.data ? map.row(batch, head, 0) + (map.size[3] == 1 ? 0 : key / kMapBlock) : nullptr,
+                                    map.size[2] == 1 ? 0 : map.size[3], map_blocks<kKeys>(map.size[3], key, keys), begin, end) {
+  }
 };
 
 }  // namespace flash_online::cuda

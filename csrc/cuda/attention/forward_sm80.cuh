@@ -93,7 +93,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
   const HeadMask mask(problem, batch, head);
   const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
   const Dropout dropout(problem, batch, head);
-  const float scale = kEverything && rule.bends ? 1.0f : rule.scale;
+  const float scale = kEverything ? rule.remaining_scale() : rule.scale;
   const int row = static_cast<int>(threadIdx.x) / 32 * 16 * kRows;  // the warp's first, in the block
 
   const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);

@@ -231,17 +231,18 @@ struct LeftOperand {
   }
 };
 
-// d[m][n] += sum over k of left[m][k] right[k][n], k being left's 8 * kLeft columns; n from column `n` of `right` on.
-template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
-__device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d, const LeftOperand<Kind, kRows, kLeft>& left,
-                                                 SharedTile<Kind, kWidth> right, int n = 0) {
+// d[m][n] += sum over k of left[m][k] right[k][n], k up to kSteps * Fragments::kDepth, n from column `n` of `right` on.
+// left(a, i, step): the left operand's fragment of its i-th sixteen rows.
+template <class Kind, int kSteps, int kRows, int kColumns, int kWidth, class Left>
+__device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>& d, const Left& left,
+                                                    SharedTile<Kind, kWidth> right, int n) {
   using F = Fragments<Kind>;
   static_assert(kColumns % 2 == 0);
 #pragma unroll
-  for (int step = 0; step < kLeft * 8 / F::kDepth; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     unsigned a[kRows][4];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) left.fragment(a[i], i, step);
+    for (int i = 0; i < kRows; ++i) left(a[i], i, step);
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       unsigned b[4];
@@ -254,58 +255,36 @@ __device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d
     }
   }
 }
+
+// The same with the left operand in registers, k being its 8 * kLeft columns.
+template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
+__device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d, const LeftOperand<Kind, kRows, kLeft>& left,
+                                                 SharedTile<Kind, kWidth> right, int n = 0) {
+  multiply_by_columns<Kind, kLeft * 8 / Fragments<Kind>::kDepth>(
+      d, [&](unsigned (&a)[4], int i, int step) { left.fragment(a, i, step); }, right, n);
+}
 template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
 __device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumns>& d, const Accumulator<kRows, kLeft>& left,
                                                       SharedTile<Kind, kWidth> right, int n = 0) {
   multiply_operand(d, LeftOperand<Kind, kRows, kLeft>(left), right, n);
 }
 
-// The same with the left operand's rows in shared memory: 16 * kRows of them from m on, k up to kDepthInAll.
+// With the left operand's rows in shared memory: 16 * kRows of them from m on, k up to kDepthInAll.
 template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
 __device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left,
                                                          int m, SharedTile<Kind, kWidthRight> right, int n) {
   using F = Fragments<Kind>;
-  static_assert(kColumns % 2 == 0);
-#pragma unroll
-  for (int k = 0; k < kDepthInAll; k += F::kDepth) {
-    unsigned a[kRows][4];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) F::left_rows_for_columns(a[i], left, m + 16 * i, k);
-#pragma unroll
-    for (int j = 0; j < kColumns; j += 2) {
-      unsigned b[4];
-      F::right_columns(b, right, n + 8 * j, k);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        F::multiply(d[i][j], a[i], b[0], b[1]);
-        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
+  multiply_by_columns<Kind, kDepthInAll / F::kDepth>(
+      d, [&](unsigned (&a)[4], int i, int step) { F::left_rows_for_columns(a, left, m + 16 * i, step * F::kDepth); }, right, n);
 }
 
-// d[m][n] += sum over k of left[k][m] right[k][n], for 16 * kRows columns of `left` from m on, n from column `n` of `right` on.
+// With the left operand's columns there, left[k][m], from m on.
 template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
 __device__ __forceinline__ void multiply_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
                                                  SharedTile<Kind, kWidthRight> right, int n) {
   using F = Fragments<Kind>;
-  static_assert(kColumns % 2 == 0);
-#pragma unroll
-  for (int k = 0; k < kDepthInAll; k += F::kDepth) {
-    unsigned a[kRows][4];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) F::left_columns(a[i], left, m + 16 * i, k);
-#pragma unroll
-    for (int j = 0; j < kColumns; j += 2) {
-      unsigned b[4];
-      F::right_columns(b, right, n + 8 * j, k);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        F::multiply(d[i][j], a[i], b[0], b[1]);
-        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
+  multiply_by_columns<Kind, kDepthInAll / F::kDepth>(
+      d, [&](unsigned (&a)[4], int i, int step) { F::left_columns(a, left, m + 16 * i, step * F::kDepth); }, right, n);
 }
 
 }  // namespace flash_online::cuda
