@@ -128,9 +128,9 @@ constexpr Backward kBackwardOnSm90{
         },
 };
 
-// The best first; but the backward pass on sm90 has not run on a device yet, so that FLASH_ONLINE_KERNEL alone gets at it.
+// The best first.
 constexpr Forward kForward[] = {kForwardOnSm90, kForwardOnSm80};
-constexpr Backward kBackward[] = {kBackwardOnSm80, kBackwardOnSm90};
+constexpr Backward kBackward[] = {kBackwardOnSm90, kBackwardOnSm80};
 
 // The reason not to take a family; null: none. FLASH_ONLINE_KERNEL, read once, forces one.
 template <class Family, class... More>
