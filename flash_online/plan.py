@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import _linear
-from ._ops import LIBRARY, InvalidArgument
+from ._ops import LIBRARY, InvalidArgument, accumulator_of
 
 # The raw operator that a function stands on, whose kernels say where it can run.
 _OPERATORS = {
@@ -214,6 +214,10 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
     for operator, arguments in record.operators:
         if operator.startswith("linear_cross_entropy"):
             extra["chunk of logits"] = _linear.scratch_bytes(operator, arguments)
+        elif operator == "cross_entropy_loss":  # loss, weight and, on the CPU, lse
+            logits = arguments[0]
+            rows = logits.numel() // logits.shape[1]
+            extra["numbers of rows"] = (3 if device == "cpu" else 2) * rows * accumulator_of(logits.dtype).itemsize
     return Plan(title, device, True, kernel, tuple(name for name, _ in record.operators), refused, extra)
 
 

@@ -89,6 +89,7 @@ OURS = {
     "top k": (flash_online.topk_softmax, (LOGITS, 2), {}, ["topk_softmax_forward"], 0),
     "merge": (flash_online.merge_attention, ([Q, K], [Q[..., 0], K[..., 0]]), {}, ["attention_merge"], 0),
     "cross_entropy": (F.cross_entropy, (LOGITS, TARGET), {"reduction": "none"}, ["cross_entropy_forward"], 2 * 3 * 4),
+    "cross_entropy, reduced": (F.cross_entropy, (LOGITS, TARGET), {}, ["cross_entropy_loss"], 3 * 3 * 4 + 4),
     "linear_cross_entropy": (
         flash_online.linear_cross_entropy,
         (Q[0, 0, :3], K[0, 0], TARGET.clamp(max=4)),
