@@ -97,7 +97,11 @@ def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | 
     """Raises NotImplementedError where a function that torch has no equal of cannot run."""
     reason = refusal(function, *tensors, dtype=dtype)
     if reason is not None:
-        raise NotImplementedError(f"flash_online.{function}: {reason}")
+        raise _no_kernel(function, reason)
+
+
+def _no_kernel(function: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(f"flash_online.{function}: {reason}")
 
 
 def forward_to_torch(function: str, reason: str, original: Callable, *args, **kwargs):
@@ -189,6 +193,8 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
         if _strict_depth > 0:
             reason += "; strict() forbids the call"
         return Plan(title, device, False, f"torch.nn.functional.{name}", refused={"flash_online": reason})
+    if reason is not None:
+        raise _no_kernel(name, reason)
 
     # The call itself on tensors without data: what it would run is what it runs, and its errors are the call's.
     record = _record()

@@ -158,7 +158,7 @@ bool launch_held(const RowProblem& problem, int64_t vectors, cudaStream_t stream
     launched = true;
   });
   if constexpr (!Op::kReduces)
-    visit_piped(vectors * Op::kTensors, [&]<class Team>(int cluster, int64_t rows) {
+    visit_piped<Op::kTensors>(vectors, [&]<class Team>(int cluster, int64_t rows) {
       launch_piped<Op, Team, T, R>(problem, cluster, rows, stream);
       launched = true;
     });

@@ -61,7 +61,7 @@ class Pipe {
 
   __device__ __forceinline__ explicit Pipe(const RowProblem& problem)
       : problem_(problem), classes_(static_cast<int>(problem.classes)), number_(blockIdx.x / Team::blocks()) {
-    extern __shared__ uint4 all_shared[];
+    extern __shared__ __align__(128) uint4 all_shared[];
     slots_ = all_shared + threadIdx.x;
     next_ = source(number_);
 #pragma unroll 4
@@ -189,11 +189,16 @@ void launch_piped(const RowProblem& problem, int cluster, int64_t rows, cudaStre
 // ---- which team
 
 // Measured: a block alone is ahead of a cluster as long as it can be, and where all of a multiprocessor's memory is needed for
-// that, better for one row than for several.
-template <bool kCluster>
-using SmallTeam = PipedTeam<512, 8, 3, kCluster>;
+// that, better for one row than for several. In clusters more threads pay where they have registers enough, which they have for
+// the sums and products of two tensors and not for the exponentials of one.
+using BlockAlone = PipedTeam<512, 8, 3, false>;
+template <int kTensors>
+using SmallTeam = std::conditional_t<kTensors == 1, PipedTeam<256, 16, 3, true>, PipedTeam<512, 8, 3, true>>;
 template <bool kCluster>
 using LargeTeam = PipedTeam<1024, 8, 1, kCluster>;
+
+constexpr int64_t kSmallVectors = BlockAlone::kBlockVectors, kLargeVectors = LargeTeam<true>::kBlockVectors;  // of a block
+static_assert(SmallTeam<1>::kBlockVectors == kSmallVectors && SmallTeam<2>::kBlockVectors == kSmallVectors);
 
 inline bool has_large_team() {
   constexpr int kStatic = 16 << 10;  // shared memory beside the row, at most
@@ -203,22 +208,21 @@ inline bool has_large_team() {
 
 // How many vectors of a row can be held at most, all its tensors counted.
 inline int64_t most_held_vectors(bool reduces) {
-  const int64_t block = has_large_team() ? LargeTeam<true>::kBlockVectors : SmallTeam<true>::kBlockVectors;
-  return reduces ? kMostInRegisters : block * largest_cluster();
+  return reduces ? kMostInRegisters : (has_large_team() ? kLargeVectors : kSmallVectors) * largest_cluster();
 }
 
-// Calls f.operator()<Team>(blocks a row, rows for a cluster at most) with the team for rows of so many vectors, all tensors
-// counted, if there is one. Again the length alone decides.
-template <class F>
+// Calls f.operator()<Team>(blocks a row, rows for a cluster at most) with the team for rows of so many vectors of each of
+// kTensors tensors, if there is one. Again the length alone decides.
+template <int kTensors, class F>
 void visit_piped(int64_t vectors, const F& f) {
-  if (vectors <= kMostInRegisters || vectors > most_held_vectors(false)) return;
-  constexpr int64_t kSmall = SmallTeam<true>::kBlockVectors, kLarge = LargeTeam<true>::kBlockVectors;
-  if (vectors <= kSmall) return f.template operator()<SmallTeam<false>>(1, 1);
-  if (vectors <= kLarge && has_large_team()) return f.template operator()<LargeTeam<false>>(1, 1);
+  const int64_t all = vectors * kTensors;
+  if (all <= kMostInRegisters || all > most_held_vectors(false)) return;
+  if (all <= kSmallVectors) return f.template operator()<BlockAlone>(1, 1);
+  if (all <= kLargeVectors && has_large_team()) return f.template operator()<LargeTeam<false>>(1, 1);
   int cluster = 2;
-  while (cluster < largest_cluster() && vectors > cluster * kSmall) cluster *= 2;
-  if (vectors <= cluster * kSmall)
-    f.template operator()<SmallTeam<true>>(cluster, cluster < kLargestCluster ? 2 : 4);
+  while (cluster < largest_cluster() && all > cluster * kSmallVectors) cluster *= 2;
+  if (all <= cluster * kSmallVectors)
+    f.template operator()<SmallTeam<kTensors>>(cluster, cluster < kLargestCluster ? 2 : 4);
   else
     f.template operator()<LargeTeam<true>>(cluster, 4);
 }

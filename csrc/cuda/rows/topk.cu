@@ -6,8 +6,8 @@
 // first.
 //   k <= 32   a block reads vectors; of a long row, each of several blocks a piece, whose lists another kernel merges. The
 //             maxima of parts of the first vectors give a bar that k elements are above and few more; who is above waits in
-//             shared memory. A key's rank is the number of waiting keys that are larger: nothing is sorted. When some wait,
-//             the k best stay and raise the bar.
+//             shared memory. In a row that a block holds at once, a key's rank is the number of waiting keys that are larger.
+//             In a longer one a warp sorts those that wait into its list, and raises the bar, while the others read on.
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
 //             each 2048, looking only at keys behind the last one found.
 #include "../hw/stream_order.cuh"
@@ -33,9 +33,9 @@ __device__ __forceinline__ float element_of(Key key) {
 __device__ __forceinline__ Key key_of(float x, unsigned index) { return Key{rank_of(x)} << 32 | (0xffffffffu - index); }
 __device__ __forceinline__ unsigned index_of(Key key) { return 0xffffffffu - static_cast<unsigned>(key); }
 
-// ---- k <= 32, classes side by side
-
 constexpr int kMostInLists = kWarp;  // k
+
+// ---- k <= 32, classes side by side, rows that a block holds at once
 
 // Steps of a bitonic sort of a warp's numbers, one a lane, descending; from_size kWarp: of what is bitonic already.
 __device__ __forceinline__ float sort_descending(float x, int from_size = 2) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ float sort_descending(float x, int from_size = 2) {
 template <int kThreads>
 struct Board {
   static constexpr int kGroups = 2 * kWarp, kWarps = kThreads / kWarp;
-  static constexpr int kWaiting = kThreads < 256 ? 512 : 1024, kRoom = kWaiting - kThreads;  // kRoom: for those who come next
+  static constexpr int kWaiting = 512, kRoom = kWaiting - kThreads;  // kRoom: for those who come next
   float groups[kGroups];  // the maxima of parts of the first vectors
   float bar;  // who is not above it is not among the best
   int count;  // of keys that wait
@@ -110,154 +110,104 @@ __device__ __forceinline__ void keep_best(Board<kThreads>& board, int count, int
   }
 }
 
-// The best k of a row's classes [0, classes), whose indices count from `offset`, are left in board.best, and their maximum and
-// sum are returned to the first warp. kLong: there may be more than kVectors vectors for each thread; the next ones are then on
-// their way while these are looked at.
-template <int kThreads, int kVectors, bool kLong, class T>
-__device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row, int classes, unsigned offset, int k) {
+// The best k of a row that the block's threads hold in kVectors vectors each are left in board.best, and their maximum and sum
+// are returned to the first warp.
+template <int kThreads, int kVectors, class T>
+__device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row, int classes, int k) {
   using B = Board<kThreads>;
-  constexpr int kElements = kPerVector<T>, kPair = kVectors > 8 ? 2 : 1,
-                kMaxima = kVectors / kPair;  // kPair: vectors a maximum
-  constexpr int kTake = kWarp;  // so many more than the best wait before the bar is raised
+  constexpr int kElements = kPerVector<T>;
+  constexpr int kPair = kVectors > 8 ? 2 : 1, kMaxima = kVectors / kPair;  // kPair: vectors a maximum
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
-  // Classes at a time: as many as fit, or fewer where the last time would see but a few.
-  int step = kThreads * kVectors * kElements;
-  if constexpr (kLong) {
-    const int times = (classes + step - 1) / step, a_vector = kThreads * kElements;
-    step = (classes + times * a_vector - 1) / (times * a_vector) * a_vector;
-  }
-  const auto left_at = [&](int begin) { return min(classes - begin, step); };
   if (thread == 0) board.count = 0;
+  uint4 v[kVectors];
+  load_row<T>(v, row, thread, kThreads, classes, lowest_vector<T>());
+  float max[kMaxima], most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kMaxima; ++i) {
+    max[i] = max_of<T>(v[i * kPair]);
+    if constexpr (kPair == 2) max[i] = fmaxf(max[i], max_of<T>(v[i * kPair + 1]));
+    most = fmaxf(most, max[i]);
+  }
+  if constexpr (kThreads == kWarp) {
+    float halves[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) halves[i % 2] = fmaxf(halves[i % 2], max[i]);
+    board.groups[lane] = halves[0];
+    board.groups[kWarp + lane] = halves[1];
+  } else {
+    constexpr int kGroup = kThreads / B::kGroups;
+    float group = most;
+#pragma unroll
+    for (int with = 1; with < kGroup; with *= 2) group = fmaxf(group, __shfl_xor_sync(~0u, group, with));
+    if (thread % kGroup == 0) board.groups[thread / kGroup] = group;
+  }
+  __syncthreads();
+  if (warp == 0) set_first_bar(board, k);
   RowState state;
-  float bar = 0;
-  uint4 v[kVectors], next[kLong ? kVectors : 1];
-  load_row<T>(v, row, thread, kThreads, left_at(0), lowest_vector<T>());
-  for (int begin = 0;; begin += step) {
-    const bool last = !kLong || begin + step >= classes;
-    if constexpr (kLong)
-      if (!last) load_row<T>(next, row + begin + step, thread, kThreads, left_at(begin + step), lowest_vector<T>());
-    float max[kMaxima], most = -INFINITY;
+  state.raise(most);
+  float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kMaxima; ++i) {
-      max[i] = max_of<T>(v[i * kPair]);
-      if constexpr (kPair == 2) max[i] = fmaxf(max[i], max_of<T>(v[i * kPair + 1]));
-      most = fmaxf(most, max[i]);
-    }
-    if (begin == 0) {
-      if constexpr (kThreads == kWarp) {
-        float half = -INFINITY;
+  for (int i = 0; i < kVectors; ++i) {
+    float x[kElements], part = 0;
+    unpack<T>(v[i], x);
 #pragma unroll
-        for (int i = 0; i < kMaxima; i += 2) half = fmaxf(half, max[i]);
-        board.groups[lane] = half;
-        half = -INFINITY;
+    for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
+    sum += part;
+  }
+  state.add(sum);
+  __syncthreads();
+  float bar = board.bar;
+  const bool nan = state.sum != state.sum;  // which is in no maximum
+  // Nothing is below -infinity, but only the first k of a row can be among its best with that.
+  const int free = bar == -INFINITY ? k : 0;
+  const auto first_of = [&](int i) { return (thread + i * kThreads) * kElements; };
+  const auto above = [&](float x, int c) { return c < classes && (!(x <= bar) || c < free); };
+  unsigned who = 0;  // of the vectors, the first of a pair for both
 #pragma unroll
-        for (int i = 1; i < kMaxima; i += 2) half = fmaxf(half, max[i]);
-        board.groups[kWarp + lane] = half;
-      } else {
-        constexpr int kGroup = kThreads / B::kGroups;
-        float group = most;
+  for (int i = 0; i < kMaxima; ++i) who |= max[i] > bar || nan || first_of(i * kPair) < free ? 1u << i * kPair : 0;
+  for (; who != 0; who &= who - 1)
 #pragma unroll
-        for (int with = 1; with < kGroup; with *= 2) group = fmaxf(group, __shfl_xor_sync(~0u, group, with));
-        if (thread % kGroup == 0) board.groups[thread / kGroup] = group;
+    for (int second = 0; second < kPair; ++second) {
+      const int c = first_of(__ffs(static_cast<int>(who)) - 1 + second);
+      float x[kElements];
+      int found = 0;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {  // from memory again: so many registers are dear to choose from
+        x[e] = c + e < classes ? widen(row[c + e]) : 0.0f;
+        found += above(x[e], c + e);
       }
-      __syncthreads();
-      if (warp == 0) set_first_bar(board, k);
-    }
-    state.raise_beyond(kSlack, most);
-    float sum = 0;
+      if (found == 0) continue;
+      int at = atomicAdd(&board.count, found);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float x[kElements], part = 0;
-      unpack<T>(v[i], x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
-      sum += part;
-    }
-    state.add(sum);
-    if (begin == 0) {
-      __syncthreads();
-      bar = board.bar;
-    }
-    const bool nan = state.sum != state.sum;  // which is in no maximum
-    // Nothing is below -infinity, but only the first k of a row can be among its best with that.
-    const int left = left_at(begin), free = begin == 0 && bar == -INFINITY ? k : 0;
-    const auto first_of = [&](int i) { return (thread + i * kThreads) * kElements; };
-    const auto above = [&](float x, int c) { return c < left && (!(x <= bar) || c < free); };
-    const auto key_at = [&](float x, int c) { return key_of(x, offset + static_cast<unsigned>(begin + c)); };
-    unsigned who = 0;  // of the vectors, the first of a pair for both
-#pragma unroll
-    for (int i = 0; i < kMaxima; ++i) who |= max[i] > bar || nan || first_of(i * kPair) < free ? 1u << i * kPair : 0;
-    bool enough = last;
-    for (; who != 0; who &= who - 1)
-#pragma unroll
-      for (int second = 0; second < kPair; ++second) {
-        const int i = __ffs(static_cast<int>(who)) - 1 + second, c = first_of(i);
-        float x[kElements];
-        if constexpr (kLong) {
-          unpack<T>(any_of(v, i), x);
-        } else {  // from memory again: so many registers are dear to choose from
-#pragma unroll
-          for (int e = 0; e < kElements; ++e) x[e] = c + e < left ? widen(row[begin + c + e]) : 0.0f;
-        }
-        int found = 0;
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) found += above(x[e], c + e);
-        if (found == 0) continue;
-        int at = atomicAdd(&board.count, found);
-        enough |= at + found > k + kTake;
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) {
-          if (!above(x[e], c + e)) continue;
-          if (at < B::kWaiting) board.waiting[at] = key_at(x[e], c + e);
-          ++at;
-        }
+      for (int e = 0; e < kElements; ++e) {
+        if (!above(x[e], c + e)) continue;
+        if (at < B::kWaiting) board.waiting[at] = key_of(x[e], static_cast<unsigned>(c + e));
+        ++at;
       }
-    if constexpr (kLong) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) v[i] = next[i];
-      if (!__syncthreads_or(enough)) continue;
-    } else {
-      __syncthreads();
     }
-    const int count = board.count;
-    if (count <= B::kWaiting) {
-      if (last) {
-        rank_waiting(board, count, k);
-        break;
-      }
-      keep_best(board, count, k);
-    } else {
-      // Far too many, as in a row that ascends or of equal elements. Only those that waited already stay, and then the
-      // elements come once more, one of each thread at a time.
-      constexpr int kMine = B::kWaiting / kThreads;
-      Key mine[kMine];
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) mine[i] = board.waiting[i * kThreads + thread];
-      __syncthreads();
-      if (thread == 0) board.count = 0;
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kMine; ++i)
-        if (index_of(mine[i]) - offset < static_cast<unsigned>(begin)) board.waiting[atomicAdd(&board.count, 1)] = mine[i];
-      __syncthreads();
-#pragma unroll 1
-      for (int n = 0; n < kVectors * kElements; ++n) {
-        const int c = first_of(n / kElements) + n % kElements;
-        const float x = c < left ? widen(row[begin + c]) : 0.0f;
-        if (above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_at(x, c);
-        __syncthreads();
-        const int waiting = board.count;
-        if (waiting > B::kRoom || n + 1 == kVectors * kElements) {
-          keep_best(board, waiting, k);
-          __syncthreads();
-          bar = board.bar;
-        }
-        __syncthreads();
-      }
-      if (last) break;
-    }
+  __syncthreads();
+  const int count = board.count;
+  if (count <= B::kWaiting) {
+    rank_waiting(board, count, k);
+  } else {
+    // Far too many, as of equal elements: once more, one of each thread at a time.
     __syncthreads();
-    bar = board.bar;
+    if (thread == 0) board.count = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int n = 0; n < kVectors * kElements; ++n) {
+      const int c = first_of(n / kElements) + n % kElements;
+      const float x = c < classes ? widen(row[c]) : 0.0f;
+      if (above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, static_cast<unsigned>(c));
+      __syncthreads();
+      const int waiting = board.count;
+      if (waiting > B::kRoom || n + 1 == kVectors * kElements) {
+        keep_best(board, waiting, k);
+        __syncthreads();
+        bar = board.bar;
+      }
+      __syncthreads();
+    }
   }
   state = merge_lanes<kWarp>(state);
   if constexpr (kThreads > kWarp) {
@@ -288,19 +238,47 @@ __device__ __forceinline__ void write_list(const RowProblem& problem, const RowP
 }
 
 // A block a row.
-template <class T, class R, int kThreads, int kVectors, bool kLong>
-__global__ void __launch_bounds__(kThreads, kVectors > 8 ? (kThreads == 64 ? 11 : 576 / kThreads) : 1024 / kThreads)
+template <class T, class R, int kThreads, int kVectors>
+__global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThreads)
     list_kernel(const __grid_constant__ RowProblem problem) {
   __shared__ Board<kThreads> board;
   const RowPlace place = held_place(problem, blockIdx.x);
   const T* row = row_of<const T>(problem.input, place).data;
-  const RowState state =
-      search<kThreads, kVectors, kLong>(board, row, static_cast<int>(problem.classes), 0, static_cast<int>(problem.k));
+  const RowState state = search<kThreads, kVectors>(board, row, static_cast<int>(problem.classes), static_cast<int>(problem.k));
   if (threadIdx.x < kWarp) write_list<R>(problem, place, state, board.best[threadIdx.x]);
 }
 
-constexpr int kPieceThreads = 256, kPieceStep = 4;  // vectors of a thread at a time
-constexpr int64_t kPieceVectors = 8 * kPieceThreads * kPieceStep;  // of a block's piece of a long row
+// ---- the same, longer rows
+
+constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
+constexpr int kListVectors = 4;  // of a thread at a time
+constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a row
+
+// A warp's best 32 keys, one a lane, descending.
+__device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
+  const Key other = __shfl_xor_sync(~0u, key, step);
+  return (key > other) == keep_larger ? key : other;
+}
+
+// Bitonic sort, descending.
+__device__ __forceinline__ Key sort_warp(Key key) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int size = 2; size <= kWarp; size *= 2)
+#pragma unroll
+    for (int step = size / 2; step > 0; step /= 2) key = exchange(key, step, ((lane & size) == 0) == ((lane & step) == 0));
+  return key;
+}
+
+// The best 32 of two sorted lists.
+__device__ __forceinline__ Key merge_sorted(Key a, Key b) {
+  const int lane = threadIdx.x % kWarp;
+  const Key reversed = __shfl_sync(~0u, b, kWarp - 1 - lane);
+  Key key = a > reversed ? a : reversed;  // bitonic
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) key = exchange(key, step, (lane & step) == 0);
+  return key;
+}
 
 struct ListPieces {
   int64_t classes, count;
@@ -310,71 +288,182 @@ struct ListPieces {
     return {piece, (classes + piece - 1) / piece};
   }
 };
-// In the workspace: the lists of each row's pieces, then their states.
+// In the workspace: a state a piece of each row, then the lists.
 struct PieceState {
   float max, sum;
 };
 __host__ __device__ inline int64_t list_bytes(int64_t pieces) {
-  return pieces * static_cast<int64_t>(sizeof(PieceState) + kMostInLists * sizeof(Key));
+  return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key));
 }
 
-// A grid is rows x pieces.
-template <class T>
-__global__ void __launch_bounds__(kPieceThreads, 1024 / kPieceThreads)
-    list_piece_kernel(const __grid_constant__ RowProblem problem) {
-  __shared__ Board<kPieceThreads> board;
-  let_next_kernel_start();
-  const ListPieces pieces = ListPieces::of(problem.classes, Type<T>{});
-  const int64_t begin = blockIdx.y * pieces.classes;
-  const int classes = static_cast<int>(min(problem.classes - begin, pieces.classes));
-  const T* row = row_of<const T>(problem.input, held_place(problem, blockIdx.x)).data + begin;
-  const int k = static_cast<int>(problem.k), lane = threadIdx.x;
-  const RowState state = search<kPieceThreads, kPieceStep, true>(board, row, classes, static_cast<unsigned>(begin), k);
-  if (lane >= kWarp) return;
-  auto* lists = static_cast<Key*>(problem.workspace);
-  auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kMostInLists);
-  const int64_t slot = int64_t{blockIdx.x} * gridDim.y + blockIdx.y;
-  lists[slot * kMostInLists + lane] = lane < k ? board.best[lane] : kNoKey;
-  if (lane == 0) states[slot] = {state.max, state.sum};
-}
+struct LongBoard {
+  static constexpr int kGroups = 64, kWaiting = 1024;
+  float groups[kGroups];  // the maximum of each group of 4 threads over the first vectors
+  float bar;
+  int count;  // of candidates that wait
+  Key waiting[kWaiting];
+};
 
-// The best of two descending lists, a key a lane.
-__device__ __forceinline__ Key merge_lists(Key a, Key b) {
+// The first warp: a first bar from the groups' maxima, as set_first_bar does.
+__device__ __forceinline__ void expect(LongBoard& board, int k) {
   const int lane = threadIdx.x % kWarp;
-  const Key reversed = __shfl_sync(~0u, b, kWarp - 1 - lane);
-  Key key = a > reversed ? a : reversed;  // bitonic
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    const Key other = __shfl_xor_sync(~0u, key, step);
-    key = (key > other) == ((lane & step) == 0) ? key : other;
+  const float a = sort_descending(board.groups[lane]), b = sort_descending(board.groups[kWarp + lane]);
+  const float top = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
+  const float bar = __shfl_sync(~0u, top, k - 1);
+  if (lane == 0) board.bar = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : NAN;
+}
+
+// The first warp: sorts `count` waiting candidates into its list and raises the bar.
+__device__ __forceinline__ Key take(LongBoard& board, Key list, int count, int k) {
+  const int lane = threadIdx.x % kWarp;
+  for (int i = 0; i < count; i += kWarp)
+    list = merge_sorted(list, sort_warp(i + lane < count ? board.waiting[i + lane] : kNoKey));
+  const Key last = __shfl_sync(~0u, list, k - 1);
+  if (lane == 0) {
+    board.count = 0;
+    if (last != kNoKey) board.bar = element_of(last) != element_of(last) ? INFINITY : element_of(last);
   }
-  return key;
+  return list;
+}
+
+template <class T, class R>
+__global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __grid_constant__ RowProblem problem) {
+  constexpr int kElements = kPerVector<T>, kStep = kListThreads * kListVectors * kElements;
+  constexpr int64_t kPiece = kPieceVectors * kElements;
+  __shared__ LongBoard board;
+  constexpr int kWaiting = LongBoard::kWaiting;
+  let_next_kernel_start();
+  const int64_t number = blockIdx.x, offset = blockIdx.y * kPiece;
+  const RowPlace place = place_at(problem, number);
+  const int classes = static_cast<int>(problem.classes - offset < kPiece ? problem.classes - offset : kPiece);
+  const int k = static_cast<int>(problem.k), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const T* row = row_of<const T>(problem.input, place).data + offset;
+  if (threadIdx.x == 0) board.count = 0, board.bar = NAN;
+
+  RowState state;
+  Key list = kNoKey;
+  float bar = NAN;  // nothing is below
+  int before = 0;  // candidates that waited already
+  uint4 next[kListVectors];
+  load_row<T>(next, row, threadIdx.x, kListThreads, classes, lowest_vector<T>());
+  for (int begin = 0; begin < classes; begin += kStep) {
+    uint4 v[kListVectors];
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) v[i] = next[i];
+    const int ahead = (begin + kStep) / kElements + static_cast<int>(threadIdx.x);
+    load_row<T>(next, row, ahead, kListThreads, classes, lowest_vector<T>());
+    float max[kListVectors], most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
+    if (begin == 0) {
+      float group = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      group = fmaxf(group, __shfl_xor_sync(~0u, group, 2));
+      if (lane % 4 == 0) board.groups[threadIdx.x / 4] = group;
+      __syncthreads();
+      if (warp == 0) expect(board, k);
+    }
+    state.raise_beyond(kSlack, most);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) {
+      float x[kElements], part = 0;
+      unpack<T>(v[i], x);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
+      sum += part;
+    }
+    state.add(sum);
+    if (begin == 0) {
+      __syncthreads();
+      bar = board.bar;
+    }
+    const bool nan = state.sum != state.sum;  // which is in no maximum
+    const auto first_of = [&](int i) { return begin + (static_cast<int>(threadIdx.x) + i * kListThreads) * kElements; };
+    const auto key_at = [&](float x, int c) { return key_of(x, static_cast<unsigned>(offset) + static_cast<unsigned>(c)); };
+    if (nan || !(most <= bar)) {
+#pragma unroll
+      for (int i = 0; i < kListVectors; ++i) {
+        if (!nan && max[i] <= bar) continue;
+        float x[kElements];
+        unpack<T>(v[i], x);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          const int c = first_of(i) + e;
+          if (c >= classes || x[e] <= bar) continue;
+          const int at = atomicAdd(&board.count, 1);
+          if (at < kWaiting) board.waiting[at] = key_at(x[e], c);
+        }
+      }
+    }
+    __syncthreads();
+    const int count = board.count;
+    __syncthreads();  // all have read it: take() sets it
+    const bool last = begin + kStep >= classes;
+    if (count > kWaiting) {
+      // Far too many, as in a row that ascends: once more, one of each thread at a time.
+      if (threadIdx.x == 0) board.count = before;
+      __syncthreads();
+#pragma unroll 1
+      for (int n = 0; n < kListVectors * kElements; ++n) {
+        const int i = n / kElements, c = first_of(i) + n % kElements;
+        const float x = c < classes ? widen(row[c]) : 0.0f;
+        if (c < classes && !(x <= bar)) board.waiting[atomicAdd(&board.count, 1)] = key_at(x, c);
+        __syncthreads();
+        const int waiting = board.count;
+        __syncthreads();
+        if (waiting > kWaiting - kListThreads || n + 1 == kListVectors * kElements) {
+          if (warp == 0) list = take(board, list, waiting, k);
+          __syncthreads();
+          bar = board.bar;
+        }
+      }
+      before = 0;
+    } else if (count >= kWarp || last) {
+      if (warp == 0) list = take(board, list, count, k);
+      __syncthreads();
+      bar = board.bar;
+      before = 0;
+    } else {
+      before = count;
+    }
+  }
+
+  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
+  if (warp != 0) return;
+  if (gridDim.y == 1) {
+    write_list<R>(problem, place, state, list);
+    return;
+  }
+  auto* lists = static_cast<Key*>(problem.workspace);
+  auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kWarp);
+  const int64_t slot = number * gridDim.y + blockIdx.y;
+  lists[slot * kWarp + lane] = list;
+  if (lane == 0) states[slot] = {state.max, state.sum};
 }
 
 // A block a row: merges its pieces.
 template <class T, class R>
-__global__ void __launch_bounds__(kPieceThreads) list_merge_kernel(const __grid_constant__ RowProblem problem) {
-  constexpr int kWarps = kPieceThreads / kWarp;
-  __shared__ Key merged[kWarps][kWarp];
+__global__ void __launch_bounds__(kListThreads) list_merge_kernel(const __grid_constant__ RowProblem problem) {
+  __shared__ Key merged[kListWarps][kWarp];
   const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count, all = problem.outer * problem.inner * pieces;
   const auto* lists = static_cast<const Key*>(problem.workspace);
-  const auto* states = reinterpret_cast<const PieceState*>(lists + all * kMostInLists);
+  const auto* states = reinterpret_cast<const PieceState*>(lists + all * kWarp);
   const int64_t number = blockIdx.x, first = number * pieces;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   wait_for_kernel_before();
   RowState state;
-  for (int64_t i = threadIdx.x; i < pieces; i += kPieceThreads)
+  for (int64_t i = threadIdx.x; i < pieces; i += kListThreads)
     state.merge(RowState{states[first + i].max, states[first + i].sum});
   Key key = kNoKey;
-  for (int64_t i = warp; i < pieces; i += kWarps) key = merge_lists(key, lists[(first + i) * kMostInLists + lane]);
-  state = HeldTeam<kPieceThreads, kPieceThreads>::template merge_warps<0>(merge_lanes<kWarp>(state));
+  for (int64_t i = warp; i < pieces; i += kListWarps) key = merge_sorted(key, lists[(first + i) * kWarp + lane]);
+  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
 #pragma unroll
-  for (int half = kWarps / 2; half > 0; half /= 2) {
+  for (int half = kListWarps / 2; half > 0; half /= 2) {
     if (warp >= half && warp < 2 * half) merged[warp][lane] = key;
     __syncthreads();
-    if (warp < half) key = merge_lists(key, merged[warp + half][lane]);
+    if (warp < half) key = merge_sorted(key, merged[warp + half][lane]);
   }
-  if (warp == 0) write_list<R>(problem, held_place(problem, number), state, key);
+  if (warp == 0) write_list<R>(problem, place_at(problem, number), state, key);
 }
 
 // ---- any k, any strides
@@ -467,29 +556,27 @@ bool has_lists(const RowProblem& problem) {
 template <class T, class R>
 void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   const int64_t rows = problem.outer * problem.inner, vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>;
-  const auto launch = [&]<int kThreads, int kVectors, bool kLong>() {
-    list_kernel<T, R, kThreads, kVectors, kLong><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(problem);
+  const auto launch = [&]<int kThreads, int kVectors>() {
+    list_kernel<T, R, kThreads, kVectors><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(problem);
   };
-  const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count;
-  if (!has_lists(problem))
+  if (!has_lists(problem)) {
     sort_kernel<T, R><<<grid_for(rows, 16), kSortThreads, 0, stream>>>(problem);
-  else if (vectors <= 32 * 4)
-    launch.template operator()<32, 4, false>();
-  else if (vectors <= 32 * 8)
-    launch.template operator()<32, 8, false>();
-  else if (vectors <= 32 * 16)
-    launch.template operator()<32, 16, false>();
-  else if (vectors <= 64 * 16)
-    launch.template operator()<64, 16, false>();
-  else if (vectors <= 128 * 16)
-    launch.template operator()<128, 16, false>();
-  else if (pieces == 1)
-    launch.template operator()<256, 4, true>();
-  else {
+  } else if (vectors <= 32 * 4) {
+    launch.template operator()<32, 4>();
+  } else if (vectors <= 32 * 8) {
+    launch.template operator()<32, 8>();
+  } else if (vectors <= 32 * 16) {
+    launch.template operator()<32, 16>();
+  } else if (vectors <= 64 * 16) {
+    launch.template operator()<64, 16>();
+  } else if (vectors <= 128 * 16) {
+    launch.template operator()<128, 16>();
+  } else {
+    const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count;
     const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
-    list_piece_kernel<T><<<blocks, kPieceThreads, 0, stream>>>(problem);
+    list_piece_kernel<T, R><<<blocks, kListThreads, 0, stream>>>(problem);
     check_launch("topk_softmax");
-    launch_behind(list_merge_kernel<T, R>, problem, static_cast<unsigned>(rows), kPieceThreads, stream);
+    if (pieces > 1) launch_behind(list_merge_kernel<T, R>, problem, static_cast<unsigned>(rows), kListThreads, stream);
   }
   check_launch("topk_softmax");
 }
