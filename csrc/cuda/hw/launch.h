@@ -73,6 +73,18 @@ void allow_cluster(Kernel kernel, int cluster) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
 }
 
+// Queues kernel(problem) with dynamic shared memory, in clusters of `cluster` blocks, of which `blocks` is a multiple.
+template <class Problem>
+void launch_shared(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, unsigned shared_bytes,
+                   unsigned cluster, cudaStream_t stream) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
+  allow_cluster(kernel, static_cast<int>(cluster));
+  ClusterConfig made(static_cast<int>(cluster), threads, shared_bytes, stream);
+  made.config.gridDim = dim3(blocks);
+  check(cudaLaunchKernelEx(&made.config, kernel, problem), "cudaLaunchKernelEx");
+}
+
 // Queues kernel(problem) behind a kernel that calls let_next_kernel_start(): its blocks may start before that one's end, and
 // call wait_for_kernel_before() (stream_order.cuh).
 template <class Problem>
@@ -134,6 +146,23 @@ class StayingKernel {
   unsigned threads_, shared_bytes_;
   std::atomic<int> known_[kDevices][kClusterSizes] = {};
 };
+
+// Queues kKernel(arguments) with dynamic shared memory, whose limit is raised where a launch first asks for more.
+template <auto kKernel, class Arguments>
+void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
+  constexpr int kAlwaysAllowed = 48 << 10;
+  static std::atomic<int> allowed[kDevices];
+  if (shared_bytes > kAlwaysAllowed) {
+    const int device = current_device();
+    if (device >= kDevices || allowed[device].load(std::memory_order_relaxed) < shared_bytes) {
+      check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
+      if (device < kDevices) allowed[device].store(shared_bytes, std::memory_order_relaxed);
+    }
+  }
+  if (blocks > 0x7fffffff) throw std::runtime_error("CUDA: a grid has at most 2^31 - 1 blocks, got " + std::to_string(blocks));
+  kKernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments);
+  check_launch("launch");
+}
 
 // Blocks for work that each of them takes by striding over the grid: as many as there is work for, a few for each place on
 // the device, and never more than a grid may have.

@@ -82,7 +82,10 @@ class Pipe {
   __device__ __forceinline__ RowPlace place() const { return held_place(problem_, number_); }
   __device__ __forceinline__ int classes() const { return classes_; }
   __device__ __forceinline__ int odd() const { return odd_; }
-  __device__ __forceinline__ void wait() const { wait_for_copies(); }  // a thread reads what it copied itself: no barrier
+  __device__ __forceinline__ void wait() const {  // a thread reads what it copied itself: no barrier
+    commit_copies();
+    wait_for_copies();
+  }
   __device__ __forceinline__ uint4 held(int i, int tensor) const { return *slot(i, tensor); }
   // The next row's vector may take the place of this one's.
   __device__ __forceinline__ void release(int i, int tensor) const {

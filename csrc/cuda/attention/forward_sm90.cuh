@@ -1,0 +1,697 @@
+// Attention's forward pass on Hopper: TMA loads, wgmma products, docs/forward_sm90.md. One warp loads; two or three warpgroups
+// of 64 queries each compute. A block of threads takes one tile of queries after another (it stays for the whole launch).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "../../core/mask.h"
+#include "../../core/online_softmax.h"
+#include "../../core/problem.h"
+#include "../hw/launch.h"
+#include "../hw/math.cuh"
+#include "../hw/mbarrier.cuh"
+#include "../hw/named_barrier.cuh"
+#include "../hw/register_budget.cuh"
+#include "../hw/store_matrix.cuh"
+#include "../hw/tma.cuh"
+#include "../hw/vector.cuh"
+#include "../hw/wgmma.cuh"
+#include "families.h"
+#include "tiles_sm90.h"
+
+namespace flash_online::cuda {
+
+struct ForwardSm90Arguments {
+  CUtensorMap query, key, value, out_map;
+  // Boxes start at (0, row, head / heads_a_..., batch * ..._batch_step): a broadcast dimension has size 1 in its map.
+  int heads_a_query, heads_a_key, heads_a_value;
+  int query_batch_step, key_batch_step, value_batch_step;
+  int batch, heads, queries, keys, value_width;
+  int row_tiles;      // of a head
+  bool uneven;        // tiles differ in work
+  int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
+  Visibility visible;
+  float scale;        // times log2(e): the scores' exponentials are to the base 2
+  void* out;
+  int64_t out_stride[3];
+  float *lse, *lse_low;
+};
+
+// The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
+// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds, forwards
+// and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the pairs of rounds
+// together.
+struct TileWalk {
+  int round = 0, section = 0, first = 0;  // `first` of this round in the section
+
+  struct Place {
+    int batch, head, row_tile;  // batch -1: no more
+  };
+  __device__ Place next(const ForwardSm90Arguments& a) {
+    const int blocks = static_cast<int>(gridDim.x), place = static_cast<int>(blockIdx.x);
+    for (; section * a.section_heads < a.batch * a.heads; ++section, first = 0) {
+      const int first_head = section * a.section_heads, heads = min(a.section_heads, a.batch * a.heads - first_head);
+      while (first < heads * a.row_tiles) {
+        const int index = first + (round % 2 ? blocks - 1 - place : place);
+        ++round;
+        first += blocks;
+        if (index < heads * a.row_tiles) {
+          const int level = a.uneven ? index / heads : index % a.row_tiles;
+          const int head = first_head + (a.uneven ? index - level * heads : index / a.row_tiles);
+          return {head / a.heads, head % a.heads, a.row_tiles - 1 - level};
+        }
+      }
+    }
+    return {-1, 0, 0};
+  }
+};
+
+// The blocks of keys, `kKeys` each, that some of the queries [first, last] see: at least one, so that every tile has a result.
+template <int kKeys>
+struct KeyBlocks {
+  int begin, end;
+
+  __device__ __forceinline__ KeyBlocks(const ForwardSm90Arguments& a, int first, int last) {
+    const KeyRange seen = keys_of_any(a.visible, first, last + 1, a.keys);
+    const bool none = seen.end <= seen.begin;
+    begin = none ? 0 : static_cast<int>(seen.begin) / kKeys;
+    end = none ? 1 : (static_cast<int>(seen.end) + kKeys - 1) / kKeys;
+  }
+};
+
+// Tile: a type whose kTile is the row of kForwardSm90.
+template <class T, class Tile>
+struct ForwardSm90Kernel {
+  static constexpr ForwardSm90 kTile = Tile::kTile;
+  static constexpr int kGroups = kTile.warpgroups, kKeys = kTile.keys, kStages = kTile.stages;
+  static constexpr int kRows = 64;  // of a warpgroup
+  static constexpr int kWidthBoxes = (kTile.width + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kValueBoxes = (kTile.value_width + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kWidthSteps = kTile.width / 16, kKeySteps = kKeys / 16;
+  static constexpr int kScores = kKeys / 2, kOuts = kTile.value_width / 2;  // registers of a thread
+  static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
+  static constexpr int kOutRows = 16;  // of a warp: it stores its rows by itself
+  static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
+
+  struct alignas(kBoxAlignment) Query {
+    T box[kGroups][kWidthBoxes][kRows][kBoxColumns];
+  };
+  struct alignas(kBoxAlignment) Key {
+    T box[kWidthBoxes][kKeys][kBoxColumns];
+  };
+  struct alignas(kBoxAlignment) Value {
+    T box[kValueBoxes][kKeys][kBoxColumns];
+  };
+  struct alignas(kBoxAlignment) Out {
+    T box[4 * kGroups][kTile.out_boxes > 0 ? kTile.out_boxes : 1][kOutRows][kBoxColumns];
+  };
+  struct Nothing {};
+  // What a tile is to the warps that work on it: keys are counted in blocks, and visited from the last to the first.
+  struct Job {
+    int batch, head, first_query;  // batch -1: no more
+    int begin, end;                // blocks that any query sees
+    struct {
+      int end;                      // this warpgroup's: its rows may see fewer of the last
+      int whole_begin, whole_end;   // blocks that all its rows see all of
+    } group[kGroups];
+  };
+  static constexpr int kJobs = 2;
+
+  struct Shared {
+    Query query[kTile.query_stages];
+    Key key[kStages];
+    Value value[kStages];
+    [[no_unique_address]] std::conditional_t<(kTile.out_boxes > 0), Out, Nothing> out;
+    Job job[kJobs];
+    uint64_t job_full[kJobs], job_empty[kJobs];
+    uint64_t query_full[kTile.query_stages], query_empty[kTile.query_stages];
+    uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
+  };
+  static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
+
+  // Named barriers.
+  static constexpr int kVote = 1, kTurn = 1 + kGroups;
+
+  // ---- the planning warp: what comes next, off everybody's path
+
+  __device__ static void plan(const ForwardSm90Arguments& a, Shared& shared, int lane) {
+    RingPlace<kJobs> place;
+    TileWalk walk;
+    for (bool more = true; more; place.advance()) {
+      const TileWalk::Place next = walk.next(a);
+      more = next.batch >= 0;
+      const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), a.queries) - 1;
+      const KeyBlocks<kKeys> all(a, first, last);
+      wait(&shared.job_empty[place.stage], place.parity ^ 1);
+      Job& job = shared.job[place.stage];
+      if (lane < kGroups) {
+        const int first_row = min(first + lane * kRows, last), last_row = min(first_row + kRows - 1, last);
+        const KeyBlocks<kKeys> mine(a, first_row, last_row);
+        job.group[lane].end = min(max(mine.end, all.begin + 1), all.end);
+        job.group[lane].whole_begin = (static_cast<int>(keys_of(a.visible, last_row, a.keys).begin) + kKeys - 1) / kKeys;
+        job.group[lane].whole_end = static_cast<int>(keys_of(a.visible, first_row, a.keys).end) / kKeys;
+      }
+      if (lane == 0) {
+        job.batch = next.batch;
+        job.head = next.head;
+        job.first_query = first;
+        job.begin = all.begin;
+        job.end = all.end;
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&shared.job_full[place.stage]);
+    }
+  }
+
+  // ---- the loading warp: one thread of it
+
+  __device__ static void load(const ForwardSm90Arguments& a, Shared& shared) {
+    RingPlace<kJobs> next;
+    RingPlace<kTile.query_stages> query;
+    RingPlace<kStages> place;
+    while (true) {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      const int batch = job.batch, head = job.head, first_query = job.first_query, begin = job.begin, end = job.end;
+      arrive(&shared.job_empty[next.stage]);
+      next.advance();
+      if (batch < 0) return;
+      const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
+      const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
+      const auto load_query = [&] {
+        wait(&shared.query_empty[query.stage], query.parity ^ 1);
+        arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+#pragma unroll
+          for (int box = 0; box < kWidthBoxes; ++box)
+            load_box(shared.query[query.stage].box[group][box], a.query,
+                     {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
+                     &shared.query_full[query.stage]);
+        query.advance();
+      };
+      // The queries come before the first keys, unless it is the keys' buffer that is free earlier.
+      constexpr bool kQueryFirst = kTile.held_query || kTile.query_stages > 1;
+      if constexpr (kQueryFirst) load_query();
+#pragma unroll 1
+      for (int block = end - 1; block >= begin; --block) {
+        wait(&shared.key_empty[place.stage], place.parity ^ 1);
+        arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+#pragma unroll
+        for (int box = 0; box < kWidthBoxes; ++box)
+          load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
+                   &shared.key_full[place.stage]);
+        if (!kQueryFirst && block == end - 1) load_query();
+        wait(&shared.value_empty[place.stage], place.parity ^ 1);
+        arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
+#pragma unroll
+        for (int box = 0; box < kValueBoxes; ++box)
+          load_box(shared.value[place.stage].box[box], a.value, {box * kBoxColumns, block * kKeys, value_head, value_batch},
+                   &shared.value_full[place.stage]);
+        place.advance();
+      }
+    }
+  }
+
+  // ---- a computing warpgroup
+
+  using Row = OnlineSoftmax<float, Binary>;
+
+  // Weights are measured from a maximum that is raised only where a thread's weights of a block sum to more than this: in
+  // float16 a weight must stay below 65504, and float32 sums of rows and products must not overflow.
+  static constexpr float kLargestSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
+
+  struct Group {
+    struct Place {
+      int batch, head, first_row;  // of this warp
+    };
+    const ForwardSm90Arguments& a;
+    Shared& shared;
+    int group;  // the warpgroup's number
+    int warp, lane;
+    RingPlace<kJobs> next;
+    RingPlace<kTile.query_stages> query;
+    RingPlace<kStages> key, value;
+    int batch, head, first_query;                    // the tile
+    int block, begin, skipped, whole_begin, whole_end;  // the block at hand; Job's numbers
+    float out[kOuts];
+    float score[kScores];
+    unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
+    unsigned held[kTile.held_query ? kWidthSteps : 1][4];
+    Row row[2];                    // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
+    bool accumulate;               // whether `out` holds something of this tile
+
+    __device__ __forceinline__ void take_turn() {
+      if constexpr (kTile.in_turn) sync_named(kTurn + group, 256);
+    }
+    __device__ __forceinline__ void pass_turn() {
+      if constexpr (kTile.in_turn) arrive_named(kTurn + (group + 1 == kGroups ? 0 : group + 1), 256);
+    }
+    __device__ __forceinline__ void release(uint64_t* barrier) {
+      if (lane == 0) arrive(barrier);
+    }
+
+    // Where lane's 16 bytes of a 16 x 16 matrix stand in a box, the one for load_matrices and store_matrices.
+    __device__ __forceinline__ unsigned matrix_place(int box_row, int chunk) const {
+      const int r = box_row + lane % 16;
+      return r * kRowBytes + ((chunk + lane / 16) ^ (r % 8)) * 16;
+    }
+
+    __device__ __forceinline__ void hold_query() {
+      const unsigned base = shared_address(shared.query[query.stage].box[group]);
+#pragma unroll
+      for (int step = 0; step < kWidthSteps; ++step)
+        load_matrices(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
+    }
+
+    __device__ __forceinline__ void start_scores() {
+      const uint64_t keys = rows_descriptor(shared_address(shared.key[key.stage].box));
+      begin_products();
+      if constexpr (kTile.held_query) {
+#pragma unroll
+        for (int step = 0; step < kWidthSteps; ++step)
+          WarpgroupProduct<T, kKeys>::template registers_shared<false>(
+              score, held[step], keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
+      } else {
+        const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box[group]));
+#pragma unroll
+        for (int step = 0; step < kWidthSteps; ++step)
+          WarpgroupProduct<T, kKeys>::template shared_shared<false>(
+              score, queries + (step / 4 * kRows * kRowBytes + step % 4 * 32) / kDescriptorStep,
+              keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
+      }
+      commit_products();
+    }
+
+    __device__ __forceinline__ void start_out() {
+      const uint64_t values = columns_descriptor(shared_address(shared.value[value.stage].box), kKeys * kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+        const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
+        WarpgroupProduct<T, kTile.value_width>::template registers_shared<true>(
+            out, left, values + step * 16 * kRowBytes / kDescriptorStep, step > 0 || accumulate);
+      }
+      commit_products();
+      accumulate = true;
+    }
+
+    // -inf for the keys that a row does not see, in a block that not all rows see all of.
+    __device__ __forceinline__ void hide() {
+      const bool left = block < whole_begin, right = block >= whole_end;
+      if (!left && !right) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const KeyRange seen = keys_of(a.visible, first_query + group * kRows + 16 * warp + lane / 4 + 8 * r, a.keys);
+        const int first = block * kKeys + lane % 4 * 2;
+        const int from = static_cast<int>(seen.begin) - first, to = static_cast<int>(seen.end) - first;
+        if (right) {
+#pragma unroll
+          for (int i = 0; i < kScores / 2; ++i)
+            if (i / 2 * 8 + i % 2 >= to) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
+        if (left) {
+#pragma unroll
+          for (int i = 0; i < kScores / 2; ++i)
+            if (i / 2 * 8 + i % 2 < from) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
+      }
+    }
+
+    // Raises the rows' maxima to the block's; returns in factor what was accumulated before must be multiplied by.
+    __device__ __forceinline__ void raise(float (&factor)[2]) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float most[2] = {score[2 * r], score[2 * r + 1]};
+#pragma unroll
+        for (int i = 1; i < kScores / 4; ++i) {
+          most[0] = fmaxf(most[0], score[4 * i + 2 * r]);
+          most[1] = fmaxf(most[1], score[4 * i + 2 * r + 1]);
+        }
+        float all = fmaxf(most[0], most[1]);
+        all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
+        all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+        factor[r] = row[r].raise(all * a.scale);
+      }
+    }
+
+    // Scores to weights, in place; sums of a thread's.
+    __device__ __forceinline__ void weigh(float (&sum)[2]) {
+      const float pivots[2] = {pivot(row[0].max), pivot(row[1].max)};
+      sum[0] = sum[1] = 0;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int r = i / 2 % 2;
+        score[i] = exp2_flushed(fmaf(score[i], a.scale, -pivots[r]));
+        sum[r] += score[i];
+      }
+    }
+
+    __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) weight[i] = pair(score[2 * i], score[2 * i + 1]);
+    }
+    __device__ static unsigned pair(float x, float y) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 both = __floats2half2_rn(x, y);
+        return reinterpret_cast<const unsigned&>(both);
+      } else {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+        return reinterpret_cast<const unsigned&>(both);
+      }
+    }
+
+    // The block's weights measured from the maxima so far: no pass over the scores for their maximum, which hardly ever moves
+    // far after the first block. Where it does, the scores are made again and everything is moved to the new maximum.
+    __device__ __forceinline__ void next_weights() {
+      float sum[2];
+      weigh(sum);
+      const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) || row[0].max == -INFINITY || row[1].max == -INFINITY;
+      // Asked before the wait, or the compiler puts the weights' work behind it.
+      const bool any_astray = any_named(kVote + group, 128, astray);
+      wait_for_products<0>();
+      release_value();
+      if (any_astray) {
+        start_scores();
+        wait_for_products<0>();
+        hide();
+        float factor[2];
+        raise(factor);
+#pragma unroll
+        for (int i = 0; i < kOuts; ++i) out[i] *= factor[i / 2 % 2];
+        weigh(sum);
+      }
+      row[0].add(sum[0]);
+      row[1].add(sum[1]);
+    }
+
+    // The tile's rows, divided by their sums, and the rows' lse.
+    __device__ __forceinline__ void finish(const Place& tile) {
+      float inverse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 1);
+        row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 2);
+        inverse[r] = row[r].inverse_sum_or_zero();
+      }
+      store_out(tile, inverse);
+      // Behind the stores of out, whose fence would wait for these. Two lanes of a row's four write its logarithm.
+      const bool second = lane % 4 == 1;
+      Row mine;
+      mine.max = second ? row[1].max : row[0].max;
+      mine.sum = second ? row[1].sum : row[0].sum;
+      const int query_row = tile.first_row + lane / 4 + (second ? 8 : 0);
+      if (lane % 4 < 2 && query_row < a.queries) {
+        const int64_t at = (int64_t{tile.batch} * a.heads + tile.head) * a.queries + query_row;
+        // From the base 2, in two floats.
+        constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
+        const float high = mine.lse(), lse = high * kLn2;
+        const float low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, mine.lse_low() * kLn2);
+        a.lse[at] = lse;
+        if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
+      }
+      __syncwarp();
+    }
+
+    __device__ __forceinline__ void store_out(const Place& tile, const float (&inverse)[2]) {
+      const int first = tile.first_row;
+      if constexpr (kTile.out_boxes > 0) {
+#pragma unroll
+        for (int box = 0; box < kValueBoxes; ++box) {
+          auto& to = shared.out.box[4 * group + warp][box % kTile.out_boxes];
+          if (lane == 0) wait_for_store_reads<kTile.out_boxes - 1>();
+          __syncwarp();
+          constexpr int kSteps = kBoxColumns / 16;
+#pragma unroll
+          for (int step = box * kSteps; step < min((box + 1) * kSteps, kOuts / 8); ++step) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
+            store_matrices(words, shared_address(to) + matrix_place(0, step % kSteps * 2));
+          }
+          publish_to_engines();
+          __syncwarp();
+          if (lane == 0) {
+            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, to);
+            commit_stores();
+          }
+        }
+      } else {
+        // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
+        static_assert(kTile.value_width % 32 == 0);
+        const bool odd = lane & 1, upper = lane & 2;
+        const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
+          const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
+          (high ? low_word : high_word) = got;
+        };
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int at_row = first + lane / 4 + 8 * r;
+          T* to = static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
+#pragma unroll
+          for (int i = 0; i < kOuts / 16; ++i) {
+            unsigned words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const int at = 16 * i + 4 * j + 2 * r;
+              words[j] = pair(out[at] * inverse[r], out[at + 1] * inverse[r]);
+            }
+            swap(odd, words[0], words[1], 1);
+            swap(odd, words[2], words[3], 1);
+            swap(upper, words[0], words[2], 2);
+            swap(upper, words[1], words[3], 2);
+            const int column = 32 * i + lane % 4 * 8;
+            if (at_row < a.queries && column < a.value_width)
+              *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
+          }
+        }
+      }
+    }
+
+    // The next tile, or false if there is none.
+    __device__ __forceinline__ bool fetch() {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      batch = job.batch;
+      head = job.head;
+      first_query = job.first_query;
+      begin = job.begin;
+      skipped = job.end - job.group[group].end;
+      block = job.group[group].end - 1;
+      whole_begin = job.group[group].whole_begin;
+      whole_end = job.group[group].whole_end;
+      __syncwarp();
+      release(&shared.job_empty[next.stage]);
+      next.advance();
+      return batch >= 0;
+    }
+
+    // The first block's scores: started here, turned into weights by first_weights().
+    __device__ __forceinline__ void start_tile() {
+      wait(&shared.query_full[query.stage], query.parity);
+      if constexpr (kTile.held_query) {
+        hold_query();
+        __syncwarp();
+        release(&shared.query_empty[query.stage]);
+      }
+#pragma unroll 1
+      for (; skipped > 0; --skipped) {
+        wait(&shared.key_full[key.stage], key.parity);
+        release_key();
+        wait(&shared.value_full[value.stage], value.parity);
+        release_value();
+        take_turn();
+        pass_turn();
+      }
+      wait(&shared.key_full[key.stage], key.parity);
+      take_turn();
+      start_scores();
+      pass_turn();
+    }
+
+    __device__ __forceinline__ void first_weights() {
+      row[0] = row[1] = Row{};
+      accumulate = false;
+      hide();
+      float unused[2], sum[2];
+      raise(unused);
+      weigh(sum);
+      row[0].add(sum[0]);
+      row[1].add(sum[1]);
+      release_key();
+      release_query();
+      pack_weights();
+      --block;
+    }
+
+    __device__ void run() {
+      if (kTile.in_turn && group == kGroups - 1) pass_turn();
+      if (!fetch()) return;
+      start_tile();
+      wait_for_products<0>();
+      first_weights();
+      while (true) {
+#pragma unroll 1
+        for (; block >= begin; --block) {
+          wait(&shared.key_full[key.stage], key.parity);
+          take_turn();
+          start_scores();
+          wait(&shared.value_full[value.stage], value.parity);
+          start_out();
+          pass_turn();
+          wait_for_products<1>();
+          hide();
+          next_weights();
+          release_key();
+          release_query();
+          pack_weights();
+        }
+        query.advance();
+        const Place last{batch, head, first_query + group * kRows + 16 * warp};
+        const bool more = fetch();
+        // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are skipped
+        // in between find buffers, though this one's values are not released.
+        static_assert((kTile.queries() - kRows + kKeys - 1) / kKeys < kStages);
+        wait(&shared.value_full[value.stage], value.parity);
+        if (!more) {
+          start_out();
+          wait_for_products<0>();
+          finish(last);
+          break;
+        }
+        start_out();
+        uint64_t* const last_value = &shared.value_empty[value.stage];
+        value.advance();
+        start_tile();
+        wait_for_products<1>();
+        settle(out);
+        release(last_value);
+        finish(last);
+        wait_for_products<0>();
+        first_weights();
+      }
+      if constexpr (kTile.out_boxes > 0)
+        if (lane == 0) wait_for_stores();
+    }
+
+    __device__ __forceinline__ void release_key() {
+      release(&shared.key_empty[key.stage]);
+      key.advance();
+    }
+    __device__ __forceinline__ void release_value() {
+      release(&shared.value_empty[value.stage]);
+      value.advance();
+    }
+    // Behind the tile's last scores.
+    __device__ __forceinline__ void release_query() {
+      if (!kTile.held_query && block == begin) release(&shared.query_empty[query.stage]);
+    }
+  };
+
+  __device__ static void run(const ForwardSm90Arguments& a, Shared& shared) {
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+    if (threadIdx.x == 0) {
+      constexpr int kReaders = 4 * kGroups;  // warps
+      for (int i = 0; i < kJobs; ++i) {
+        init_barrier(&shared.job_full[i], 1);
+        init_barrier(&shared.job_empty[i], kReaders + 1);
+      }
+      for (int i = 0; i < kTile.query_stages; ++i) {
+        init_barrier(&shared.query_full[i], 1);
+        init_barrier(&shared.query_empty[i], kReaders);
+      }
+      for (int i = 0; i < kStages; ++i) {
+        init_barrier(&shared.key_full[i], 1);
+        init_barrier(&shared.key_empty[i], kReaders);
+        init_barrier(&shared.value_full[i], 1);
+        init_barrier(&shared.value_empty[i], kReaders);
+      }
+      publish_barriers();
+    }
+    __syncthreads();
+    if (warp < 4) {
+      shrink_registers<kTile.loader_registers>();
+      if (threadIdx.x == 0) load(a, shared);
+      if (warp == 1) plan(a, shared, lane);
+    } else {
+      grow_registers<kTile.registers>();
+      Group group{a, shared, warp / 4 - 1, warp % 4, lane};
+      group.run();
+    }
+  }
+};
+
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kTile.threads(), 1)
+    attention_forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Kernel = ForwardSm90Kernel<T, Tile>;
+  extern __shared__ unsigned char dynamic[];
+  const unsigned base = shared_address(dynamic), skip = (kBoxAlignment - base % kBoxAlignment) % kBoxAlignment;
+  Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
+#endif
+}
+
+template <class T, class Tile>
+void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
+  using Kernel = ForwardSm90Kernel<T, Tile>;
+  constexpr ForwardSm90 kTile = Tile::kTile;
+  constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
+  // A dimension of stride 0 or size 1 gets size 1, and any stride.
+  const auto map = [&](const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows, int64_t width,
+                       int box_rows) {
+    const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(stride[i] == 0 ? 1 : n); };
+    const auto step = [&](int i, int64_t n) { return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T); };
+    return tensor_map(data, kElement, {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+                      {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
+  };
+  ForwardSm90Arguments a;
+  a.query = map(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width, Kernel::kRows);
+  a.key = map(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width, Kernel::kKeys);
+  a.value = map(p.value.data, p.value.stride, p.batch, p.value_heads, p.keys, p.value_width, Kernel::kKeys);
+  if constexpr (kTile.out_boxes > 0)
+    a.out_map = map(p.out.data, p.out.stride, p.batch, p.heads, p.queries, p.value_width, Kernel::kOutRows);
+  const auto group = [&](const int64_t (&stride)[4], int64_t heads) {
+    return static_cast<int>(stride[1] == 0 ? p.heads : p.heads / heads);
+  };
+  a.heads_a_query = group(p.query.stride, p.heads);
+  a.heads_a_key = group(p.key.stride, p.key_heads);
+  a.heads_a_value = group(p.value.stride, p.value_heads);
+  a.query_batch_step = p.query.stride[0] != 0;
+  a.key_batch_step = p.key.stride[0] != 0;
+  a.value_batch_step = p.value.stride[0] != 0;
+  a.batch = static_cast<int>(p.batch);
+  a.heads = static_cast<int>(p.heads);
+  a.queries = static_cast<int>(p.queries);
+  a.keys = static_cast<int>(p.keys);
+  a.value_width = static_cast<int>(p.value_width);
+  a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
+  // Tiles that differ in work are taken from many heads at a time, but not from more than have their keys and values in the L2
+  // cache, of which this is half an H200's.
+  constexpr int64_t kCacheBytes = 32 << 20;
+  a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
+  const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
+  a.section_heads =
+      static_cast<int>(a.uneven ? std::min(std::max(kCacheBytes / head_bytes, int64_t{1}) * a.heads_a_key, heads) : heads);
+  a.visible = p.visible;
+  a.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  a.out = p.out.data;
+  for (int i = 0; i < 3; ++i) a.out_stride[i] = p.out.stride[i];
+  a.lse = static_cast<float*>(p.lse);
+  a.lse_low = static_cast<float*>(p.lse_low);
+  const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
+  launch_shared(attention_forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
+  check_launch("attention_forward_sm90");
+}
+
+template <int kWidth>
+void forward_sm90(const AttentionProblem& problem, CUstream_st* stream) {
+  using Tile = ForwardSm90Tile<kWidth, kWidth>;
+  problem.dtype == DType::kFloat16 ? launch_forward_sm90<__half, Tile>(problem, stream)
+                                   : launch_forward_sm90<__nv_bfloat16, Tile>(problem, stream);
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,144 @@
+// The tensor cores as a warpgroup drives them (wgmma): products of 64 rows, 16 deep, that run beside the instructions that
+// follow, the right operand and if so wished the left in shared memory as TMA leaves it, in boxes of [rows][64] elements.
+//
+// Of the accumulator of 64 x N, lane 4 * group + place of warp w holds in d[4 j + {0, 1}] the columns 8 j + 2 place + {0, 1} of
+// row 16 w + group and in d[4 j + {2, 3}] those of row 16 w + group + 8. As the left operand of a next product's step t it gives
+// the words (d[8 t], d[8 t + 1]), (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]), (d[8 t + 6], d[8 t + 7]).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "mma.cuh"
+
+namespace flash_online::cuda {
+
+// Before the first product of a sequence: the registers that it reads and adds to have been written.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The products since the last commit become a group.
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// All but the last kPending groups are done: their accumulators may be read and their operands written.
+template <int kPending>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Accumulators of products that have been waited for: the compiler moves no use of them to before this place.
+template <int kRegisters>
+__device__ __forceinline__ void settle(float (&d)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Operands in shared memory are named by a descriptor; adding bytes / 16 to it moves its start.
+// Element (row, k) of the operand: rows of boxes are its rows, k runs along them. 16 further in k are 32 bytes, a box's width
+// further is the next box.
+__device__ __forceinline__ uint64_t rows_descriptor(unsigned shared_address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32, kUnused = uint64_t{1} << 16;
+  return kSwizzle128 | kEightRows | kUnused | ((shared_address & 0x3ffff) >> 4);
+}
+// The right operand's element (column, k): rows of boxes are k, columns run along them and on in the box that starts
+// `box_bytes` later. 16 further in k are 16 rows, 2048 bytes.
+__device__ __forceinline__ uint64_t columns_descriptor(unsigned shared_address, unsigned box_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
+}
+constexpr uint64_t kDescriptorStep = 16;  // bytes
+
+// Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kColumnsAlong says which descriptor b is.
+template <class T, int kN>
+struct WarpgroupProduct;
+
+// clang-format off
+#define FO_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FO_R1 FO_R0 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FO_R2 FO_R1 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define FO_R3 FO_R2 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define FO_R4 FO_R3 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FO_R5 FO_R4 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FO_R6 FO_R5 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FO_R7 FO_R6 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FO_R8 FO_R7 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define FO_R9 FO_R8 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define FO_R10 FO_R9 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define FO_R11 FO_R10 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FO_R15 FO_R11 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FO_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FO_D3 FO_D(0), FO_D(8), FO_D(16), FO_D(24)
+#define FO_D4 FO_D3, FO_D(32)
+#define FO_D5 FO_D4, FO_D(40)
+#define FO_D6 FO_D5, FO_D(48)
+#define FO_D7 FO_D6, FO_D(56)
+#define FO_D8 FO_D7, FO_D(64)
+#define FO_D9 FO_D8, FO_D(72)
+#define FO_D10 FO_D9, FO_D(80)
+#define FO_D11 FO_D10, FO_D(88)
+#define FO_D15 FO_D11, FO_D(96), FO_D(104), FO_D(112), FO_D(120)
+
+// i0 to i6: the numbers of the operands behind the accumulators.
+#define FO_PRODUCT(T, TYPE, N, LAST, i0, i1, i2, i3, i4, i5, i6)                                                              \
+  template <>                                                                                                                 \
+  struct WarpgroupProduct<T, N> {                                                                                             \
+    template <bool kColumnsAlong>                                                                                             \
+    __device__ __forceinline__ static void registers_shared(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b,            \
+                                                            bool accumulate) {                                                \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0;\n"                                                             \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
+                   "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1, %" #i6 ";}"                                  \
+                   : FO_D##LAST                                                                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}));      \
+    }                                                                                                                         \
+    template <bool kColumnsAlong>                                                                                             \
+    __device__ __forceinline__ static void shared_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {        \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0;\n"                                                             \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
+                   "%" #i0 ", %" #i1 ", p, 1, 1, 0, %" #i3 ";}"                                                               \
+                   : FO_D##LAST                                                                                               \
+                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}));                                          \
+    }                                                                                                                         \
+  };
+#define FO_PRODUCTS(T, TYPE)                                             \
+  FO_PRODUCT(T, TYPE, 64, 3, 32, 33, 34, 35, 36, 37, 38)                 \
+  FO_PRODUCT(T, TYPE, 80, 4, 40, 41, 42, 43, 44, 45, 46)                 \
+  FO_PRODUCT(T, TYPE, 96, 5, 48, 49, 50, 51, 52, 53, 54)                 \
+  FO_PRODUCT(T, TYPE, 112, 6, 56, 57, 58, 59, 60, 61, 62)                \
+  FO_PRODUCT(T, TYPE, 128, 7, 64, 65, 66, 67, 68, 69, 70)                \
+  FO_PRODUCT(T, TYPE, 144, 8, 72, 73, 74, 75, 76, 77, 78)                \
+  FO_PRODUCT(T, TYPE, 160, 9, 80, 81, 82, 83, 84, 85, 86)                \
+  FO_PRODUCT(T, TYPE, 176, 10, 88, 89, 90, 91, 92, 93, 94)               \
+  FO_PRODUCT(T, TYPE, 192, 11, 96, 97, 98, 99, 100, 101, 102)            \
+  FO_PRODUCT(T, TYPE, 256, 15, 128, 129, 130, 131, 132, 133, 134)
+FO_PRODUCTS(__nv_bfloat16, "bf16")
+FO_PRODUCTS(__half, "f16")
+#undef FO_R0
+#undef FO_R1
+#undef FO_R2
+#undef FO_R3
+#undef FO_R4
+#undef FO_R5
+#undef FO_R6
+#undef FO_R7
+#undef FO_R8
+#undef FO_R9
+#undef FO_R10
+#undef FO_R11
+#undef FO_R15
+#undef FO_D
+#undef FO_D3
+#undef FO_D4
+#undef FO_D5
+#undef FO_D6
+#undef FO_D7
+#undef FO_D8
+#undef FO_D9
+#undef FO_D10
+#undef FO_D11
+#undef FO_D15
+#undef FO_PRODUCT
+#undef FO_PRODUCTS
+// clang-format on
+
+}  // namespace flash_online::cuda
