@@ -243,6 +243,14 @@ def test_same_bits_in_every_run_and_any_batch(function, classes):
         assert all(torch.equal(a[row : row + 1], b) for a, b in zip(first, alone, strict=True))
 
 
+@pytest.mark.parametrize("classes", [33, 4000, 20000])
+def test_zeros_are_equal(classes):
+    """-0 and 0 are found in the order of their indices."""
+    x = torch.full((1, classes), -1.0, device="cuda")
+    x[0, 5:25] = torch.tensor([-0.0, 0.0], device="cuda").repeat(10)
+    assert flash_online.topk_softmax(x, 20)[1].tolist() == [list(range(5, 25))]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, classes", [(700, 40000), (500, 70001), (150, 200_000)], ids=str)
 def test_more_rows_than_room(rows, classes, dtype):

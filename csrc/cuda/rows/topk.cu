@@ -21,9 +21,9 @@ namespace {
 using Key = unsigned long long;
 constexpr Key kNoKey = 0;  // behind every element's: indices are below 2^32 - 1
 
-// Floats as integers of the same order, NaN above all.
+// Floats as integers of the same order, NaN above all; -0 as 0, which it equals.
 __device__ __forceinline__ unsigned rank_of(float x) {
-  const unsigned bits = __float_as_uint(x);
+  const unsigned bits = __float_as_uint(x + 0.0f);
   return x != x ? 0xffffffffu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float element_of(Key key) {
