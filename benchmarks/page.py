@@ -21,6 +21,21 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
+def marks_table(record: dict) -> list[str]:
+    rows = []
+    for mark in record["marks"]:
+        if "unit" in mark:
+            wanted, mean, worst = f"<= {mark['most']:g} {mark['unit']}", "", f"{number(mark['measured'])} {mark['unit']}"
+        elif "most" in mark:
+            wanted, mean, worst = f"< {mark['most'] / 2**20:.3g} MiB", "", f"{mark['measured'] / 2**20:.3g} MiB"
+        else:
+            wanted = [f"mean >= {mark['least']}"] * (mark["least"] is not None)
+            wanted = ", ".join(wanted + [f"each >= {mark['least_each']}"] * (mark["least_each"] is not None))
+            mean, worst = times(mark["mean"]), f"{times(mark['worst'])} ({mark['worst_case']})"
+        rows.append([mark["mark"], wanted, mean, worst, "yes" if mark["met"] else "no"])
+    return table(["mark", "wanted", "mean", "worst", "met"], rows) if rows else []
+
+
 def heading(record: dict) -> list[str]:
     facts = [record["device"]]
     if "instruction_set" in record:

@@ -1,7 +1,7 @@
 """The tables of measured results, made of benchmarks/results/*.json: python benchmarks/report.py [--check]
 
-README.md gets a summary, docs/benchmarks.md every case, docs/paper.md the paper's tables, each between its two markers; --check
-writes nothing and exits with 1 where a page is behind the results.
+README.md gets a summary, docs/benchmarks.md and docs/attention_benchmarks.md every case, docs/paper.md the paper's tables, each
+between its two markers; --check writes nothing and exits with 1 where a page is behind the results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from page import heading, number, pair, table, times
+from attention.tables import attention_page, attention_summary
+from page import heading, marks_table, number, pair, table, times
 from paper.tables import paper_page
 from summary import DIRECTIONS, OURS, SCHEMA
 
@@ -53,19 +54,6 @@ def _faster(entry: dict) -> str:
 def _share(entry: dict) -> str:
     sides = [entry[direction].get("share") for direction in DIRECTIONS]
     return pair((100 * s for s in sides), lambda s: f"{s:.0f}") if all(sides) else "-"
-
-
-def marks_table(record: dict) -> list[str]:
-    rows = []
-    for mark in record["marks"]:
-        if "most" in mark:
-            wanted, mean, worst = f"< {mark['most'] / 2**20:.3g} MiB", "", f"{mark['measured'] / 2**20:.3g} MiB"
-        else:
-            wanted = [f"mean >= {mark['least']}"] * (mark["least"] is not None)
-            wanted = ", ".join(wanted + [f"each >= {mark['least_each']}"] * (mark["least_each"] is not None))
-            mean, worst = times(mark["mean"]), f"{times(mark['worst'])} ({mark['worst_case']})"
-        rows.append([mark["mark"], wanted, mean, worst, "yes" if mark["met"] else "no"])
-    return table(["mark", "wanted", "mean", "worst", "met"], rows) if rows else []
 
 
 def case_tables(record: dict) -> list[str]:
@@ -165,12 +153,12 @@ def case_page(record: dict) -> list[str]:
     return [*lines, *case_tables(record)]
 
 
-DEVICES = ("cpu", "cuda")
-# What a page shows, of which results.
+# What a page shows: of which results what.
 PAGES = {
-    ROOT / "README.md": (summary_page, DEVICES),
-    ROOT / "docs" / "benchmarks.md": (case_page, DEVICES),
-    ROOT / "docs" / "paper.md": (paper_page, ("paper",)),
+    ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary},
+    ROOT / "docs" / "benchmarks.md": {"cpu": case_page, "cuda": case_page},
+    ROOT / "docs" / "attention_benchmarks.md": {"attention": attention_page},
+    ROOT / "docs" / "paper.md": {"paper": paper_page},
 }
 
 
@@ -186,9 +174,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     check = parser.parse_args().check
     behind = 0
-    for page, (lines_of, names) in PAGES.items():
-        records = [read(path) for path in (RESULTS / f"{name}.json" for name in names) if path.is_file()]
-        body = [line for record in records for line in [*lines_of(record), ""]] if records else ["None committed yet.", ""]
+    for page, by_name in PAGES.items():
+        paths = {RESULTS / f"{name}.json": lines_of for name, lines_of in by_name.items()}
+        body = [line for path, lines_of in paths.items() if path.is_file() for line in [*lines_of(read(path)), ""]]
+        body = body or ["None committed yet.", ""]
         text = page.read_text()
         before, rest = text.split(BEGIN)
         _, after = rest.split(END)

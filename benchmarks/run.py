@@ -1,4 +1,4 @@
-"""The benchmarks, one entry: python benchmarks/run.py [cpu | cuda | paper] [--json PATH] [--only attention ...] [--quick]
+"""The benchmarks, one entry: python benchmarks/run.py [cpu | cuda | attention | paper] [--json PATH] [--only ...] [--quick]
 
 Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
 machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
@@ -9,9 +9,10 @@ L 8192 up at 512 queries, spread over the length, the output's gradient being 0 
 spread likewise, as have half a million elements. Ours must meet the tolerance of the tests; torch's contestants a looser one,
 which catches a peer that was given another problem.
 
-`paper` measures the kernels of the online-softmax paper instead: see paper/measure.py.
+`attention` measures attention on a GPU beside its peers, cell by cell of attention/cases.py: see attention/measure.py. `paper`
+measures the kernels of the online-softmax paper: see paper/measure.py.
 
-Writes benchmarks/results/<cpu, cuda or paper>.json unless told otherwise; benchmarks/report.py makes the tables of those.
+Writes benchmarks/results/<cpu, cuda, attention or paper>.json unless told otherwise; report.py makes the tables of those.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
+from attention import cases as attention_cases  # noqa: E402
+from attention import measure as attention  # noqa: E402
+from attention import peers as attention_peers  # noqa: E402
 from cases import CPU, CUDA, QUICK, Case  # noqa: E402
 from cuda_peers import CUDA_PEERS  # noqa: E402
 from paper import measure as paper  # noqa: E402
-from peers import PEERS, Absent  # noqa: E402
+from peers import PEER_TOLERANCE, PEERS, Absent  # noqa: E402
 from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, marks, over_best, ratio, summarize, unrest  # noqa: E402
 from turns import Turns, take_turns  # noqa: E402
 
@@ -48,7 +52,6 @@ from flash_online import _info, reference, testing  # noqa: E402
 MATMUL_SIZE = 2048
 CHECKED_IN_FULL = 4096  # longest sequence whose every query is checked
 CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
-PEER_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of max|truth|
 CONTEXT_ROUNDS = 5
 
 
@@ -79,7 +82,7 @@ def environment(device: str) -> dict:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    measured = ["csrc", "flash_online", "benchmarks/*.py", "benchmarks/paper", "CMakeLists.txt", "setup.py"]
+    measured = ["csrc", "flash_online", "benchmarks", ":!benchmarks/results", "CMakeLists.txt", "setup.py"]
     changed = "+" if git("status", "--porcelain", "--untracked-files=no", "--", *measured) else ""
     facts = {
         "schema": SCHEMA,
@@ -412,23 +415,28 @@ def main() -> int:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("device", choices=("cpu", "cuda", "paper"), nargs="?", default=default)
+    parser.add_argument("device", choices=("cpu", "cuda", "attention", "paper"), nargs="?", default=default)
     parser.add_argument("--json", type=Path, help="where the results go; none: benchmarks/results/<device>.json")
-    parser.add_argument("--only", nargs="+", choices=sorted(PEERS), help="these functions alone; needs --json")
+    groups = list(attention_cases.CELLS)
+    parser.add_argument("--only", nargs="+", choices=[*sorted(PEERS), *groups], help="functions, or groups; needs --json")
     parser.add_argument("--match", help="only cases whose label and dtype have this in them; needs --json")
     named = sorted({name for peers in (PEERS, CUDA_PEERS) for of_one in peers.values() for name in of_one} - {OURS})
+    named = list(dict.fromkeys([*named, *attention_peers.PEERS]))
     parser.add_argument("--peers", nargs="+", choices=named, help="these peers alone; none: all that run here; needs --json")
     parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --json")
     parser.add_argument("--list", action="store_true", help="print the cases and their reasons, measure nothing")
-    parser.add_argument("--seconds", type=float, default=1.5, help="least time of a case's turns")
+    parser.add_argument("--seconds", type=float, help="least time of a case's turns; none: 1.5, of attention 0.3")
     parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
     parser.add_argument("--note", help="a remark for the record, shown above its tables")
     parser.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
+    parser.add_argument("--fa3", help=f"attention: FlashAttention-3's binary; none: what {attention_peers.FA3_VARIABLE} names")
     options = parser.parse_args()
     if (options.only or options.quick or options.match or options.peers) and not (options.json or options.list):
         parser.error("--only, --match, --peers and --quick need --json, since the committed results hold everything")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory meter's profiler writes two lines a call otherwise
-    device, facts = options.device, {"seconds": options.seconds, "rounds": options.rounds}
+    device = options.device
+    seconds = options.seconds if options.seconds is not None else 0.3 if device == "attention" else 1.5
+    facts = {"seconds": seconds, "rounds": options.rounds}
     if options.note:
         facts["note"] = options.note
     path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
@@ -436,6 +444,23 @@ def main() -> int:
         if options.only or options.match or options.peers or options.list:
             parser.error("paper has no --only, --match, --peers or --list: it is one table")
         return paper.run(options.quick, lambda: environment("cuda") | facts, path)
+    if device == "attention":
+        if set(options.only or ()) - set(groups):
+            parser.error(f"attention has the groups {', '.join(groups)} for --only, got {' '.join(options.only)}")
+        cells = attention.chosen(options.only, options.match, options.quick)
+        if options.list:
+            print("\n".join(f"{c.group:9} {c.kind:24} {c.label}, {str(c.dtype)[6:]}" for c in cells))
+            return 0
+        if options.fa3:
+            os.environ[attention_peers.FA3_VARIABLE] = options.fa3
+        if not cells:
+            parser.error("no cell of attention is chosen")
+        where = default if options.quick else "cuda"
+        if not torch.cuda.is_available() and where == "cuda":
+            parser.error("attention needs a CUDA GPU; with --quick it runs without one")
+        return attention.run(cells, where, lambda: environment(where) | facts, path, options.peers)
+    if set(options.only or ()) & set(groups):
+        parser.error(f"--only {' '.join(options.only)}: groups are of attention, here functions are named")
     cases = QUICK if options.quick else CPU if device == "cpu" else CUDA
     cases = [c for c in cases if not options.only or c.function in options.only]
     cases = [c for c in cases if not options.match or options.match in f"{c.label}, {str(c.dtype)[6:]}"]
@@ -459,7 +484,7 @@ def main() -> int:
         for case in bar:
             bar.set_postfix_str(f"{case.function}, {case.label}", refresh=sys.stderr.isatty())
             try:
-                result = measure(case, device, options.seconds, options.rounds, options.peers)
+                result = measure(case, device, seconds, options.rounds, options.peers)
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 failures += 1

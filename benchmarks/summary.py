@@ -116,7 +116,7 @@ def marks(results: list[dict]) -> list[dict]:
         of_function = [r for r in results if r["function"] == function and r["ratio"] and r["dtype"] != "float16"]
         long = [r for r in of_function if r["sizes"]["classes"] >= 32768]
         found += _faster(f"{function}, 32768 classes and more, x torch", long, least_each=4.0)
-        found += _judge(
+        found += judge(
             f"{function}, 32768 classes and more, of the copy rate",
             [r for r in long if "copy" in r],
             lambda r, direction: r["contestants"][OURS][f"{direction}_share"],
@@ -142,18 +142,20 @@ def marks(results: list[dict]) -> list[dict]:
 
 
 def _faster(name: str, members: list[dict], **least) -> list[dict]:
-    return _judge(name, members, lambda r, direction: r["ratio"][direction], **least)
+    return judge(name, members, lambda r, direction: r["ratio"][direction], **least)
 
 
-def _judge(
+def judge(
     name: str,
     members: list[dict],
     value: Callable[[dict, str], float],
     least: float | None = None,
     least_each: float | None = None,
+    directions: tuple[str, ...] = DIRECTIONS,
 ) -> list[dict]:
+    """An entry a direction: the mean and the worst of `value` over the members, and whether they reach what is asked."""
     entries = []
-    for direction in DIRECTIONS if members else ():
+    for direction in directions if members else ():
         values = {id(m): value(m, direction) for m in members}
         worst = min(members, key=lambda m: values[id(m)])
         mean = geometric_mean(values.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,11 @@ def modules(monkeypatch):
         "paper.build",
         "paper.tables",
         "paper.measure",
+        "attention",
+        "attention.cases",
+        "attention.tables",
+        "attention.peers",
+        "attention.measure",
     )
     names += ("report", "run")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -50,6 +56,16 @@ def quick_record(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "cpu.json"
     command = [sys.executable, "-m", "flash_online", "bench", "cpu", "--quick", "--seconds", "0", "--rounds", "1"]
     subprocess.run([*command, "--json", str(path)], check=True, cwd=REPOSITORY, capture_output=True)
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def attention_record(tmp_path_factory):
+    pytest.importorskip("tqdm")
+    path = tmp_path_factory.mktemp("bench") / "attention.json"
+    command = [sys.executable, "benchmarks/run.py", "attention", "--quick", "--seconds", "0", "--rounds", "1", "--json", path]
+    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, env=without_fa3)
     return json.loads(path.read_text())
 
 
@@ -381,6 +397,231 @@ def test_a_wrong_result_of_the_papers_kernels_is_caught(modules):
     assert rows.error("right", softmax, None) < 1e-6
     with pytest.raises(AssertionError, match="sums to"):
         rows.error("unwritten", softmax.index_fill(1, torch.tensor([7]), torch.nan), None)
+
+
+def test_the_cells_of_attention(modules):
+    cells = modules["attention.cases"].CELLS
+    plain = cells["plain"]
+    assert len(plain) == 36 and {c.sizes["E"] for c in plain} == {64, 128, 256}
+    assert all(c.sizes["B"] * c.sizes["L"] == 16384 and c.sizes["H"] * c.sizes["E"] == 2048 for c in plain)
+    assert [sum(c.lengths) for c in cells["packed"]] == [c.sizes["T"] for c in cells["packed"]] and len(cells["packed"]) == 8
+    for of_group in cells.values():
+        assert len({(c.label, c.kind, c.dtype) for c in of_group}) == len(of_group)
+    kinds = {c.kind for c in cells["features"]}
+    assert kinds >= {
+        "bool mask",
+        "bias with gradient",
+        "dropout",
+        "float32",
+        "GQA",
+        "window",
+        "softcap",
+        "ALiBi",
+        "deterministic",
+    }
+    for mark in modules["attention.tables"].MARKS:  # a mark of no cell would never be judged
+        chosen = [c for group in cells.values() for c in group]
+        assert any(mark.members({"group": c.group, "kind": c.kind, "sizes": c.sizes, "options": c.options}) for c in chosen), (
+            mark
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"causal": True, "window": 5}, {"causal": True, "window": 500}]
+    + [{"mask": kind} for kind in ("random", "padding", "blocks")]
+    + [{"bias": "frozen"}],
+    ids=str,
+)
+def test_flops_of_attentions_cells(modules, options):
+    cases = modules["attention.cases"]
+    problem = cases.Problem(cases.Cell("features", "", {"B": 2, "H": 2, "L": 128, "E": 8, "Ev": 4}, options), "cpu")
+    visible = torch.ones(128, 128, dtype=torch.bool).tril(0 if "causal" in options else 127).triu(-options.get("window", 127))
+    if "mask" in options:
+        visible = problem.mask.expand(2, 2, 128, 128)
+        assert 0.2 < visible.float().mean() < 0.9
+    pairs = int(visible.expand(2, 2, 128, 128).sum())
+    assert problem.visible_pairs() == pairs
+    assert problem.flops("forward") == pairs * 2 * (8 + 4) and problem.flops("backward") == pairs * (6 * 8 + 4 * 4)
+
+
+def fake_fa3():
+    """Operators of its names, arguments and layouts, by the plain reference."""
+    from flash_online import reference
+
+    def attend(q, k, v, softmax_scale, is_causal, softcap, window_size_left=-1, window_size_right=-1, **packed):
+        window = (window_size_left, window_size_right) if window_size_left >= 0 else None
+        options = {"scale": softmax_scale, "causal": is_causal, "softcap": softcap, "window": window}
+        if packed:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            return reference.varlen_attention(q, k, v, *(packed[name] for name in names), **options)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return reference.attention(q, k, v, alignment="lower_right", **options).transpose(1, 2)
+
+    def fwd(q, k, v, *, num_splits, **options):
+        return attend(q, k, v, **options), None, None, None
+
+    def bwd(dout, q, k, v, out, softmax_lse, *, dq, dk, dv, deterministic, **options):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(attend(*leaves, **options), leaves, dout)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+
+    return types.SimpleNamespace(fwd=fwd, bwd=bwd)
+
+
+def test_every_contestant_solves_the_cells_problem(modules, monkeypatch):
+    """The quick cells, with a stand-in for FlashAttention-3, whose layout is another."""
+    measure, peers = modules["attention.measure"], modules["attention.peers"]
+    monkeypatch.setattr(torch.ops, "flash_attn_3", fake_fa3(), raising=False)
+    monkeypatch.setattr(peers, "_load_fa3", lambda path: None)
+    monkeypatch.setenv(peers.FA3_VARIABLE, "fa3.so")
+    measured = 0
+    for cell in modules["attention.cases"].QUICK:
+        result = measure.measure(cell, "cpu", 0, 1, ["FA3", "torch math"])
+        assert not any("wrong" in reason for reason in result["absent"].values()), result["absent"]
+        assert set(result["contestants"]) >= {"flash_online"}
+        if not cell.options.keys() & {"mask", "bias", "alibi", "dropout"}:
+            assert result["contestants"]["FA3"]["error"] < 0.02 and "backward_ms" in result["contestants"]["FA3"]
+            measured += 1
+    assert measured == 5
+
+
+@pytest.mark.parametrize("kind", ["block-sparse mask", "window", "ALiBi"])
+def test_flex_attention_solves_the_cells_problem(modules, monkeypatch, kind):
+    """Uncompiled, on the CPU, where it has no backward pass."""
+    cases, measure = modules["attention.cases"], modules["attention.measure"]
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    problem = cases.Problem(next(cell for cell in cases.QUICK if cell.kind == kind), "cpu")
+    expected = measure.expected(problem, torch.float64)
+    for leaf in problem.leaves:
+        leaf.requires_grad_(False)
+    problem.device = "cuda"
+    (out,) = problem.parts([modules["attention.peers"].flex(problem).run()])
+    torch.testing.assert_close(out.double(), expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_wrong_results_of_attention_are_caught(modules, monkeypatch):
+    """Of a peer: it is absent. Of ours: the cell is not timed."""
+    measure, peers, cases = modules["attention.measure"], modules["attention.peers"], modules["attention.cases"]
+    cell = cases.Cell("features", "bool mask", {"B": 1, "H": 2, "L": 128, "E": 16}, {"mask": "random"}, torch.float32)
+    right, flash = peers.CONTESTANTS["flash_online"], peers.CONTESTANTS["torch flash"]
+
+    def unmasked(contestant):
+        def make(problem):
+            other = problem.without()
+            other.mask = torch.ones_like(problem.mask)
+            call = contestant(other)
+            return peers.Call(problem, call.run, call.leaves, call.grad, call.setting)
+
+        return make
+
+    monkeypatch.setitem(peers.CONTESTANTS, "torch flash", unmasked(flash))
+    result = measure.measure(cell, "cpu", 0, 1)
+    assert "wrong here" in result["absent"]["torch flash"] and "torch flash" not in result["contestants"]
+    monkeypatch.setitem(peers.CONTESTANTS, "flash_online", unmasked(right))
+    with pytest.raises(AssertionError, match="bool mask .*flash_online: output"):
+        measure.measure(cell, "cpu", 0, 1)
+    dropout = cases.Cell("features", "dropout", {"B": 2, "H": 4, "L": 128, "E": 16}, {"dropout": 0.5}, torch.float32)
+    monkeypatch.setitem(peers.CONTESTANTS, "flash_online", lambda problem: right(problem.without("dropout")))
+    with pytest.raises(AssertionError, match="what dropout keeps"):
+        measure.measure(dropout, "cpu", 0, 1)
+
+
+def attention_result(kind, case, contestants, group="features", **sizes):
+    """Contestants: name -> (forward, backward) milliseconds."""
+    entries = {
+        name: {f"{d}_{key}": value for d, ms in zip(("forward", "backward"), both, strict=True) for key, value in values(ms)}
+        for name, both in contestants.items()
+    }
+    for entry in entries.values():
+        entry |= {"error": 1e-3, "step_extra_bytes": 900 << 20, "beyond_results_bytes": 1 << 20}
+    facts = {"group": group, "kind": kind, "case": case, "sizes": sizes, "options": {}, "dtype": "bfloat16"}
+    return facts | {"contestants": entries, "absent": {"torch math": "too large"}, "matmul": {"tflop_per_s": 800.0}}
+
+
+def values(ms):
+    return (("ms", ms), ("tflop_per_s", 100 / ms), ("share", 0.125 / ms))
+
+
+def test_attentions_marks_and_means(modules):
+    tables = modules["attention.tables"]
+    peers = {"FA3": (1.0, 2.0), "cuDNN": (2.0, 1.0), "torch flash": (4.0, 4.0), "torch math": (0.1, 0.1)}
+    results = [
+        attention_result("E 64, full", "a", {"flash_online": (0.5, 2.0)} | peers, "plain", E=64, L=512),
+        attention_result("E 64, full", "b", {"flash_online": (2.0, 0.5)} | peers, "plain", E=64, L=2048),
+        attention_result("block-sparse mask", "c", {"flash_online": (1.0, 1.0), "flash_online, all visible": (3.0, 2.0)}),
+        attention_result("bias with gradient", "d", {"flash_online": (1.0, 1.0), "torch efficient": (1.9, 3.5)}),
+    ]
+    marks = {mark["mark"]: mark for mark in tables.marks(results)}
+    best = marks["plain, x FA3 and cuDNN, forward"]
+    assert best["mean"] == pytest.approx(1.0) and best["worst"] == pytest.approx(0.5) and not best["met"]
+    assert best["worst_case"] == "b, bfloat16" and best["cases"] == 2
+    assert marks["plain, L <= 1024, x FA3 and cuDNN, backward"]["worst"] == pytest.approx(0.5)
+    assert marks["plain, x torch flash, forward"]["met"] and marks["plain, x torch flash, backward"]["met"]
+    assert marks["block-sparse mask, x flash_online, all visible, forward"]["met"]
+    assert not marks["block-sparse mask, x flash_online, all visible, backward"]["met"]
+    assert marks["bias with gradient, x torch efficient, backward"]["met"]
+    assert marks["masks, biases, dropout, x torch efficient, forward"]["met"]
+    assert marks["memory of a step, d"]["measured"] == pytest.approx(900) and marks["memory of a step, d"]["met"]
+    plain, sparse, _ = tables.summarize(results)
+    assert plain["forward"]["over"]["FA3"] | {"cases": 2, "peer": "FA3"} == plain["forward"]["over"]["FA3"]
+    assert plain["forward"]["over_best"]["worst_case"] == "b" and plain["backward"]["over_best"]["peer"] == "cuDNN"
+    assert plain["forward"]["tflop_per_s"] == pytest.approx(100) and sparse["forward"]["over_best"] is None
+
+
+def aligned(lines):
+    """Every table has as many cells in each row."""
+    previous, columns = "", 0
+    for line in lines:
+        if line.startswith("|"):
+            columns = columns if previous.startswith("|") else line.count(" | ")
+            assert line.count(" | ") == columns, line
+        previous = line
+    return True
+
+
+def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_path):
+    record, cells = attention_record, modules["attention.cases"].QUICK
+    assert record["wrong"] == 0 and len(record["results"]) == len(cells)
+    for result in record["results"]:
+        ours = result["contestants"]["flash_online"]
+        assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0 and ours["error"] < 0.02
+        assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
+        assert "error" not in result["contestants"].get("FA3", ()) and result["absent"]["FA3"]
+    report = modules["report"]
+    for lines in (report.attention_summary(record), report.attention_page(record)):
+        assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
+    assert any(line.startswith("- FA3 (2)") for line in lines)
+    pytest.importorskip("matplotlib")
+    (tmp_path / "attention.json").write_text(json.dumps(record))
+    command = [sys.executable, "benchmarks/attention/figures.py", "--json", str(tmp_path / "attention.json")]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, cwd=REPOSITORY, capture_output=True)
+    assert (tmp_path / "attention_plain.png").stat().st_size > 10000
+
+
+def test_attentions_arguments_are_checked(modules):
+    def refused(*arguments):
+        command = [sys.executable, "benchmarks/run.py", *arguments]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "plain, features, packed, short, host" in refused("attention", "--only", "softmax", "--json", "x.json")
+    assert "groups are of attention" in refused("cpu", "--only", "packed", "--json", "x.json")
+    if not torch.cuda.is_available():
+        assert "needs a CUDA GPU" in refused("attention")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("group, match", [("plain", "L 512, E 64"), ("packed", "512 of 64"), ("short", "B 8, H"), ("host", "")])
+def test_a_cell_of_attention_on_a_gpu(modules, group, match):
+    measure = modules["attention.measure"]
+    (cell, *_) = measure.chosen([group], match, False)
+    ours = measure.measure(cell, "cuda", 0, 1)["contestants"]["flash_online"]
+    assert ours["forward_ms"] > 0 and ours["error"] < 0.02
+    assert ("backward_ms" in ours) == (group in ("plain", "packed")) and ("step_ms" in ours) == (group == "host")
 
 
 def test_report_refuses_another_schema(modules, tmp_path):

@@ -335,3 +335,10 @@ def test_fuzz():
             raise AssertionError(
                 f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed} repeats this alone: {problem}\n{error}"
             ) from error
+
+
+def test_explain_names_the_kernel_and_the_refusals():
+    query = gpu(1, 2, 128, 64, dtype=torch.float32)
+    plan = flash_online.explain(flash_online.attention, query, query, query)
+    assert plan.ours and plan.kernel.endswith("(sm80)")
+    assert all("sm80" not in name and reason for name, reason in plan.refused.items())

@@ -224,3 +224,25 @@ def test_decisions_for_gpus(major, dtype, word, monkeypatch):
         assert reason is None if word is None else word in reason
         if word is None:
             assert "float64" in plan.refusal("softmax", x, dtype=torch.float64)
+
+
+def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), width=64, packed=False):
+    """(name, reason to refuse) of the CUDA kernels for a call of attention, the best first."""
+    introspect = pytest.importorskip("flash_online._introspect")
+    if not introspect.build_info(str(plan.LIBRARY))["architectures"]:
+        pytest.skip("a build without CUDA has no kernels to choose among")
+    tensor = ((2, 4, 512, width), (2048 * width, 512 * width, width, 1), 0)
+    lines = introspect.attention_candidates(
+        str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, gpu, False
+    )
+    return dict(line.split(" ", 1) for line in lines.splitlines())
+
+
+def test_the_general_cuda_kernel_takes_what_the_others_refuse():
+    mask = ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))
+    for options in ({}, {"dtype": "float32"}, {"mask": mask}, {"packed": True}, {"width": 36}, {"gpu": (8, 0, 163 << 10)}):
+        found = candidates(**options)
+        assert found["sm80"] == ""
+        assert all(reason for name, reason in found.items() if name != "sm80") or not options
+    assert "compute capability" in candidates(gpu=(8, 0, 163 << 10))["sm90"]
+    assert "head dim" in candidates(width=1024)["sm80"]

@@ -8,7 +8,6 @@ numbers, the same in every turn. What fits into the chip's cache is read from th
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import sys
@@ -20,10 +19,9 @@ import torch
 from summary import OURS
 from torch import Tensor
 from tqdm import tqdm
-from turns import Turns, take_turns
+from turns import Replays, take_turns
 
 import flash_online
-from flash_online import testing
 
 from .build import KS, Kernels, Missing
 from .tables import SOFTMAX
@@ -37,36 +35,8 @@ QUICK = (63, 1000, 25000)
 CHECKED_ELEMENTS = 1 << 19
 TOLERANCE = 1e-4  # of the largest probability: float32 sums over up to 10^7 terms, by the chip's own exp
 ALIKE = 1e-5  # logits whose probabilities may be the same number in float32
-TURN_SECONDS, MOST_NODES = 2e-3, 100  # a turn; calls in a graph
 TENSORS = 3  # of the input's size: it, the paper's result, ours
 TOP = "top {}"  # the results' name for a k
-
-
-class Replays(Turns):
-    """Turns of a CUDA graph of as many calls as fill a turn; of the call itself where that alone takes as long."""
-
-    def __init__(self, call, pool):
-        super().__init__(call, contextlib.nullcontext, "cuda")
-        once = testing.time_call(call, seconds=0, least_runs=2, device="cuda").best
-        self.nodes = max(1, min(MOST_NODES, round(TURN_SECONDS / once)))
-        self.graph = None
-        if self.nodes > 1:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
-                for _ in range(self.nodes):
-                    call()
-            once = testing.time_call(self.graph.replay, seconds=0, device="cuda").best / self.nodes
-        self.repeat = max(1, round(TURN_SECONDS / (once * self.nodes)))
-
-    def _on_cuda(self) -> float:
-        run = self.graph.replay if self.graph else self.call
-
-        def calls():
-            for _ in range(self.repeat):
-                run()
-
-        seconds = testing.time_call(calls, seconds=0, least_runs=1, device="cuda").median
-        return seconds / (self.repeat * self.nodes)
 
 
 class Rows:

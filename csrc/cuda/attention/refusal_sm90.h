@@ -10,9 +10,10 @@ namespace flash_online::cuda {
 // Whether the copy engine can walk a tensor [batch, heads, rows, width] of 16-bit elements.
 inline bool is_copied_in_boxes(const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows,
                                int64_t width) {
-  const auto walkable = [](int64_t step, int64_t size) { return size == 1 || (step % 8 == 0 && step >= 0); };
+  constexpr int64_t kMost = int64_t{1} << 38;  // bytes in a step are below 2^40
+  const auto walkable = [](int64_t step, int64_t size) { return size == 1 || (step % 8 == 0 && step >= 0 && step < kMost); };
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && walkable(stride[0], batch) && walkable(stride[1], heads) &&
-         walkable(stride[2], rows) && (stride[3] == 1 || width == 1);
+         walkable(stride[2], rows) && (rows == 1 || stride[2] > 0) && (stride[3] == 1 || width == 1);
 }
 
 // Why forward_sm90 does not take a problem; null: it does.

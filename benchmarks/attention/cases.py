@@ -1,0 +1,244 @@
+"""The cells: what is measured, in five groups, and the tensors of each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+TOKENS, HIDDEN = 16384, 2048  # of every plain cell
+BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: side of a block, share of the blocks that nobody sees
+CHECKED_SEQUENCES = 3  # of a packed cell: the longest, the first and the last
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem of a group; `kind` is what cells are summed up by. `sizes` and `options` make the label.
+
+    Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
+    sees itself and the W keys before it); `softcap`; `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "padding"
+    ([B, 1, 1, L]) or "blocks" (a quarter of the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]);
+    `dropout` p; `deterministic`. `lengths`: those of packed sequences, in place of B and L.
+    """
+
+    group: str
+    kind: str
+    sizes: dict[str, int]
+    options: dict[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        parts = [f"{name} {size}" for name, size in self.sizes.items()]
+        parts += [name if value is True else f"{name} {value}" for name, value in self.options.items()]
+        return ", ".join(parts)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.sizes["H"] // self.sizes.get("Hkv", self.sizes["H"])
+
+
+class Problem:
+    """A cell's tensors, the same numbers in every run: query, key, value, grad (the output's) [B, H, L, E], packed [T, H, E];
+    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest` where the cell has them.
+    """
+
+    def __init__(self, cell: Cell, device: str):
+        self.cell, self.device, self.options = cell, device, dict(cell.options)
+        self.mask = self.blocks = self.slopes = self.starts = self.longest = None
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(cell.dtype)
+
+        heads, width = cell.sizes["H"], cell.sizes["E"]
+        key_heads, value_width = cell.sizes.get("Hkv", heads), cell.sizes.get("Ev", width)
+        if cell.lengths:
+            ends = torch.tensor([0, *cell.lengths]).cumsum(0)
+            self.starts, self.longest = ends.int().to(device), max(cell.lengths)
+            rows, key_rows = (int(ends[-1]), heads), (int(ends[-1]), key_heads)
+        else:
+            batch, length = cell.sizes["B"], cell.sizes["L"]
+            rows, key_rows = (batch, heads, length), (batch, key_heads, length)
+        self.query, self.key = normal(*rows, width).requires_grad_(), normal(*key_rows, width).requires_grad_()
+        self.value, self.grad = normal(*key_rows, value_width).requires_grad_(), normal(*rows, value_width)
+        if self.options.get("alibi"):
+            self.slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+        if bias := self.options.get("bias"):
+            self.mask = normal(1, heads, length, length).requires_grad_(bias == "learned")
+        elif (kind := self.options.get("mask")) == "random":
+            self.mask = torch.rand(1, 1, length, length, generator=generator, device=device) < 0.5
+        elif kind == "padding":  # the shortest sequence fills half of the length and a bit, the longest all
+            lengths = torch.tensor([length * (batch + n + 1) // (2 * batch) for n in range(batch)], device=device)
+            self.mask = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]
+        elif kind == "blocks":
+            side = length // BLOCK
+            order = torch.randperm(side * side, generator=generator, device=device)
+            self.blocks = (order >= HIDDEN_BLOCKS * side * side).view(side, side)
+            self.mask = self.blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[None, None]
+
+    def without(self, *names: str) -> Problem:
+        """The same tensors, without these options."""
+        other = copy.copy(self)
+        other.options = {name: value for name, value in self.options.items() if name not in names}
+        return other
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What wants gradients."""
+        learned = self.options.get("bias") == "learned"
+        return [self.query, self.key, self.value, *([self.mask] if learned else [])]
+
+    def visible_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, over all heads."""
+        heads = self.cell.sizes["H"]
+        if self.cell.lengths:
+            return heads * sum(n * (n + 1) // 2 for n in self.cell.lengths)
+        batch, length = self.cell.sizes["B"], self.cell.sizes["L"]
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            return int(self.mask.sum()) * (batch * heads * length**2 // self.mask.numel())
+        if self.options.get("causal"):
+            before = min(self.options.get("window", length), length - 1)  # of the last query
+            return batch * heads * (length * (before + 1) - before * (before + 1) // 2)
+        return batch * heads * length**2
+
+    def flops(self, direction: str) -> int:
+        """Of the matrix products: QK', PV; backward QK' again, dV, dP, dQ, dK."""
+        width = self.cell.sizes["E"]
+        value_width = self.cell.sizes.get("Ev", width)
+        return self.visible_pairs() * (2 * (width + value_width) if direction == "forward" else 6 * width + 4 * value_width)
+
+    # --- What of it is checked: the query heads of the first key head; of one batch entry, or of some packed sequences --------
+
+    def pieces(self) -> list[slice]:
+        """Along the first dimension. A learned bias gets its gradient from the whole batch."""
+        if not self.cell.lengths:
+            return [slice(None) if self.options.get("bias") == "learned" else slice(0, 1)]
+        lengths, starts = self.cell.lengths, self.starts.tolist()
+        chosen = dict.fromkeys([lengths.index(self.longest), 0, len(lengths) - 1])
+        return [slice(starts[n], starts[n + 1]) for n in list(chosen)[:CHECKED_SEQUENCES]]
+
+    def part(self, tensor: Tensor, piece: slice, of_query: bool) -> Tensor:
+        """[B, H, L, E] of a piece."""
+        heads = slice(0, self.cell.group_size if of_query else 1)
+        return tensor[piece, heads].transpose(0, 1)[None] if self.cell.lengths else tensor[piece, heads]
+
+    def parts(self, results: list[Tensor]) -> list[Tensor]:
+        """Of [out, gradients...], piece by piece."""
+        return [self.part(t, piece, n < 2) for piece in self.pieces() for n, t in enumerate(results)]
+
+
+def _plain() -> list[Cell]:
+    lengths = [512 << n for n in range(6)]
+    return [
+        Cell(
+            "plain",
+            f"E {width}, {'causal' if causal else 'full'}",
+            {"B": TOKENS // length, "H": HIDDEN // width, "L": length, "E": width},
+            {"causal": True} if causal else {},
+        )
+        for width in (64, 128, 256)
+        for causal in (False, True)
+        for length in lengths
+    ]
+
+
+def _features() -> list[Cell]:
+    def cell(kind: str, width: int = 128, *, dtype=torch.bfloat16, sizes: dict | None = None, **options) -> Cell:
+        sizes = {"B": 4, "H": 16, "L": 4096, "E": width} | (sizes or {})
+        return Cell("features", kind, sizes, options, dtype)
+
+    return [
+        cell("bool mask", mask="random"),
+        cell("padding mask", mask="padding"),
+        cell("block-sparse mask", mask="blocks"),
+        cell("bias", 64, bias="frozen"),
+        cell("bias with gradient", 64, bias="learned"),
+        cell("bool mask, GQA", sizes={"Hkv": 4}, mask="random"),
+        cell("dropout", dropout=0.1),
+        *(cell("float32", width, dtype=torch.float32, sizes={"B": 2, "L": 2048}) for width in (64, 128)),
+        *(cell("other head dims", width) for width in (80, 96, 160)),
+        cell("other head dims", 192, sizes={"Ev": 128}),
+        cell("E 512", 512, sizes={"B": 1, "H": 4}),
+        cell("GQA", sizes={"B": 2, "H": 32, "Hkv": 8}, causal=True),
+        cell("GQA", sizes={"B": 1, "H": 64, "Hkv": 8, "L": 8192}, causal=True),
+        cell("GQA", 64, sizes={"H": 32, "Hkv": 4, "L": 2048}, causal=True),
+        cell("window", sizes={"B": 2, "L": 8192}, causal=True, window=1024),
+        cell("window", sizes={"B": 1, "L": 32768}, causal=True, window=4096),
+        cell("window", 64, sizes={"B": 2, "H": 32, "L": 8192}, causal=True, window=128),
+        cell("softcap", causal=True, softcap=50.0),
+        cell("ALiBi", causal=True, alibi=True),
+        cell("deterministic", 64, sizes={"H": 32}, causal=True, deterministic=True),
+        cell("deterministic", causal=True, deterministic=True),
+        cell("deterministic", deterministic=True),
+        cell("deterministic", 256, sizes={"H": 8}, causal=True, deterministic=True),
+    ]
+
+
+def _packed() -> list[Cell]:
+    numbers = random.Random(0)
+    mixes = {
+        "128 to 4096": tuple(numbers.randint(128, 4096) for _ in range(28)),
+        "one of 16384, 64 of 256": (16384, *[256] * 64),
+        "512 of 64": (64,) * 512,
+        "8 of 4096": (4096,) * 8,
+    }
+    return [
+        Cell(
+            "packed",
+            kind,
+            {"sequences": len(lengths), "T": sum(lengths), "H": 16 if heads == 16 else 32, "Hkv": heads, "E": 128},
+            {"causal": True},
+            lengths=lengths,
+        )
+        for kind, lengths in mixes.items()
+        for heads in (16, 8)
+    ]
+
+
+def _short() -> list[Cell]:
+    shapes = ((1, 128, 16, 64), (8, 128, 16, 64), (64, 128, 12, 64), (64, 256, 16, 64), (16, 577, 16, 64), (8, 1024, 16, 80))
+    shapes += ((128, 64, 8, 32),)
+    plain = [dataclasses.replace(cell, group="short", kind="plain, L <= 1024") for cell in _plain() if cell.sizes["L"] <= 1024]
+    return [Cell("short", "short", dict(zip("BLHE", shape, strict=True))) for shape in shapes] + plain
+
+
+CELLS = {
+    "plain": _plain(),
+    "features": _features(),
+    "packed": _packed(),
+    "short": _short(),
+    "host": [Cell("host", "host", {"B": 1, "H": 8, "L": 128, "E": 64})],
+}
+# Seconds for all of them, on any device: does the benchmark itself work?
+QUICK = [
+    Cell("plain", "E 64, causal", {"B": 2, "H": 2, "L": 128, "E": 64}, {"causal": True}, torch.float32),
+    Cell("plain", "E 64, full", {"B": 2, "H": 2, "L": 128, "E": 64}),
+    *(
+        Cell("features", kind, {"B": 2, "H": 4, "Hkv": heads, "L": 128, "E": 32}, options, torch.float32)
+        for kind, heads, options in (
+            ("bool mask", 4, {"mask": "random"}),
+            ("block-sparse mask", 4, {"mask": "blocks"}),
+            ("padding mask", 2, {"mask": "padding"}),
+            ("bias with gradient", 4, {"bias": "learned"}),
+            ("window", 2, {"causal": True, "window": 17}),
+            ("ALiBi", 2, {"causal": True, "alibi": True, "softcap": 5.0}),
+            ("dropout", 4, {"dropout": 0.25}),
+            ("deterministic", 4, {"deterministic": True}),
+        )
+    ),
+    Cell(
+        "packed",
+        "128 to 4096",
+        {"sequences": 3, "T": 100, "H": 4, "Hkv": 2, "E": 32},
+        {"causal": True},
+        torch.float32,
+        (20, 1, 79),
+    ),
+]

@@ -1,0 +1,264 @@
+"""The contestants: each a function that makes of a Problem the Call to time, or raises Absent."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as torch_functional
+from peers import LARGEST_SQUARE, Absent
+from summary import FLASH, MATH, OURS
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash_online
+import flash_online.functional as our_functional
+
+from .cases import Problem
+from .tables import CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
+
+FA3_VARIABLE = "FLASH_ATTENTION_3"  # names the binary: a library that registers torch.ops.flash_attn_3
+NOT_IN_SDPA = ("window", "softcap", "alibi")
+
+
+@dataclass(frozen=True)
+class Call:
+    """`run` returns the output, in the contestant's layout, of `leaves` in that layout; `view` turns either into the problem's.
+    `setting` is entered around turns, so that choosing a backend is not in the time.
+    """
+
+    problem: Problem  # that it solves: the cell's, but for `ours_all_visible`
+    run: Callable[[], Tensor]
+    leaves: list[Tensor]
+    grad: Tensor
+    setting: Callable[[], AbstractContextManager] = nullcontext
+    view: Callable[[Tensor], Tensor] = lambda t: t
+
+
+def _our_options(problem: Problem) -> dict:
+    options = {name: problem.options[name] for name in ("causal", "softcap", "deterministic") if name in problem.options}
+    if window := problem.options.get("window"):
+        options["window"] = (window, 0)
+    if dropout := problem.options.get("dropout"):
+        options["dropout_p"] = dropout
+    if problem.mask is not None:
+        options["mask"] = problem.mask
+    if problem.slopes is not None:
+        options["alibi_slopes"] = problem.slopes
+    return options
+
+
+def ours(problem: Problem) -> Call:
+    """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+    tensors, options = (problem.query, problem.key, problem.value), _our_options(problem)
+    if problem.starts is not None:
+        packed = (problem.starts, problem.starts, problem.longest, problem.longest)
+        run = functools.partial(flash_online.varlen_attention, *tensors, *packed, **options)
+    else:
+        run = functools.partial(flash_online.attention, *tensors, **options)
+    return Call(problem, run, problem.leaves, problem.grad, flash_online.strict)
+
+
+def ours_dropped_in(problem: Problem) -> Call:
+    run = functools.partial(our_functional.scaled_dot_product_attention, *problem.leaves)
+    return Call(problem, run, problem.leaves, problem.grad, flash_online.strict)
+
+
+def ours_by_default(problem: Problem) -> Call:
+    """Beside the deterministic gradients."""
+    return ours(problem.without("deterministic"))
+
+
+def ours_all_visible(problem: Problem) -> Call:
+    """Beside a mask of hidden blocks, one of the same size that hides none."""
+    dense = problem.without()
+    dense.mask = torch.ones_like(problem.mask)
+    return ours(dense)
+
+
+@functools.cache
+def _load_fa3(path: str) -> None:
+    runtime = Path(path).with_name("libcudart.so.12")  # for a binary built for CUDA 12, where the process has another
+    if runtime.is_file():
+        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(path)
+
+
+class _FA3(torch.autograd.Function):
+    """Its two registered operators; query, key and value [B, L, H, E] or packed [T, H, E]."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, options, deterministic):
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(query, key, value, **options, num_splits=1)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options, ctx.deterministic = options, deterministic
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in (query, key, value)]
+        results = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        torch.ops.flash_attn_3.bwd(grad, query, key, value, out, lse, **results, **ctx.options, deterministic=ctx.deterministic)
+        return *grads, None, None
+
+
+def fa3(problem: Problem) -> Call:
+    path = os.environ.get(FA3_VARIABLE)
+    if not path:
+        raise Absent(f"{FA3_VARIABLE} (or --fa3) names no binary of it")
+    if problem.mask is not None or problem.slopes is not None or "dropout" in problem.options:
+        raise Absent("it has no masks, biases, slopes or dropout")
+    _load_fa3(str(Path(path).resolve()))
+    options = {
+        "softmax_scale": problem.query.shape[-1] ** -0.5,
+        "is_causal": problem.options.get("causal", False),
+        "softcap": problem.options.get("softcap", 0.0),
+    }
+    if window := problem.options.get("window"):
+        options |= {"window_size_left": window, "window_size_right": 0}
+    leaves, grad, view = [problem.query, problem.key, problem.value], problem.grad, Call.view
+    if problem.starts is not None:
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), problem.starts)
+        options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), problem.longest)
+    else:  # [B, L, H, E] is its own order of memory
+        leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves]
+        grad, view = grad.transpose(1, 2).contiguous(), _heads_first
+    deterministic = problem.options.get("deterministic", False)
+    return Call(problem, lambda: _FA3.apply(*leaves, options, deterministic), leaves, grad, view=view)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
+    def contestant(problem: Problem) -> Call:
+        if problem.starts is not None or any(name in problem.options for name in NOT_IN_SDPA):
+            raise Absent("torch's function has no such option")
+        deterministic = problem.options.get("deterministic")
+        if deterministic and backend != SDPBackend.FLASH_ATTENTION:
+            raise Absent("this backend has no deterministic backward pass")
+        scores = 4 * problem.query.shape[:-1].numel() * problem.key.shape[-2]
+        if backend == SDPBackend.MATH and scores > LARGEST_SQUARE:
+            raise Absent(f"its scores take more than {LARGEST_SQUARE >> 20} MiB")
+        options = {"is_causal": problem.options.get("causal", False), "dropout_p": problem.options.get("dropout", 0.0)}
+        if problem.mask is not None:
+            options["attn_mask"] = problem.mask
+        if problem.cell.group_size > 1:
+            options["enable_gqa"] = True
+        run = functools.partial(
+            torch_functional.scaled_dot_product_attention, problem.query, problem.key, problem.value, **options
+        )
+        return Call(problem, run, problem.leaves, problem.grad, lambda: _backend(backend, deterministic))
+
+    return contestant
+
+
+@contextmanager
+def _backend(backend: SDPBackend, deterministic: bool | None):
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings(), sdpa_kernel(backend):
+        warnings.simplefilter("ignore")  # torch warns of each reason for refusing
+        if deterministic:
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a fill of every result would be in the time
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            if deterministic:
+                torch.use_deterministic_algorithms(False)
+                torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def flex(problem: Problem) -> Call:
+    """Compiled anew for every cell."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if problem.device != "cuda":
+        raise Absent("it is compiled for CUDA alone here")
+    cap, slopes, blocks = problem.options.get("softcap"), problem.slopes, problem.blocks
+    window = problem.options.get("window", problem.query.shape[-2])
+
+    def score(s, b, h, i, j):
+        s = cap * torch.tanh(s / cap) if cap else s
+        return s if slopes is None else s - slopes[h] * (i - j).abs()
+
+    def seen(b, h, i, j):
+        if blocks is not None:
+            return blocks[i // (problem.mask.shape[-2] // len(blocks)), j // (problem.mask.shape[-1] // len(blocks))]
+        return (i >= j) & (i - j <= window)
+
+    torch.compiler.reset()
+    torch._functorch.config.donated_buffer = False  # a step's graph is kept for the next turn
+    length = problem.query.shape[-2]
+    options = {
+        "block_mask": create_block_mask(seen, None, None, length, length, device=problem.query.device),
+        "score_mod": score if cap or slopes is not None else None,
+        "enable_gqa": problem.cell.group_size > 1,
+    }
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run() -> Tensor:
+        with torch.enable_grad():  # without, it would be compiled a second time
+            return compiled(problem.query, problem.key, problem.value, **options)
+
+    return Call(problem, run, problem.leaves, problem.grad)
+
+
+def torch_varlen(problem: Problem) -> Call:
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = problem.cell.group_size > 1
+    packed = (problem.starts, problem.starts, problem.longest, problem.longest)
+    run = functools.partial(varlen_attn, problem.query, problem.key, problem.value, *packed, **options)
+    return Call(problem, run, problem.leaves, problem.grad)
+
+
+CONTESTANTS: dict[str, Callable[[Problem], Call]] = {
+    OURS: ours,
+    DROP_IN: ours_dropped_in,
+    DEFAULT: ours_by_default,
+    DENSE: ours_all_visible,
+    FA3: fa3,
+    CUDNN: _sdpa(SDPBackend.CUDNN_ATTENTION),
+    FLASH: _sdpa(SDPBackend.FLASH_ATTENTION),
+    EFFICIENT: _sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    MATH: _sdpa(SDPBackend.MATH),
+    FLEX: flex,
+    VARLEN: torch_varlen,
+}
+# The memory-efficient backend is far behind on plain cells, FlexAttention takes seconds to compile: each where it is a rival.
+IN_GROUP = {
+    "plain": (OURS, FA3, CUDNN, FLASH),
+    "features": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
+    "packed": (OURS, FA3, VARLEN),
+    "short": (OURS, FA3, CUDNN, FLASH, EFFICIENT),
+    "host": (OURS, DROP_IN, FA3, CUDNN, FLASH, EFFICIENT, MATH),
+}
+IN_KIND = {
+    "deterministic": (DEFAULT,),
+    "block-sparse mask": (DENSE, FLEX),
+    "GQA": (FLEX,),
+    "window": (FLEX,),
+    "softcap": (FLEX,),
+    "ALiBi": (FLEX,),
+}
+PEERS = [name for name in CONTESTANTS if not name.startswith(OURS)]
+
+
+def contestants(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:
+    """Of a cell, ours first; of the peers those that are wanted, if any are named."""
+    names = (*IN_GROUP[cell.group], *(IN_KIND.get(cell.kind, ()) if cell.group == "features" else ()))
+    return {n: c for n, c in CONTESTANTS.items() if n in names and (n not in PEERS or not wanted or n in wanted)}
