@@ -9,10 +9,11 @@ namespace flash_online::cuda {
 __device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
-// The first `bytes` of the 16, and zeros behind them; what is not copied is not read. (The intrinsic of cuda_pipeline.h is a tree of
-// branches where `bytes` is no constant.)
+// The first `bytes` of the 16, and zeros behind them; what is not copied is not read. (The intrinsic of cuda_pipeline.h is a
+// tree of branches where `bytes` is no constant.)
 __device__ __forceinline__ void copy_async(uint4* shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the last kPending groups that the thread has committed are there.
