@@ -419,6 +419,28 @@ def _cross_entropy_backward_vmap(
 _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy_backward_vmap, _no_flops)
 
 
+def _cross_entropy_loss_fake(input, target, weight, ignore_index, label_smoothing, mean, dtype):
+    return input.new_empty([], dtype=dtype), _accumulator(input, [])
+
+
+def _cross_entropy_loss_vmap(info, in_dims, *args):
+    return _one_by_one(ops.cross_entropy_loss.default, info, in_dims, args)
+
+
+_register("cross_entropy_loss", _cross_entropy_loss_fake, _cross_entropy_loss_vmap, _no_flops)
+
+
+def _cross_entropy_loss_backward_fake(grad, divisor, input, target, weight, ignore_index, label_smoothing):
+    return input.new_empty(input.shape)
+
+
+def _cross_entropy_loss_backward_vmap(info, in_dims, *args):
+    return _one_by_one(ops.cross_entropy_loss_backward.default, info, in_dims, args)
+
+
+_register("cross_entropy_loss_backward", _cross_entropy_loss_backward_fake, _cross_entropy_loss_backward_vmap, _no_flops)
+
+
 def _cross_entropy_backward_in_place_fake(
     grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, forward
 ):

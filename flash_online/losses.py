@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import _reduction
 
 from . import plan
@@ -153,6 +154,54 @@ _cross_entropy = differentiable(CrossEntropy)
 _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 
+class CrossEntropyLoss(Function):
+    """(input, target, weight, (ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
+    number of dtype: one operator each way instead of six. Not under torch.func or forward-mode AD, nor for a target that wants
+    a gradient."""
+
+    @staticmethod
+    def forward(ctx, input, target, weight, options):
+        loss, divisor = ops.cross_entropy_loss.default(input, target, weight, *options)
+        ctx.save_for_backward(input, target, weight, divisor)
+        ctx.options = options[:2]
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, target, weight, divisor = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: by what has derivatives itself
+            rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
+            grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.options, False)
+        else:
+            grad_input = ops.cross_entropy_loss_backward.default(grad, divisor, input, target, weight, *ctx.options)
+        return grad_input, None, None, None
+
+
+def _reduced_loss(input, target, weight, *options) -> Tensor:
+    if weight is not None:
+        weight = weight.to(accumulator_of(input.dtype)).contiguous()
+    try:
+        if input.requires_grad and torch.is_grad_enabled():
+            return CrossEntropyLoss.apply(input, target, weight, options)
+        return ops.cross_entropy_loss.default(input, target, weight, *options)[0]
+    except RuntimeError as error:
+        if "out of bounds" in str(error):
+            raise IndexError(str(error)) from None
+        raise
+
+
+def _reduces_at_once(input, target, weight, dtype) -> bool:
+    """Whether CrossEntropyLoss serves a loss that is to be reduced, if it has no other terms."""
+    return (
+        input.numel() > 0
+        and not target.requires_grad
+        and (weight is None or not weight.requires_grad)
+        and (dtype is input.dtype or dtype is accumulator_of(input.dtype))
+        and not torch.compiler.is_compiling()
+        and not transforms_active()
+    )
+
+
 def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
     """CrossEntropy, with torch's errors for a target out of range and for a weight that wants a gradient."""
     wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
@@ -274,6 +323,8 @@ def cross_entropy_of(
     alone = input.dim() == 1
     if alone:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
+    if reduction != 0 and z_loss == 0 and not return_lse and _reduces_at_once(input, target, weight, result_dtype):
+        return _reduced_loss(input, target, weight, ignore_index, label_smoothing, reduction == 1, result_dtype)
     # No output is marked as without derivative, since a mark does not survive torch.func.vmap; row_weight's is dropped here.
     loss, lse, row_weight = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
     result = reduce_rows(loss, lse, row_weight, target, ignore_index, input.shape[1], reduction, z_loss)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import _linear
-from ._ops import LIBRARY, InvalidArgument
+from ._ops import LIBRARY, InvalidArgument, accumulator_of
 
 # The raw operator that a function stands on, whose kernels say where it can run.
 _OPERATORS = {
@@ -99,7 +99,11 @@ def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | 
     """Raises NotImplementedError where a function that torch has no equal of cannot run."""
     reason = refusal(function, *tensors, dtype=dtype)
     if reason is not None:
-        raise NotImplementedError(f"flash_online.{function}: {reason}")
+        raise _no_kernel(function, reason)
+
+
+def _no_kernel(function: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(f"flash_online.{function}: {reason}")
 
 
 def forward_to_torch(function: str, reason: str, original: Callable, *args, **kwargs):
@@ -191,6 +195,8 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
         if _strict_depth > 0:
             reason += "; strict() forbids the call"
         return Plan(title, device, False, f"torch.nn.functional.{name}", refused={"flash_online": reason})
+    if reason is not None:
+        raise _no_kernel(name, reason)
 
     # The call itself on tensors without data: what it would run is what it runs, and its errors are the call's.
     record = _record()
@@ -220,6 +226,10 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
     for operator, arguments in record.operators:
         if operator.startswith("linear_cross_entropy"):
             extra["chunk of logits"] = _linear.scratch_bytes(operator, arguments)
+        elif operator == "cross_entropy_loss":  # loss, weight and, on the CPU, lse
+            logits = arguments[0]
+            rows = logits.numel() // logits.shape[1]
+            extra["numbers of rows"] = (3 if device == "cpu" else 2) * rows * accumulator_of(logits.dtype).itemsize
     return Plan(title, device, True, kernel, tuple(name for name, _ in record.operators), refused, extra)
 
 

@@ -243,6 +243,57 @@ def test_same_bits_in_every_run_and_any_batch(function, classes):
         assert all(torch.equal(a[row : row + 1], b) for a, b in zip(first, alone, strict=True))
 
 
+@pytest.mark.parametrize("classes", [33, 4000, 20000])
+def test_zeros_are_equal(classes):
+    """-0 and 0 are found in the order of their indices."""
+    x = torch.full((1, classes), -1.0, device="cuda")
+    x[0, 5:25] = torch.tensor([-0.0, 0.0], device="cuda").repeat(10)
+    assert flash_online.topk_softmax(x, 20)[1].tolist() == [list(range(5, 25))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, classes", [(700, 40000), (500, 70001), (150, 200_000)], ids=str)
+def test_more_rows_than_room(rows, classes, dtype):
+    """A cluster of blocks that takes several rows, one after the other, leaves what it leaves of one; rows of 16 bytes and
+    others in turns."""
+    x, grad, target = gpu(rows, classes, dtype=dtype), gpu(rows, classes, dtype=dtype), torch.arange(rows, device="cuda")
+
+    def run(x, grad, target):
+        y, z = leaf(x, lambda t: t), leaf(x, lambda t: t)
+        out, loss = flash_online.softmax(y, 1), flash_online.cross_entropy(z, target, reduction="none")
+        return out.detach(), *gradients([out], [y], [grad]), loss.detach(), *gradients([loss], [z], [torch.ones_like(loss)])
+
+    few = 8
+    parts = [run(*tensors) for tensors in zip(x.split(few), grad.split(few), target.split(few), strict=True)]
+    for name, whole, pieces in zip(("y", "its", "loss", "its"), run(x, grad, target), zip(*parts, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(pieces)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["indices", "weighted", "smoothed", "probabilities"])
+def test_reduced_losses(kind, reduction, dtype):
+    """What is one operator each way: rows for one block, and for several; with a gradient that is not 1."""
+    for shape in ((90, 130), (4, 130, 5), (3, 40000), (40000, 17)):
+        x = gpu(*shape, dtype=dtype)
+        target = torch.rand(shape, device="cuda").to(dtype) if kind == "probabilities" else indices(x)
+        weight = torch.rand(shape[1], device="cuda").to(dtype) if kind == "weighted" else None
+        options = {"reduction": reduction, "label_smoothing": 0.1 if kind == "smoothed" else 0.0}
+        results = []
+        for function, convert in (
+            (flash_online.cross_entropy, lambda t: t),
+            (TF.cross_entropy, lambda t: t),
+            (TF.cross_entropy, wide_as_possible),
+        ):
+            y = leaf(x, convert)
+            loss = function(y, convert(target), None if weight is None else convert(weight), **options)
+            results.append((loss.detach(), *gradients([loss], [y], [torch.full_like(loss, 0.75)])))
+        rows = x.numel() / shape[1]
+        for i, (a, b, c) in enumerate(zip(*results, strict=True)):
+            magnitude = c.abs().max().item() if i == 0 else 1 / rows if reduction == "mean" else 1.0
+            assert_close_to_float64(a, b, c, name=f"{('loss', 'gradient')[i]} of {dtype}{list(shape)}", magnitude=magnitude)
+
+
 @pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
 @pytest.mark.parametrize("classes", [200, 5000, 100_000, 1_200_000])
 def test_cuda_graph(function, classes):
@@ -283,6 +334,9 @@ def test_opcheck(shape):
     torch.library.opcheck(ops.cross_entropy_forward.default, (x, target, None, -100, 0.1))
     grads = torch.randn(shape[0], device="cuda")
     torch.library.opcheck(ops.cross_entropy_backward.default, (grads, grads, x, target, None, -100, 0.1, False))
+    torch.library.opcheck(ops.cross_entropy_loss.default, (x, target, None, -100, 0.1, True, torch.bfloat16))
+    number = torch.ones([], device="cuda")
+    torch.library.opcheck(ops.cross_entropy_loss_backward.default, (number, 3 * number, x, target, None, -100, 0.1))
 
 
 def test_more_elements_than_31_bits_count():

@@ -40,9 +40,11 @@ FORWARDED = {
     "subclass": (F.softmax, (LOGITS.as_subclass(Named), 1), "Named"),
     "mask of a subclass": (F.scaled_dot_product_attention, (Q, K, V, causal_lower_right(5, 5)), "CausalBias"),
     "complex attention": (F.scaled_dot_product_attention, (Q.to(torch.complex64),) * 3, "complex"),
-    "sparse linear weight": (F.linear_cross_entropy, (LOGITS, LOGITS.to_sparse(), TARGET), "sparse"),
     "complex target": (F.cross_entropy, (LOGITS, LOGITS.to(torch.complex64)), "complex"),
 }
+SPARSE = (F.linear_cross_entropy, (LOGITS, LOGITS.to_sparse(), TARGET), "sparse")
+if "linear_cross_entropy" in F.ORIGINALS:
+    FORWARDED["sparse linear weight"] = SPARSE
 
 
 @pytest.mark.parametrize("name", FORWARDED)
@@ -62,6 +64,15 @@ def test_forwarded_with_a_reason(name, monkeypatch):
     monkeypatch.setitem(F.ORIGINALS, function.__name__, lambda *args, **kwargs: reached.append(args) or LOGITS)
     function(*arguments)
     assert len(reached) == 1 and reached[0][0] is arguments[0]
+
+
+def test_nowhere_to_forward_to(monkeypatch):
+    """A torch without the function: call and explain raise the same, with the reason."""
+    monkeypatch.delitem(F.ORIGINALS, "linear_cross_entropy", raising=False)
+    function, arguments, word = SPARSE
+    for call in (function, lambda *args: explain(function, *args)):
+        with pytest.raises(NotImplementedError, match=f"linear_cross_entropy: .*{word}"):
+            call(*arguments)
 
 
 def test_forwarded_results_are_torchs():
@@ -96,6 +107,7 @@ OURS = {
     ),
     "merge": (flash_online.merge_attention, ([Q, K], [Q[..., 0], K[..., 0]]), {}, ["attention_merge"], 0),
     "cross_entropy": (F.cross_entropy, (LOGITS, TARGET), {"reduction": "none"}, ["cross_entropy_forward"], 2 * 3 * 4),
+    "cross_entropy, reduced": (F.cross_entropy, (LOGITS, TARGET), {}, ["cross_entropy_loss"], 3 * 3 * 4 + 4),
     "linear_cross_entropy": (
         flash_online.linear_cross_entropy,
         (Q[0, 0, :3], K[0, 0], TARGET.clamp(max=4)),

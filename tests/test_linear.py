@@ -32,9 +32,9 @@ def plain(
     if hasattr(TF, "linear_cross_entropy"):
         original = F.ORIGINALS["linear_cross_entropy"]
         return original(input, linear_weight, target, linear_bias=linear_bias, ignore_index=ignore_index, **options)
-    classes, *positions, width = linear_weight.shape
+    classes, *positions, _ = linear_weight.shape
     bias = None if linear_bias is None else linear_bias.flatten()
-    logits = TF.linear(input, linear_weight.reshape(-1, width), bias).reshape(*input.shape[:-1], classes, *positions)
+    logits = TF.linear(input, linear_weight.flatten(0, -2), bias).reshape(*input.shape[:-1], classes, *positions)
     return TF.cross_entropy(logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **options)
 
 

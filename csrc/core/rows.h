@@ -20,7 +20,7 @@ using MutableView3 = View3<void*>;
 // "One number a row" is [outer, inner], contiguous, in the accumulator type.
 struct RowProblem {
   DType dtype = DType::kFloat32;         // of input, grad_input, target_probabilities and grad_target
-  DType result_dtype = DType::kFloat32;  // of result, grad and output: dtype, or float32 beside a 16-bit dtype
+  DType result_dtype = DType::kFloat32;  // of result, grad, output and reduced: dtype, or float32 beside a 16-bit dtype
   int64_t outer = 0, classes = 0, inner = 0;
 
   ConstView3 input;                      // [outer, classes, inner]
@@ -38,6 +38,8 @@ struct RowProblem {
   void* row_weight = nullptr;
   const void* grad_loss = nullptr;
   const void* grad_lse = nullptr;        // null: zero
+  const void* divisor = nullptr;         // on CUDA; not null: grad_loss is one number of result_dtype, and over this one, a float,
+                                         // that of every row
 
   // cross-entropy
   const int64_t* target = nullptr;       // [outer, inner], contiguous; null: probabilities

@@ -59,8 +59,16 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
-  // The same with grad_input in the place of input; with `forward` also cross_entropy_forward's three results (else without
-  // elements). One table of logits instead of two.
+  // The losses of all rows reduced to one number of dtype (the input's, or float32 for a 16-bit one): their sum, if `mean` over
+  // that of the rows' weights. divisor: what it was divided by, 1 for a sum, in the accumulator type.
+  m.def(
+      "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
+      "ScalarType dtype) -> (Tensor loss, Tensor divisor)");
+  m.def(
+      "cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, Tensor? weight, "
+      "int ignore_index, float label_smoothing) -> Tensor grad_input");
+  // cross_entropy_backward with grad_input in the place of input; with `forward` also cross_entropy_forward's three results
+  // (else without elements). One table of logits instead of two.
   m.def(
       "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "

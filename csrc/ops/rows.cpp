@@ -306,6 +306,87 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor ta
   return {loss, lse, row_weight};
 }
 
+// On the CPU: the losses of rows as one number, and what their sum is divided by.
+template <class T>
+void reduce_losses(const RowProblem& problem, bool mean, Tensor& result, Tensor& divisor) {
+  const int64_t rows = problem.outer * problem.inner;
+  const auto sum = [&](const void* of_rows) {
+    const T* numbers = static_cast<const T*>(of_rows);
+    return std::accumulate(numbers, numbers + rows, 0.0);
+  };
+  const double over = mean ? sum(problem.row_weight) : 1.0;
+  Tensor wide = empty({}, ScalarType::Double, result);
+  *static_cast<double*>(wide.data_ptr()) = sum(problem.loss) / over;
+  torch::stable::copy_(result, wide);
+  *static_cast<T*>(divisor.data_ptr()) = static_cast<T>(over);
+}
+
+// And back: the gradient of each row's loss.
+template <class T>
+void share_grad(const Tensor& grad, const Tensor& divisor, Tensor& of_rows) {
+  Tensor wide = empty({}, ScalarType::Double, grad);
+  torch::stable::copy_(wide, grad);
+  const double share = *static_cast<const double*>(wide.data_ptr()) / *static_cast<const T*>(divisor.data_ptr());
+  std::fill_n(static_cast<T*>(of_rows.data_ptr()), of_rows.numel(), static_cast<T>(share));
+}
+
+std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::optional<Tensor> weight, int64_t ignore_index,
+                                              double label_smoothing, bool mean, ScalarType dtype) {
+  RowProblem problem = prepare_cross_entropy(input, target, weight, ignore_index, label_smoothing);
+  check_result_dtype("dtype", dtype, input.scalar_type());
+  const ScalarType type = accumulator_of(input.scalar_type());
+  const int64_t rows = problem.outer * problem.inner;
+  Tensor result = empty({}, dtype, input), divisor = empty({}, type, input);
+  Tensor loss = empty({rows}, type, input), row_weight = empty({rows}, type, input);
+  problem.loss = loss.data_ptr();
+  problem.row_weight = row_weight.data_ptr();
+  problem.result_dtype = dtype_of(dtype);
+  if (!input.is_cuda()) {
+    Tensor lse = empty({rows}, type, input);
+    problem.lse = lse.data_ptr();
+    run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
+    if (type == ScalarType::Double)
+      reduce_losses<double>(problem, mean, result, divisor);
+    else
+      reduce_losses<float>(problem, mean, result, divisor);
+    return {result, divisor};
+  }
+  run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
+#ifdef FLASH_ONLINE_CUDA
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  std::optional<Tensor> workspace;
+  if (const int64_t bytes = cuda::reduce_losses_workspace(rows); bytes > 0) workspace = empty({bytes}, ScalarType::Byte, input);
+  cuda::reduce_losses(problem, mean, result.data_ptr(), divisor.data_ptr(), workspace ? workspace->data_ptr() : nullptr,
+                      current_cuda_stream(input.get_device_index()));
+#endif
+  return {result, divisor};
+}
+
+Tensor cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, std::optional<Tensor> weight,
+                                   int64_t ignore_index, double label_smoothing) {
+  RowProblem problem = prepare_cross_entropy(input, target, weight, ignore_index, label_smoothing);
+  const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
+  check_result_dtype("grad", grad.scalar_type(), type);
+  check_like(grad, "grad", {}, grad.scalar_type(), input);
+  check_like(divisor, "divisor", {}, accumulator, input);
+  Tensor grad_input = empty(sizes_of(input), type, input), grad_loss = grad;
+  if (input.is_cuda()) {
+    problem.divisor = divisor.data_ptr();
+    problem.result_dtype = dtype_of(grad);
+  } else {
+    grad_loss = empty({problem.outer * problem.inner}, accumulator, input);
+    if (accumulator == ScalarType::Double)
+      share_grad<double>(grad, divisor, grad_loss);
+    else
+      share_grad<float>(grad, divisor, grad_loss);
+  }
+  problem.grad_loss = grad_loss.data_ptr();
+  problem.grad_input = view_of<MutableView3>(grad_input, 1);
+  use_large_pages(grad_input);
+  run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
+  return grad_input;
+}
+
 std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
                                                   std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
                                                   bool target_grad) {
@@ -341,7 +422,7 @@ Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
 
 // A kernel may read a row once more while it writes that row's gradient, so the gradient of some rows at a time is made beside
 // them and then copied into their place. CUDA's kernels read an element for the last time just before they write its gradient,
-// and that of the probabilities after: without that one they write in place.
+// by the same thread, and write in place; for classes without smoothing one of them makes the loss as well.
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse,
                                                                            Tensor input, Tensor target,
                                                                            std::optional<Tensor> weight, int64_t ignore_index,
@@ -357,22 +438,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_backward_in_place(Tenso
   check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
   const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
   const std::vector<int64_t> nothing{0}, &numbers = forward ? without(sizes_of(input), 1) : nothing;
-  if (input.is_cuda() && !target_grad) {
+  if (input.is_cuda()) {
     Tensor loss = empty({0}, accumulator, input), lse = loss, row_weight = loss, place = input;
-    if (forward) std::tie(loss, lse, row_weight) = cross_entropy_forward(input, target, weight, ignore_index, label_smoothing);
+    const bool at_once = forward && target.scalar_type() == ScalarType::Long && label_smoothing == 0 && input.numel() > 0;
+    if (forward && !at_once)
+      std::tie(loss, lse, row_weight) = cross_entropy_forward(input, target, weight, ignore_index, label_smoothing);
     RowProblem problem = prepare_cross_entropy(place, target, weight, ignore_index, label_smoothing);
-    check_like(grad_loss, "grad_loss", without(sizes_of(input), 1), accumulator, input);
+    const std::vector<int64_t> each = without(sizes_of(input), 1);
+    if (at_once) {
+      loss = empty(each, accumulator, input), lse = empty(each, accumulator, input),
+      row_weight = empty(each, accumulator, input);
+      problem.loss = loss.data_ptr();
+      problem.lse = lse.data_ptr();
+      problem.row_weight = row_weight.data_ptr();
+    }
+    check(!target_grad || target.scalar_type() == type, "target_grad: a target of classes has no gradient");
+    check_like(grad_loss, "grad_loss", each, accumulator, input);
     grad_loss = torch::stable::contiguous(grad_loss);
     problem.grad_loss = grad_loss.data_ptr();
     if (grad_lse) {
-      check_like(*grad_lse, "grad_lse", without(sizes_of(input), 1), accumulator, input);
+      check_like(*grad_lse, "grad_lse", each, accumulator, input);
       grad_lse = torch::stable::contiguous(*grad_lse);
       problem.grad_lse = grad_lse->data_ptr();
     }
+    Tensor grad_target = empty(target_grad ? sizes_of(input) : nothing, type, input);
+    if (target_grad) problem.grad_target = view_of<MutableView3>(grad_target, 1);
     problem.grad_input = view_of<MutableView3>(place, 1);
     run_cross_entropy(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
     if (place.data_ptr() != input.data_ptr()) copy_(input, place);  // of strides that no kernel takes
-    return {loss, lse, row_weight, empty({0}, type, input)};
+    return {loss, lse, row_weight, grad_target};
   }
   const std::vector<Tensor> results{empty(numbers, accumulator, input), empty(numbers, accumulator, input),
                                     empty(numbers, accumulator, input)};
@@ -485,6 +579,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_loss", TORCH_BOX(&cross_entropy_loss));
+  m.impl("cross_entropy_loss_backward", TORCH_BOX(&cross_entropy_loss_backward));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
   m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
   m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
@@ -499,6 +595,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_loss", TORCH_BOX(&cross_entropy_loss));
+  m.impl("cross_entropy_loss_backward", TORCH_BOX(&cross_entropy_loss_backward));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
   m.impl("scale_", TORCH_BOX(&scale_in_place));
   m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));

@@ -5,7 +5,7 @@
 
 namespace flash_online::cuda {
 
-// 16 bytes, both ends aligned to 16; there after the thread's next commit and wait.
+// 16 bytes, both ends aligned to 16.
 __device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }

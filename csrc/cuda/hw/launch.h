@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -19,13 +20,20 @@ inline void check(cudaError_t status, const char* what) {
 // To be called right after a launch. Asks this library's own copy of the runtime, so errors of torch's launches are not seen.
 inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
 
+// The current device; those from kDevices on are not remembered anything about.
+constexpr int kDevices = 64;
+inline int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
 // An attribute of the current device, which must not be 0; asked for once a device.
 template <cudaDeviceAttr kAttribute>
 int device_attribute() {
-  constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
+  const int device = current_device();
+  int value = 0;
   if (device < kDevices && (value = known[device].load(std::memory_order_relaxed)) != 0) return value;
   check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
   if (device < kDevices) known[device].store(value, std::memory_order_relaxed);
@@ -40,36 +48,112 @@ inline int largest_cluster() {
   return major < 9 ? 1 : major < 12 ? 16 : 8;
 }
 
+// A launch in clusters of blocks, a power of two; to be completed by the grid's size.
+struct ClusterConfig {
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+  ClusterConfig(int cluster, unsigned threads, unsigned shared_bytes, cudaStream_t stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+  }
+  ClusterConfig(const ClusterConfig&) = delete;
+};
+
+// To be called before a kernel is first launched in such clusters on a device.
+template <class Kernel>
+void allow_cluster(Kernel kernel, int cluster) {
+  if (cluster > 8)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+}
+
 // Queues kernel(problem) with dynamic shared memory, in clusters of `cluster` blocks, of which `blocks` is a multiple.
 template <class Problem>
 void launch_shared(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, unsigned shared_bytes,
                    unsigned cluster, cudaStream_t stream) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
         "cudaFuncSetAttribute");
-  if (cluster > 8)
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  allow_cluster(kernel, static_cast<int>(cluster));
+  ClusterConfig made(static_cast<int>(cluster), threads, shared_bytes, stream);
+  made.config.gridDim = dim3(blocks);
+  check(cudaLaunchKernelEx(&made.config, kernel, problem), "cudaLaunchKernelEx");
+}
+
+// Queues kernel(problem) behind a kernel that calls let_next_kernel_start(): its blocks may start before that one's end, and
+// call wait_for_kernel_before() (stream_order.cuh).
+template <class Problem>
+void launch_behind(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.numAttrs = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
 }
+
+// A kernel whose clusters of blocks stay for several pieces of work each. One static object a kernel.
+template <class Problem>
+class StayingKernel {
+ public:
+  StayingKernel(void (*kernel)(Problem), unsigned threads, unsigned shared_bytes)
+      : kernel_(kernel), threads_(threads), shared_bytes_(shared_bytes) {}
+
+  // Queues kernel(problem) with clusters of so many blocks, a power of two. A cluster gets as little as one piece of the work
+  // if all find room on the device, and at most `most`, so that who is late holds up few.
+  void launch(const Problem& problem, int64_t work, int cluster, int64_t most, cudaStream_t stream) {
+    ClusterConfig made(cluster, threads_, shared_bytes_, stream);
+    const int64_t room = resident(made.config, cluster), each = std::min((work + room - 1) / room, most);
+    made.config.gridDim = dim3(static_cast<unsigned>((work + each - 1) / each * cluster));
+    check(cudaLaunchKernelEx(&made.config, kernel_, problem), "cudaLaunchKernelEx");
+  }
+
+ private:
+  // How many clusters run at once, asked for once a device.
+  int resident(const cudaLaunchConfig_t& config, int cluster) {
+    const int device = current_device();
+    int size = 0;
+    while (1 << size < cluster) ++size;
+    std::atomic<int>* known = device < kDevices ? &known_[device][size] : nullptr;
+    int clusters = known == nullptr ? 0 : known->load(std::memory_order_relaxed);
+    if (clusters > 0) return clusters;
+    check(cudaFuncSetAttribute(kernel_, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes_)),
+          "cudaFuncSetAttribute");
+    allow_cluster(kernel_, cluster);
+    if (cluster > 1) {
+      check(cudaOccupancyMaxActiveClusters(&clusters, kernel_, &config), "cudaOccupancyMaxActiveClusters");
+    } else {
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel_, static_cast<int>(threads_), shared_bytes_),
+            "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+      clusters *= multiprocessors();
+    }
+    if (clusters == 0) throw std::runtime_error("CUDA: this device has no room for a kernel's cluster of blocks");
+    if (known != nullptr) known->store(clusters, std::memory_order_relaxed);
+    return clusters;
+  }
+
+  static constexpr int kClusterSizes = 5;  // 1 to 16
+  void (*kernel_)(Problem);
+  unsigned threads_, shared_bytes_;
+  std::atomic<int> known_[kDevices][kClusterSizes] = {};
+};
 
 // Queues kKernel(arguments) with dynamic shared memory, whose limit is raised where a launch first asks for more.
 template <auto kKernel, class Arguments>
 void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
-  constexpr int kDevices = 64, kAlwaysAllowed = 48 << 10;
+  constexpr int kAlwaysAllowed = 48 << 10;
   static std::atomic<int> allowed[kDevices];
   if (shared_bytes > kAlwaysAllowed) {
-    int device = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
+    const int device = current_device();
     if (device >= kDevices || allowed[device].load(std::memory_order_relaxed) < shared_bytes) {
       check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
       if (device < kDevices) allowed[device].store(shared_bytes, std::memory_order_relaxed);

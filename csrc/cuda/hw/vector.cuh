@@ -91,6 +91,18 @@ __device__ __forceinline__ void unpack(const uint4& v, float (&x)[kPerVector<T>]
   }
 }
 
+// One element of a vector.
+template <class T>
+__device__ __forceinline__ float element(const uint4& v, int e) {
+  constexpr int kEach = 4 / static_cast<int>(sizeof(T));
+  const int at = e / kEach;
+  const unsigned word = at < 2 ? (at == 0 ? v.x : v.y) : (at == 2 ? v.z : v.w);
+  if constexpr (kEach == 1)
+    return __uint_as_float(word);
+  else
+    return widen(__builtin_bit_cast(T, static_cast<unsigned short>(e % 2 == 0 ? word : word >> 16)));
+}
+
 template <class T>
 __device__ __forceinline__ uint4 pack(const float* x) {
   unsigned w[4];

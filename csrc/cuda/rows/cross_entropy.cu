@@ -39,7 +39,7 @@ __device__ __forceinline__ int64_t class_of(const RowProblem& problem, int64_t t
 __device__ __forceinline__ void write_row(const RowProblem& problem, int64_t row, float loss, float weight, RowState settled) {
   static_cast<float*>(problem.loss)[row] = loss;
   static_cast<float*>(problem.row_weight)[row] = weight;
-  static_cast<float*>(problem.lse)[row] = settled.lse();
+  if (problem.lse != nullptr) static_cast<float*>(problem.lse)[row] = settled.lse();
 }
 
 // `score`: of the target. `smooth`: the sum of weight_c * -log p_c.
@@ -55,6 +55,15 @@ __device__ __forceinline__ void finish_indices(const RowProblem& problem, int64_
   write_row(problem, row, loss, weight, settled);
 }
 
+// The same, by the thread that has the target's score; to be called by all threads of the row.
+template <class Row>
+__device__ __forceinline__ void finish_row(const RowProblem& problem, const Row& row, int64_t target, const RowState& state,
+                                           float smooth) {
+  const RowState end = settled(row, state);
+  if (row.owns(target == kIgnored ? 0 : target))
+    finish_indices(problem, row.place().number, target, target == kIgnored ? 0.0f : row[target], state, end, smooth);
+}
+
 // -log p_c of a row.
 struct Surprise {
   float max, log_sum;
@@ -66,7 +75,7 @@ template <bool kSmooth>
 struct Indices {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = true, kSumsAgain = kSmooth;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
     rows.read(problem.input).leave_part(NoExtra{});
@@ -76,7 +85,6 @@ struct Indices {
     auto row = rows.read(problem.input);
     // Behind the row: measured, ahead of it cost 10 %.
     const int64_t target = class_of(problem, target_of(problem, rows.place));
-    const float score = row.leads() && target != kIgnored ? row[target] : 0.0f;
     const RowState state = row.state();
     float smooth = 0;
     if constexpr (kSmooth) {
@@ -90,8 +98,7 @@ struct Indices {
         smooth = row.sum(term);
       }
     }
-    const RowState end = settled(row, state);
-    if (row.leads()) finish_indices(problem, row.place().number, target, score, state, end, smooth);
+    finish_row(problem, row, target, state, smooth);
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowPlace& place, const Whole& whole, float sum) {
@@ -104,7 +111,7 @@ struct Indices {
 struct Probabilities {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = true, kSumsAgain = true;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
     rows.read(problem.input).leave_part(NoExtra{});
@@ -134,12 +141,23 @@ struct Probabilities {
 __device__ __forceinline__ float of_row(const void* numbers, const RowPlace& place) {
   return numbers == nullptr || !place.exists ? 0.0f : static_cast<const float*>(numbers)[place.number];
 }
+__device__ __forceinline__ float read_float(const void* number, DType dtype) {
+  if (dtype == DType::kFloat16) return widen(*static_cast<const __half*>(number));
+  if (dtype == DType::kBFloat16) return widen(*static_cast<const __nv_bfloat16*>(number));
+  return *static_cast<const float*>(number);
+}
+// A row's grad_loss: its own, or all rows' share of the reduced loss's.
+__device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const RowPlace& place) {
+  if (problem.divisor == nullptr) return of_row(problem.grad_loss, place);
+  return read_float(problem.grad_loss, problem.result_dtype) / *static_cast<const float*>(problem.divisor);
+}
 
+// With problem.loss, which goes without smoothing, also what the forward kernels write: a row's gradient may take its place.
 template <bool kSmooth>
 struct IndicesBackward {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   __device__ static bool weights_matter(const RowProblem& problem) { return kSmooth && problem.weight != nullptr; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
@@ -156,10 +174,12 @@ struct IndicesBackward {
     const Classes classes(problem);
     // Before the row: these would have to wait behind it.
     const int64_t given = target_of(problem, place);
-    const float grad_lse = of_row(problem.grad_lse, place), grad_loss = of_row(problem.grad_loss, place);
+    const float grad_lse = of_row(problem.grad_lse, place), grad_loss = grad_loss_of(problem, place);
     auto row = rows.read(problem.input);
     const int64_t target = class_of(problem, given);
     const RowState state = row.state();
+    if constexpr (!kSmooth)
+      if (problem.loss != nullptr) finish_row(problem, row, target, state, 0);
     float scale = grad_lse, direct = 0, spread = 0;
     float weight_sum = static_cast<float>(problem.classes);
     if (weights_matter(problem)) weight_sum = row.sum([&](int64_t c, float) { return classes.weight_of(c); });
@@ -175,22 +195,21 @@ struct IndicesBackward {
       row.template write<T>(problem.grad_input, [](int64_t, float) { return 0.0f; });
       return;
     }
-    const float factor = scale * state.inverse_sum();
-    if constexpr (!kSmooth)
-      row.template write<T>(problem.grad_input,
-                            [&](int64_t c, float x) { return state.weight(x) * factor - (c == target ? direct : 0.0f); });
-    else
-      row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
-        return state.weight(x) * factor - (c == target ? direct : 0.0f) -
-               (c < problem.classes ? spread * classes.weight_of(c) : 0);
-      });
+    visit_weights(state, scale * state.inverse_sum(), [&](const auto& w) {
+      if constexpr (!kSmooth)
+        row.template write_less<T>(problem.grad_input, target, direct, [&](int64_t, float x) { return w(x); });
+      else
+        row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
+          return w(x) - (c == target ? direct : 0.0f) - (c < problem.classes ? spread * classes.weight_of(c) : 0);
+        });
+    });
   }
 };
 
 struct ProbabilitiesBackward {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class T>
   struct Share {
     Classes classes;
@@ -210,18 +229,63 @@ struct ProbabilitiesBackward {
     const Share<T> share{Classes(problem), row_of<const T>(problem.target_probabilities, place)};
     const RowState state = row.state();
     const float share_sum = row.sum(share);
-    const float grad_loss = of_row(problem.grad_loss, place);
+    const float grad_loss = grad_loss_of(problem, place);
     const float scale = grad_loss * share_sum + of_row(problem.grad_lse, place), inverse = state.inverse_sum();
+    if (problem.grad_target.data != nullptr) {
+      const Surprise surprise(state);
+      row.template write<T, false>(problem.grad_target, [&](int64_t c, float x) {
+        return grad_loss * (share.classes.keep * (c < problem.classes ? share.classes.weight_of(c) : 0.0f)) * surprise(x);
+      });
+    }
     row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
       return scale * (state.weight(x) * inverse) - (c < problem.classes ? grad_loss * share(c, x) : 0.0f);
     });
-    if (problem.grad_target.data == nullptr) return;
-    const Surprise surprise(state);
-    row.template write<T>(problem.grad_target, [&](int64_t c, float x) {
-      return grad_loss * (share.classes.keep * (c < problem.classes ? share.classes.weight_of(c) : 0.0f)) * surprise(x);
-    });
   }
 };
+
+constexpr int kReduceThreads = 512;
+constexpr int64_t kReduceRows = 16384, kReduceBlocks = kReduceThreads;  // rows worth a block; the most blocks
+
+struct Pair {
+  float loss, weight;
+};
+struct Reduction {
+  const float *loss, *weight;
+  int64_t stride, rows, rows_a_block;
+  Pair* partial;  // one a block; null: there is one block, which writes the results
+  DType dtype;
+  bool mean;
+  void* result;
+  float* divisor;
+};
+
+__global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ Reduction reduction) {
+  using Team = HeldTeam<kReduceThreads, kReduceThreads>;
+  const int64_t begin = blockIdx.x * reduction.rows_a_block, end = min(begin + reduction.rows_a_block, reduction.rows);
+  Sum loss, weight;
+#pragma unroll 4
+  for (int64_t i = begin + threadIdx.x; i < end; i += kReduceThreads) {
+    loss.add(reduction.loss[i * reduction.stride]);
+    weight.add(reduction.weight[i * reduction.stride]);
+  }
+  loss = Team::merge_warps<0>(merge_lanes<kWarp>(loss));
+  weight = Team::merge_warps<1>(merge_lanes<kWarp>(weight));
+  if (threadIdx.x != 0) return;
+  if (reduction.partial != nullptr) {
+    reduction.partial[blockIdx.x] = {loss.value, weight.value};
+    return;
+  }
+  const float divisor = reduction.mean ? weight.value : 1.0f, result = loss.value / divisor;
+  *reduction.divisor = divisor;
+  if (reduction.dtype == DType::kFloat16)
+    *static_cast<__half*>(reduction.result) = narrow<__half>(result);
+  else if (reduction.dtype == DType::kBFloat16)
+    *static_cast<__nv_bfloat16*>(reduction.result) = narrow<__nv_bfloat16>(result);
+  else
+    *static_cast<float*>(reduction.result) = result;
+}
+
+int64_t reduce_blocks(int64_t rows) { return std::clamp((rows + kReduceRows - 1) / kReduceRows, int64_t{1}, kReduceBlocks); }
 
 template <template <bool> class OfIndices, class OfProbabilities, class T>
 void launch(const RowProblem& problem, bool together, cudaStream_t stream, const char* name) {
@@ -240,6 +304,36 @@ void cross_entropy(const RowProblem& problem, CUstream_st* stream) {
   visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
     launch<Indices, Probabilities, T>(problem, classes_together(problem, {problem.input.stride[1]}), stream, "cross_entropy");
   });
+}
+
+int64_t reduce_losses_workspace(int64_t rows) {
+  const int64_t blocks = reduce_blocks(rows);
+  return blocks > 1 ? blocks * static_cast<int64_t>(sizeof(Pair)) : 0;
+}
+
+void reduce_losses(const RowProblem& problem, bool mean, void* result, void* divisor, void* workspace, CUstream_st* stream) {
+  const int64_t rows = problem.outer * problem.inner, blocks = reduce_blocks(rows);
+  Reduction reduction{static_cast<const float*>(problem.loss),
+                      static_cast<const float*>(problem.row_weight),
+                      1,
+                      rows,
+                      (rows + blocks - 1) / blocks,
+                      blocks > 1 ? static_cast<Pair*>(workspace) : nullptr,
+                      problem.result_dtype,
+                      mean,
+                      result,
+                      static_cast<float*>(divisor)};
+  reduce_kernel<<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(reduction);
+  check_launch("cross_entropy_loss");
+  if (blocks == 1) return;
+  const Pair* partial = reduction.partial;
+  reduction.loss = &partial->loss;
+  reduction.weight = &partial->weight;
+  reduction.stride = sizeof(Pair) / sizeof(float);
+  reduction.rows = reduction.rows_a_block = blocks;
+  reduction.partial = nullptr;
+  reduce_kernel<<<1, kReduceThreads, 0, stream>>>(reduction);
+  check_launch("cross_entropy_loss");
 }
 
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {

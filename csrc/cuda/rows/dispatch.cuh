@@ -1,8 +1,8 @@
 // From a problem to the kernel that suits its rows. An operator is a struct with
 //   kTensors               how many tensors it reads whole rows of
 //   kReduces               whether it writes but numbers of a row: then nothing of a long row is held
-//   first(problem)         one of the tensors
-//   run<R>(problem, rows)  its work on a row, of which rows.read(view) gets a tensor's; R is the element type of results
+//   tensor(problem, i)     which ones
+//   run<R>(problem, rows)  its work on a row, of which rows.read<i>(tensor i) gets one; R is the element type of results
 //   part(problem, rows)    of a split row: what the first kernel leaves for run
 // and if it reduces, of split rows, which run only serves if
 //   kSumsAgain             their sum needs the row's state: run leaves it for
@@ -12,6 +12,7 @@
 
 #include <initializer_list>
 
+#include "piped_row.cuh"
 #include "split_row.cuh"
 
 namespace flash_online::cuda {
@@ -80,8 +81,12 @@ struct HeldRows {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowPlace place;
-  __device__ __forceinline__ auto read(const ConstView3& view, uint4 filler = lowest_vector<T>(), int slot = 0) const {
-    return HeldRow<Team, kVectors, T>(problem, view, place, filler, slot);
+  template <int kTensor = 0>
+  __device__ __forceinline__ auto read(const ConstView3& view) const {
+    using Vectors = InRegisters<Team, kVectors, T>;
+    const T* row = row_of<const T>(view, place).data;
+    const int classes = place.exists ? static_cast<int>(problem.classes) : 0;
+    return HeldRow<Vectors, T>(place, classes, Vectors(row, classes));
   }
 };
 template <class Team, class T>
@@ -89,7 +94,8 @@ struct StridedRows {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowPlace place;
-  __device__ __forceinline__ auto read(const ConstView3& view, uint4 = {}, int = 0) const {
+  template <int kTensor = 0>
+  __device__ __forceinline__ auto read(const ConstView3& view) const {
     return StridedRow<Team, T>(problem, view, place);
   }
 };
@@ -98,12 +104,14 @@ struct SplitRows {
   static constexpr bool kSplit = true;
   const RowProblem& problem;
   RowPlace place;
-  __device__ __forceinline__ auto read(const ConstView3& view, uint4 = {}, int = 0) const { return SplitRow<T>(problem, view); }
+  template <int kTensor = 0>
+  __device__ __forceinline__ auto read(const ConstView3& view) const {
+    return SplitRow<T>(problem, view);
+  }
 };
 
 template <class Op, class Team, int kVectors, class T, class R>
 __global__ void __launch_bounds__(Team::kThreads, Team::kBlocks) held_kernel(const __grid_constant__ RowProblem problem) {
-  Team::begin();
   Op::template run<R>(problem, HeldRows<Team, kVectors, T>{problem, held_place<Team>(problem)});
 }
 
@@ -139,16 +147,30 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
     Op::template finish<T>(problem, RowPlace{number / problem.inner, number % problem.inner, number, true}, whole, sum);
 }
 
+// Queues the kernel that holds rows of so many vectors; false if there is none.
+template <class Op, class T, class R>
+bool launch_held(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
+  bool launched = false;
+  visit_held<Op::kTensors>(vectors, [&]<class Team, int kVectors>() {
+    const int64_t blocks = (problem.outer * problem.inner + Team::kRows - 1) / Team::kRows;
+    if (blocks > 0x7fffffff) return;
+    held_kernel<Op, Team, kVectors, T, R><<<static_cast<unsigned>(blocks), Team::kThreads, 0, stream>>>(problem);
+    launched = true;
+  });
+  if constexpr (!Op::kReduces)
+    visit_piped<Op::kTensors>(vectors, [&]<class Team>(int cluster, int64_t rows) {
+      launch_piped<Op, Team, T, R>(problem, cluster, rows, stream);
+      launched = true;
+    });
+  return launched;
+}
+
 // Queues an operator's kernels. `classes_together`: in every tensor of the problem a row's classes lie side by side.
 template <class Op, class T, class R>
 void launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t stream, const char* name) {
   const int64_t vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>, rows = problem.outer * problem.inner;
   if (classes_together) {
-    bool held = false;
-    visit_held<Op::kTensors, Op::kReduces>(vectors, [&]<class Team, int kVectors>(int cluster) {
-      held = launch_held<Team>(held_kernel<Op, Team, kVectors, T, R>, problem, cluster, stream);
-    });
-    if (held) return check_launch(name);
+    if (launch_held<Op, T, R>(problem, vectors, stream)) return check_launch(name);
     if (problem.workspace != nullptr) {
       const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(Pieces::of(problem.classes, Type<T>{}).count));
       part_kernel<Op, T><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
@@ -165,7 +187,7 @@ void launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t 
       return;
     }
   }
-  visit_strided(problem, Op::first(problem), [&]<class Team>(Team) {
+  visit_strided(problem, Op::tensor(problem, 0), [&]<class Team>(Team) {
     strided_kernel<Op, Team, T, R><<<strided_blocks<Team>(problem), Team::kThreads, 0, stream>>>(problem);
   });
   check_launch(name);

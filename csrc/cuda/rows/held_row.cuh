@@ -1,38 +1,24 @@
 // Rows whose classes lie side by side, held on the chip: read once, in vectors of 16 bytes. A few lanes of a warp have a short
-// row, a block a longer one, in registers; blocks that hold theirs in shared memory, alone or as a cluster, the longest. Which
-// thread has which class depends on the row's length alone, not on where the row starts: a row that starts off a multiple of 16
-// bytes is read as aligned vectors and shifted.
+// row, a block a longer one, in registers; the longest are in shared memory (piped_row.cuh). Which thread has which class
+// depends on the row's length alone, not on where the row starts: a row that starts off a multiple of 16 bytes is read as
+// aligned vectors and shifted.
 #pragma once
 
-#include "../hw/async_copy.cuh"
 #include "row_reduce.cuh"
 
 namespace flash_online::cuda {
 
-// The threads of a row: kLanes in a block of kThreads, in each block of a cluster if kCluster (then the block has one row),
-// which keep it in shared memory if kShared. Results of several merges of a kernel are kept apart in shared memory by kSlot, so
-// that each costs one barrier; slot 0 comes first.
-template <int kLanes_, int kThreads_, bool kShared_ = false, bool kCluster_ = false>
+// The threads of a row: kLanes in a block of kThreads. Results of several merges of a kernel are kept apart in shared memory by
+// kSlot, so that each costs one barrier.
+template <int kLanes_, int kThreads_>
 struct HeldTeam {
   static constexpr int kLanes = kLanes_, kThreads = kThreads_, kRows = kThreads / kLanes;
-  static constexpr bool kShared = kShared_, kCluster = kCluster_;
-  // To be resident on a multiprocessor: 64 registers a thread, or 64 KiB of shared memory a block.
-  static constexpr int kBlocks = kShared ? 3 : 1024 / kThreads;
-  static_assert((kRows == 1 || kLanes <= kWarp) && (kShared || !kCluster));
+  static constexpr int kBlocks = 1024 / kThreads;  // to be resident on a multiprocessor: 64 registers a thread
+  static_assert(kRows == 1 || kLanes <= kWarp);
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kLanes; }
-  __device__ __forceinline__ static int rank() { return kCluster ? cluster_rank() : 0; }
-  __device__ __forceinline__ static int blocks() { return kCluster ? cluster_size() : 1; }
-  __device__ __forceinline__ static int lane() { return rank() * kLanes + threadIdx.x % kLanes; }
-  __device__ __forceinline__ static int lanes() { return kLanes * blocks(); }
-
-  // To be called by all threads: first; and before anything is written into another block.
-  __device__ __forceinline__ static void begin() {
-    if constexpr (kCluster) cluster_arrive();
-  }
-  __device__ __forceinline__ static void others_have_begun() {
-    if constexpr (kCluster) cluster_wait();
-  }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kLanes; }
+  __device__ __forceinline__ static int lanes() { return kLanes; }
 
   // Joins what the lanes of each warp agree on (short rows: have agreed on, there is nothing left to do).
   template <int kSlot, class State>
@@ -41,32 +27,26 @@ struct HeldTeam {
       return state;
     } else {
       constexpr int kWarps = kThreads / kWarp;
-      __shared__ SharedStates<State, kWarps*(kCluster ? kLargestCluster : 1)> partial;
+      __shared__ SharedStates<State, kWarps> partial;
       const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-      if constexpr (kCluster) {
-        if (lane < blocks()) *in_block(&partial[rank() * kWarps + warp], lane) = state;
-        cluster_arrive();
-        cluster_wait();
-        State all{};
-        for (int i = lane; i < kWarps * blocks(); i += kWarp) all.merge(partial[i]);
-        return merge_lanes<kWarp>(all);
-      } else {
-        if (lane == 0) partial[warp] = state;
-        __syncthreads();
-        return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
-      }
+      if (lane == 0) partial[warp] = state;
+      __syncthreads();
+      return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
     }
   }
 };
 
-// The number of a thread's row. There is a block, or a cluster, for each kRows rows.
-template <class Team>
-__device__ __forceinline__ RowPlace held_place(const RowProblem& problem) {
-  const int64_t block = Team::kCluster ? blockIdx.x / Team::blocks() : blockIdx.x;
-  const int64_t number = block * Team::kRows + Team::row();
+// The same as place_at, without a division where there is nothing to divide.
+__device__ __forceinline__ RowPlace held_place(const RowProblem& problem, int64_t number) {
   const bool exists = number < problem.outer * problem.inner;
   if (problem.inner == 1) return {number, 0, number, exists};
   return {number / problem.inner, number % problem.inner, number, exists};
+}
+
+// A thread's row. There is a block for each kRows rows.
+template <class Team>
+__device__ __forceinline__ RowPlace held_place(const RowProblem& problem) {
+  return held_place(problem, int64_t{blockIdx.x} * Team::kRows + Team::row());
 }
 
 // Vectors of a row: the ones of numbers first, first + step, ...; past its `classes` elements there are `filler`s. What is read
@@ -124,65 +104,78 @@ __device__ __forceinline__ void store_vector(Result* row, int c, int classes, co
   }
 }
 
-// `slot`: which of the rows that a team holds at once.
-template <class Team, int kVectors, class T>
+// The vector, in a way that the compiler does not see: what was unpacked is unpacked again, and does not stay in registers
+// meanwhile, of which 16-bit elements need twice as many unpacked. A sum of exponentials has no sign; if NaN's has, the row's
+// results are NaN too.
+template <class T>
+__device__ __forceinline__ uint4 hidden(const uint4& v, float sum) {
+  if constexpr (sizeof(T) == sizeof(float)) return v;
+  const unsigned zero = __float_as_uint(sum) >> 31;
+  return {v.x ^ zero, v.y ^ zero, v.z ^ zero, v.w ^ zero};
+}
+
+// One of some vectors, in registers, where i is no constant.
+template <int kVectors>
+__device__ __forceinline__ uint4 any_of(const uint4 (&v)[kVectors], int i) {
+  uint4 one = v[0];
+#pragma unroll
+  for (int j = 1; j < kVectors; ++j) one = i == j ? v[j] : one;
+  return one;
+}
+
+// A thread's vectors of a row, in registers. What else may hold them has the same members.
+template <class Team_, int kVectors_, class T>
+class InRegisters {
+ public:
+  using Team = Team_;
+  static constexpr int kVectors = kVectors_, kUnroll = kVectors;  // of loops over them
+  __device__ __forceinline__ InRegisters(const T* row, int classes) {
+    load_row<T>(v_, row, Team::lane(), Team::lanes(), classes, lowest_vector<T>());
+  }
+  __device__ __forceinline__ void wait() const {}  // until the vectors are there
+  __device__ __forceinline__ void release(int) const {}  // a vector, which was used for the last time
+  __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
+  __device__ __forceinline__ uint4 any(int i) const { return any_of(v_, i); }
+  template <int kSlot, class State>
+  __device__ __forceinline__ State merge_warps(State state) const {
+    return Team::template merge_warps<kSlot>(state);
+  }
+  // The vector once more, to be unpacked; `sum` as of hidden().
+  __device__ __forceinline__ uint4 anew(int i, float sum) const { return hidden<T>(v_[i], sum); }
+
+ private:
+  uint4 v_[kVectors];
+};
+
+template <class Vectors, class T>
 class HeldRow {
+  using Team = typename Vectors::Team;
+  static constexpr int kVectors = Vectors::kVectors;
+
  public:
   static constexpr int kElements = kPerVector<T>;
 
-  __device__ __forceinline__ HeldRow(const RowProblem& problem, const ConstView3& view, const RowPlace& place, uint4 filler,
-                                     int slot)
-      : row_(row_of<const T>(view, place).data), place_(place), classes_(place.exists ? static_cast<int>(problem.classes) : 0) {
-    if constexpr (!Team::kShared) {
-      load_row<T>(v_, row_, Team::lane(), Team::lanes(), classes_, filler);
-    } else {
-      extern __shared__ uint4 all_shared[];
-      shared_ = all_shared + slot * kVectors * Team::kThreads + threadIdx.x;
-      if (misalignment(row_) == 0) {
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          const int c = class_of(i);
-          uint4* to = shared_ + i * Team::kThreads;
-          if (c + kElements <= classes_)
-            copy_async(to, row_ + c);
-          else
-            *to = c < classes_ ? first_elements<T>(load_streaming(row_ + c), classes_ - c, filler) : filler;
-        }
-      } else {
-        constexpr int kAtOnce = kVectors < 4 ? kVectors : 4;
-#pragma unroll 1
-        for (int i = 0; i < kVectors; i += kAtOnce) {
-          uint4 v[kAtOnce];
-          load_row<T>(v, row_, Team::lane() + i * Team::lanes(), Team::lanes(), classes_, filler);
-#pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) shared_[(i + j) * Team::kThreads] = v[j];
-        }
-      }
-      commit_copies();
-    }
-    if (slot == 0) Team::others_have_begun();
-  }
+  __device__ __forceinline__ HeldRow(const RowPlace& place, int classes, const Vectors& vectors)
+      : vectors_(vectors), place_(place), classes_(classes) {}
 
   __device__ __forceinline__ RowState state() {
     constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
-    wait();
+    vectors_.wait();
     float max = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) max = fmaxf(max, max_of<T>(held(i)));
+#pragma unroll Vectors::kUnroll
+    for (int i = 0; i < kVectors; ++i) max = fmaxf(max, max_of<T>(vectors_[i]));
     RowState state;
     state.raise(lanes_max<kLanes>(max));
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float x[kElements], part = 0;
-      unpack<T>(held(i), x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
-      sum += part;
+    if (NearWeights::serve(state.max)) {
+      const NearWeights weights(state.max);
+      sum = weights.exact(sum_of([&](float x) { return weights(x); }));
+    } else {
+      sum = sum_of([&](float x) { return state.weight(x); });
     }
     state.add(lanes_sum<kLanes>(sum));
-    state = Team::template merge_warps<0>(state);
-    zero_ = __float_as_uint(state.sum) >> 31;  // a sum of exponentials has no sign; if NaN's has, the row's results are NaN too
+    state = vectors_.template merge_warps<0>(state);
+    sum_ = state.sum;
     return state;
   }
 
@@ -192,31 +185,49 @@ class HeldRow {
     return sum_with<kSlot>(*this, [&](int c, float x, float) { return f(c, x); });
   }
 
-  // Writes f(class, element) for the whole row.
-  template <class Result, class F>
+  // Writes f(class, element) for the whole row. Only the last write of a row is kLast, and all of them are reached by all
+  // threads of the row.
+  template <class Result, bool kLast = true, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
-    write_with<Result>(*this, view, [&](int c, float x, float) { return f(c, x); });
+    write_with<Result, kLast>(*this, view, [&](int c, float x, float) { return f(c, x); });
+  }
+
+  // The same, less `less` in one class.
+  template <class Result, class F>
+  __device__ __forceinline__ void write_less(const MutableView3& view, int64_t at, float less, const F& f) const {
+    Result* result = row_of<Result>(view, place_).data;
+    const int that = static_cast<int>(at);
+    each_with<true>(*this, [&](int c, const float (&x)[kElements], const float (&)[kElements]) {
+      float z[kElements];
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);
+      if (c <= that && that < c + kElements) {  // not asked of every element
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) z[e] -= c + e == that ? less : 0.0f;
+      }
+      store_vector(result, c, classes_, z);
+    });
   }
 
   // The same of f(class, element, the other row's element).
   template <int kSlot = 1, class F>
   __device__ __forceinline__ float sum_with(const HeldRow& other, const F& f) const {
     constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
-    wait();
+    vectors_.wait();
     float sum = 0;
-    each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+    each_with<false>(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
       float part = 0;
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
         if (c + e < classes_) part += f(c + e, x[e], y[e]);
       sum += part;
     });
-    return Team::template merge_warps<kSlot>(Sum{lanes_sum<kLanes>(sum)}).value;
+    return vectors_.template merge_warps<kSlot>(Sum{lanes_sum<kLanes>(sum)}).value;
   }
-  template <class Result, class F>
+  template <class Result, bool kLast = true, class F>
   __device__ __forceinline__ void write_with(const HeldRow& other, const MutableView3& view, const F& f) const {
     Result* result = row_of<Result>(view, place_).data;
-    each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+    each_with<kLast>(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
       float z[kElements];
 #pragma unroll
       for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e], y[e]);
@@ -224,8 +235,14 @@ class HeldRow {
     });
   }
 
-  // An element, read anew.
-  __device__ __forceinline__ float operator[](int64_t c) const { return widen(row_[c]); }
+  // Whether this thread is the one that has, and writes, a class; and what that class has, for this thread.
+  __device__ __forceinline__ bool owns(int64_t c) const {
+    return place_.exists && (static_cast<int>(c) / kElements & (Team::lanes() - 1)) == Team::lane();
+  }
+  __device__ __forceinline__ float operator[](int64_t c) const {
+    const int at = static_cast<int>(c);
+    return element<T>(vectors_.any(at / kElements / Team::lanes()), at % kElements);
+  }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ bool leads() const { return place_.exists && Team::lane() == 0; }
   __device__ __forceinline__ float count_nan() const {
@@ -235,95 +252,70 @@ class HeldRow {
 
  private:
   __device__ __forceinline__ static int class_of(int i) { return (Team::lane() + i * Team::lanes()) * kElements; }
-  __device__ __forceinline__ static void wait() {
-    if constexpr (Team::kShared) wait_for_copies();  // a thread reads what it copied itself: no barrier
-  }
-  __device__ __forceinline__ uint4 held(int i) const {
-    if constexpr (Team::kShared)
-      return shared_[i * Team::kThreads];
-    else
-      return v_[i];
-  }
   template <class F>
-  __device__ __forceinline__ void each_with(const HeldRow& other, const F& f) const {
+  __device__ __forceinline__ float sum_of(const F& weight) const {
+    float sum = 0;
+#pragma unroll Vectors::kUnroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[kElements], part = 0;
+      unpack<T>(vectors_[i], x);
 #pragma unroll
+      for (int e = 0; e < kElements; ++e) part += weight(x[e]);
+      sum += part;
+    }
+    return sum;
+  }
+  template <bool kLast, class F>
+  __device__ __forceinline__ void each_with(const HeldRow& other, const F& f) const {
+#pragma unroll Vectors::kUnroll
     for (int i = 0; i < kVectors; ++i) {
       const int c = class_of(i);
-      if (c >= classes_) continue;
-      float x[kElements], y[kElements];
-      unpack<T>(anew(held(i)), x);
-      unpack<T>(other.held(i), y);
-      f(c, x, y);
+      if (c < classes_) {
+        float x[kElements], y[kElements];
+        unpack<T>(vectors_.anew(i, sum_), x);
+        unpack<T>(other.vectors_[i], y);
+        f(c, x, y);
+      }
+      if constexpr (kLast) {
+        vectors_.release(i);
+        if (&other != this) other.vectors_.release(i);
+      }
     }
   }
-  // The vector, in a way that the compiler does not see: what state() unpacked is unpacked again, and does not stay in
-  // registers meanwhile, of which 16-bit elements need twice as many unpacked.
-  __device__ __forceinline__ uint4 anew(const uint4& v) const {
-    if constexpr (Team::kShared || sizeof(T) == sizeof(float)) return v;
-    return {v.x ^ zero_, v.y ^ zero_, v.z ^ zero_, v.w ^ zero_};
-  }
 
-  uint4 v_[Team::kShared ? 1 : kVectors];
-  uint4* shared_ = nullptr;
-  unsigned zero_ = 0;
-  const T* row_;
+  Vectors vectors_;
+  float sum_ = 0;
   RowPlace place_;
   int classes_;
 };
 
 // ---- which team
 
-constexpr int64_t kMostInRegisters = 2048, kBlockVectors = 4096;  // vectors of a row, all its tensors counted: the most that a
-                                                                  // block holds, in registers and in shared memory
+constexpr int64_t kMostInRegisters = 2048;  // vectors of a row, all its tensors counted
 
-// How many vectors of a row can be held at most, all its tensors counted.
-inline int64_t most_held_vectors(bool reduces) { return reduces ? kMostInRegisters : kBlockVectors * largest_cluster(); }
-
-// Calls f.operator()<Team, vectors>(blocks a row) with the team that holds rows of so many vectors of each of kTensors tensors;
-// false if none does, or the kernel is better off with split rows since it only reduces. The length alone decides, so that a
-// row's result does not depend on how many rows there are.
-template <int kTensors, bool kReduces, class F>
+// Calls f.operator()<Team, vectors>() with the team that holds rows of so many vectors of each of kTensors tensors in
+// registers; false if none does. The length alone decides, so that a row's result does not depend on how many rows there are.
+template <int kTensors, class F>
 bool visit_held(int64_t vectors, const F& f) {
   const int64_t all = vectors * kTensors;
   if (all <= 16)
-    f.template operator()<HeldTeam<8, 128>, 2 / kTensors>(1);
+    f.template operator()<HeldTeam<8, 128>, 2 / kTensors>();
   else if (all <= 32)
-    f.template operator()<HeldTeam<8, 128>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<8, 128>, 4 / kTensors>();
   else if (all <= 64)
-    f.template operator()<HeldTeam<16, 128>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<16, 128>, 4 / kTensors>();
   else if (all <= 128)
-    f.template operator()<HeldTeam<32, 128>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<32, 128>, 4 / kTensors>();
   else if (all <= 256)
-    f.template operator()<HeldTeam<64, 64>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<64, 64>, 4 / kTensors>();
   else if (all <= 512)
-    f.template operator()<HeldTeam<128, 128>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<128, 128>, 4 / kTensors>();
   else if (all <= 1024)
-    f.template operator()<HeldTeam<256, 256>, 4 / kTensors>(1);
+    f.template operator()<HeldTeam<256, 256>, 4 / kTensors>();
   else if (all <= kMostInRegisters)
-    f.template operator()<HeldTeam<512, 512>, 4 / kTensors>(1);
-  else if (all > most_held_vectors(kReduces))
-    return false;
-  else if constexpr (!kReduces) {
-    int cluster = 1;
-    while (all > cluster * kBlockVectors) cluster *= 2;
-    if (cluster == 1)
-      f.template operator()<HeldTeam<256, 256, true>, 16 / kTensors>(1);
-    else
-      f.template operator()<HeldTeam<256, 256, true, true>, 16 / kTensors>(cluster);
-  }
-  return true;
-}
-
-// Queues a kernel for all rows; false if a grid cannot hold them.
-template <class Team>
-bool launch_held(void (*kernel)(RowProblem), const RowProblem& problem, int cluster, cudaStream_t stream) {
-  const int64_t blocks = (problem.outer * problem.inner + Team::kRows - 1) / Team::kRows * cluster;
-  if (blocks > 0x7fffffff) return false;
-  constexpr unsigned kSharedBytes = Team::kShared ? kBlockVectors * kVectorBytes : 0;
-  if (Team::kShared)
-    launch_shared(kernel, problem, static_cast<unsigned>(blocks), Team::kThreads, kSharedBytes, cluster, stream);
+    f.template operator()<HeldTeam<512, 512>, 4 / kTensors>();
   else
-    kernel<<<static_cast<unsigned>(blocks), Team::kThreads, 0, stream>>>(problem);
+    return false;
   return true;
 }
 

@@ -27,6 +27,49 @@ struct FastNatural {
 
 using RowState = OnlineSoftmax<float, FastNatural>;
 
+// Weights of many scores by a multiply-add and an exponential each, 2^(x log2(e) - c) with c = max log2(e), rounded once: all
+// are off by one factor, which cancels in a quotient and is taken out of a sum. Only for a maximum that keeps it near 1.
+class NearWeights {
+ public:
+  static constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+  __device__ __forceinline__ static bool serve(float max) { return fabsf(pivot(max)) <= 4096; }
+  __device__ __forceinline__ explicit NearWeights(float max) : point_(pivot(max)), c_(point_ * kLog2e) {}
+  __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(fmaf(x, kLog2e, -c_)); }
+  // A sum of these weights as one of RowState::weight(); and the factor of a quotient with such a sum.
+  __device__ __forceinline__ float exact(float sum) const { return fmaf(sum, -off(), sum); }
+
+ private:
+  __device__ __forceinline__ float off() const { return fmaf(point_, kLog2e, -c_) * kLn2; }
+  float point_, c_;
+};
+
+// Calls f(w), where w(x) is a score's weight in a state, times `factor`.
+template <class F>
+__device__ __forceinline__ void visit_weights(const RowState& state, float factor, const F& f) {
+  if (NearWeights::serve(state.max)) {
+    const NearWeights weights(state.max);
+    const float by = weights.exact(factor);
+    f([&](float x) { return weights(x) * by; });
+  } else {
+    f([&](float x) { return state.weight(x) * factor; });
+  }
+}
+
+// Calls f(p), where p(x) is a score's probability, for results of a type: where that has 16 bits, the sum may be taken into the
+// exponent, whose rounding shows in its last bits.
+template <class Result, class F>
+__device__ __forceinline__ void visit_probabilities(const RowState& state, const F& f) {
+  if constexpr (sizeof(Result) < sizeof(float)) {
+    constexpr float kMost = 512;  // a difference of 2^-15 in the exponent
+    const float c = fmaf(pivot(state.max), NearWeights::kLog2e, log2f(state.sum));
+    if (fabsf(c) <= kMost) {
+      f([&](float x) { return exp2_flushed(fmaf(x, NearWeights::kLog2e, -c)); });
+      return;
+    }
+  }
+  visit_weights(state, state.inverse_sum(), f);
+}
+
 // How far above its point of reference a thread lets scores be before it moves that: each move rounds the sum again, and in an
 // ascending row there would be hundreds.
 constexpr float kSlack = 4;
@@ -243,10 +286,16 @@ class StridedRow {
   }
 
   // Writes f(class, element) for the whole row.
-  template <class Result, class F>
+  template <class Result, bool kLast = true, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     const Row<Result> result = row_of<Result>(view, place_);
     for (int64_t c = Team::first(); c < classes_; c += Team::kStep) result.set(c, f(c, row_[c]));
+  }
+
+  // The same, less `less` in one class.
+  template <class Result, class F>
+  __device__ __forceinline__ void write_less(const MutableView3& view, int64_t at, float less, const F& f) const {
+    write<Result>(view, [&](int64_t c, float x) { return f(c, x) - (c == at ? less : 0.0f); });
   }
 
   // The same of f(class, element, the other row's element).
@@ -254,11 +303,14 @@ class StridedRow {
   __device__ __forceinline__ float sum_with(const StridedRow& other, const F& f) const {
     return sum([&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
-  template <class Result, class F>
+  template <class Result, bool kLast = true, class F>
   __device__ __forceinline__ void write_with(const StridedRow& other, const MutableView3& view, const F& f) const {
     write<Result>(view, [&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
 
+  // Whether this thread is the one that has, and writes, a class; and what that class has, for this thread, before it is
+  // written.
+  __device__ __forceinline__ bool owns(int64_t c) const { return place_.exists && c % Team::kStep == Team::first(); }
   __device__ __forceinline__ float operator[](int64_t c) const { return row_[c]; }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ bool leads() const { return place_.exists && Team::first() == 0; }

@@ -21,7 +21,12 @@ void logsumexp(const RowProblem& problem, CUstream_st* stream);
 void logsumexp_backward(const RowProblem& problem, CUstream_st* stream);
 // A target out of range stops the kernel with a device assert; problem.bad_row is not written.
 void cross_entropy(const RowProblem& problem, CUstream_st* stream);
+// With problem.loss, for classes without smoothing, also all that cross_entropy writes; grad_input may then, as ever, be input.
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream);
+// The sum of problem.loss, over that of problem.row_weight if `mean`, as one number of result_dtype; *divisor, a float, is what
+// it was divided by, 1 for a sum. The workspace, of so many bytes for so many rows, is aligned to 8.
+int64_t reduce_losses_workspace(int64_t rows);
+void reduce_losses(const RowProblem& problem, bool mean, void* result, void* divisor, void* workspace, CUstream_st* stream);
 // Rows of fewer than 2^32 - 1 classes. An index out of range, in the backward pass, is a device assert too.
 void topk_softmax(const RowProblem& problem, CUstream_st* stream);
 void topk_softmax_backward(const RowProblem& problem, CUstream_st* stream);

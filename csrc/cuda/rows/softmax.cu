@@ -9,7 +9,7 @@ namespace {
 struct Softmax {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
     rows.read(problem.input).leave_part(NoExtra{});
@@ -22,8 +22,8 @@ struct Softmax {
       const float max = pivot(state.max), log_sum = FastNatural::log(state.sum);
       row.template write<Result>(problem.result, [&](int64_t, float x) { return (x - max) - log_sum; });
     } else {
-      const float scale = state.inverse_sum();
-      row.template write<Result>(problem.result, [&](int64_t, float x) { return state.weight(x) * scale; });
+      visit_probabilities<Result>(
+          state, [&](const auto& p) { row.template write<Result>(problem.result, [&](int64_t, float x) { return p(x); }); });
     }
   }
 };
@@ -32,19 +32,21 @@ struct Softmax {
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;
   static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.grad; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int i) {
+    return i == 0 ? problem.grad : problem.output;
+  }
   struct Term {
     bool log;
     __device__ float operator()(int64_t, float grad, float y) const { return log ? grad : grad * y; }
   };
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
-    rows.read(problem.grad).leave_sum(rows.read(problem.output), 0, Term{problem.log});
+    rows.read(problem.grad).leave_sum(rows.template read<1>(problem.output), 0, Term{problem.log});
   }
   template <class Input, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
-    const auto grad = rows.read(problem.grad, uint4{});
-    const auto output = rows.read(problem.output, uint4{}, 1);
+    const auto grad = rows.template read<0>(problem.grad);
+    const auto output = rows.template read<1>(problem.output);
     const float sum = grad.template sum_with<0>(output, Term{problem.log});
     if (problem.log)
       grad.template write_with<Input>(output, problem.grad_input,
@@ -57,7 +59,7 @@ struct SoftmaxBackward {
 struct LogSumExp {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = true, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
     rows.read(problem.input).leave_part(NoExtra{});
@@ -77,7 +79,7 @@ struct LogSumExp {
 struct LogSumExpBackward {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
     rows.read(problem.input).leave_part(NoExtra{});
@@ -86,9 +88,10 @@ struct LogSumExpBackward {
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
     auto row = rows.read(problem.input);
     const RowState state = settled(row, row.state());
-    const float scale = state.inverse_sum();
     const float grad = row.place().exists ? static_cast<const float*>(problem.grad_lse)[row.place().number] : 0.0f;
-    row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return grad * (state.weight(x) * scale); });
+    visit_weights(state, grad * state.inverse_sum(), [&](const auto& w) {
+      row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return w(x); });
+    });
   }
 };
 

@@ -162,11 +162,15 @@ class SplitRow {
     return whole().extra;
   }
 
-  template <class Result, class F>
+  template <class Result, bool kLast = true, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     write_with<Result>(*this, view, [&](int64_t c, float x, float) { return f(c, x); });
   }
   template <class Result, class F>
+  __device__ __forceinline__ void write_less(const MutableView3& view, int64_t at, float less, const F& f) const {
+    write<Result>(view, [&](int64_t c, float x) { return f(c, x) - (c == at ? less : 0.0f); });
+  }
+  template <class Result, bool kLast = true, class F>
   __device__ __forceinline__ void write_with(const SplitRow& other, const MutableView3& view, const F& f) const {
     Result* result = row_of<Result>(view, place_).data + begin_;
     each_with(other, [&](int64_t c, const float (&x)[kElements], const float (&y)[kElements]) {
@@ -179,6 +183,9 @@ class SplitRow {
 
   __device__ __forceinline__ float count_nan() const { return whole().nan; }
   __device__ __forceinline__ bool together(bool reason) const { return reason; }
+  __device__ __forceinline__ bool owns(int64_t c) const {
+    return begin_ <= c && c < end_ && (c - begin_) / kElements % SplitTeam::kThreads == threadIdx.x;
+  }
   __device__ __forceinline__ float operator[](int64_t c) const { return widen(row_[c]); }
   __device__ __forceinline__ const RowPlace& place() const { return place_; }
   __device__ __forceinline__ int64_t pieces() const { return gridDim.y; }

@@ -4,14 +4,13 @@
 // Elements are ranked by keys: 64 bits, larger is better, the element above and its index, complemented, below: NaN first, as
 // in torch.topk; equal elements in their order. No two keys of a row are equal, so results do not depend on who finds which
 // first.
-//   k <= 32   a warp keeps its best 32 keys in its lanes, sorted. A lane reads vectors and compares their maximum with the bar,
-//   the
-//             warp's k-th best; after the first few vectors hardly any is above. Those that are wait in shared memory until
-//             there are enough to be sorted into the list. Lists of warps are merged in shared memory, those of a long row's
-//             pieces through the workspace.
+//   k <= 32   a block reads vectors; of a long row, each of several blocks a piece, whose lists another kernel merges. The
+//             maxima of parts of the first vectors give a bar that k elements are above and few more; who is above waits in
+//             shared memory. In a row that a block holds at once, a key's rank is the number of waiting keys that are larger.
+//             In a longer one a warp sorts those that wait into its list, and raises the bar, while the others read on.
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
-//   each
-//             2048, looking only at keys behind the last one found.
+//             each 2048, looking only at keys behind the last one found.
+#include "../hw/stream_order.cuh"
 #include "dispatch.cuh"
 #include "rows.h"
 
@@ -22,9 +21,9 @@ namespace {
 using Key = unsigned long long;
 constexpr Key kNoKey = 0;  // behind every element's: indices are below 2^32 - 1
 
-// Floats as integers of the same order, NaN above all.
+// Floats as integers of the same order, NaN above all; -0 as 0, which it equals.
 __device__ __forceinline__ unsigned rank_of(float x) {
-  const unsigned bits = __float_as_uint(x);
+  const unsigned bits = __float_as_uint(x + 0.0f);
   return x != x ? 0xffffffffu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float element_of(Key key) {
@@ -34,14 +33,231 @@ __device__ __forceinline__ float element_of(Key key) {
 __device__ __forceinline__ Key key_of(float x, unsigned index) { return Key{rank_of(x)} << 32 | (0xffffffffu - index); }
 __device__ __forceinline__ unsigned index_of(Key key) { return 0xffffffffu - static_cast<unsigned>(key); }
 
-__device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
-__device__ __forceinline__ Key smaller(Key a, Key b) { return a < b ? a : b; }
+constexpr int kMostInLists = kWarp;  // k
 
-// ---- a warp's best 32, one a lane, descending
+// ---- k <= 32, classes side by side, rows that a block holds at once
 
+// Steps of a bitonic sort of a warp's numbers, one a lane, descending; from_size kWarp: of what is bitonic already.
+__device__ __forceinline__ float sort_descending(float x, int from_size = 2) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int size = from_size; size <= kWarp; size *= 2)
+#pragma unroll
+    for (int step = size / 2; step > 0; step /= 2) {
+      const float other = __shfl_xor_sync(~0u, x, step);
+      x = ((lane & size) == 0) == ((lane & step) == 0) ? fmaxf(x, other) : fminf(x, other);
+    }
+  return x;
+}
+
+// What the threads of a block share while they look for the best of a row.
+template <int kThreads>
+struct Board {
+  static constexpr int kGroups = 2 * kWarp, kWarps = kThreads / kWarp;
+  static constexpr int kWaiting = 512, kRoom = kWaiting - kThreads;  // kRoom: for those who come next
+  float groups[kGroups];  // the maxima of parts of the first vectors
+  float bar;  // who is not above it is not among the best
+  int count;  // of keys that wait
+  Key waiting[kWaiting];
+  Key best[kMostInLists];  // k of those, descending
+  SharedStates<RowState, kWarps> states;
+};
+
+// The first bar, by the first warp: just below the k-th largest of the groups' maxima, so that k elements are above.
+template <int kThreads>
+__device__ __forceinline__ void set_first_bar(Board<kThreads>& board, int k) {
+  constexpr int kFew = kWarp / 4;  // up to which half as many groups do
+  const int lane = threadIdx.x % kWarp;
+  float a = board.groups[lane], b = board.groups[kWarp + lane];
+  if (k <= kFew) {
+    a = sort_descending(fmaxf(a, b));
+  } else {
+    a = sort_descending(a);
+    b = sort_descending(b);
+    a = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
+  }
+  const float bar = __shfl_sync(~0u, a, k - 1);
+  if (lane == 0) board.bar = nextafterf(bar, -INFINITY);
+}
+
+// The k best of `count` waiting keys, into `best`; behind them kNoKey up to the k-th. Barriers before and after.
+template <int kThreads>
+__device__ __forceinline__ void rank_waiting(Board<kThreads>& board, int count, int k) {
+  const int thread = threadIdx.x;
+  if (thread < k && thread >= count) board.best[thread] = kNoKey;
+  for (int at = thread; at < count; at += kThreads) {
+    const Key mine = board.waiting[at];
+    int larger = 0;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) larger += board.waiting[i] > mine;
+    if (larger < k) board.best[larger] = mine;
+  }
+}
+
+// Keeps the k best of the waiting keys, and raises the bar. Barriers before and after.
+template <int kThreads>
+__device__ __forceinline__ void keep_best(Board<kThreads>& board, int count, int k) {
+  rank_waiting(board, count, k);
+  __syncthreads();
+  const int kept = count < k ? count : k;
+  if (static_cast<int>(threadIdx.x) < kept) board.waiting[threadIdx.x] = board.best[threadIdx.x];
+  if (threadIdx.x == 0) {
+    board.count = kept;
+    if (kept == k) {
+      const float bar = element_of(board.best[k - 1]);
+      board.bar = bar == bar ? bar : INFINITY;  // behind k NaNs comes nothing
+    }
+  }
+}
+
+// The best k of a row that the block's threads hold in kVectors vectors each are left in board.best, and their maximum and sum
+// are returned to the first warp.
+template <int kThreads, int kVectors, class T>
+__device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row, int classes, int k) {
+  using B = Board<kThreads>;
+  constexpr int kElements = kPerVector<T>;
+  constexpr int kPair = kVectors > 8 ? 2 : 1, kMaxima = kVectors / kPair;  // kPair: vectors a maximum
+  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
+  if (thread == 0) board.count = 0;
+  uint4 v[kVectors];
+  load_row<T>(v, row, thread, kThreads, classes, lowest_vector<T>());
+  float max[kMaxima], most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kMaxima; ++i) {
+    max[i] = max_of<T>(v[i * kPair]);
+    if constexpr (kPair == 2) max[i] = fmaxf(max[i], max_of<T>(v[i * kPair + 1]));
+    most = fmaxf(most, max[i]);
+  }
+  if constexpr (kThreads == kWarp) {
+    float halves[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) halves[i % 2] = fmaxf(halves[i % 2], max[i]);
+    board.groups[lane] = halves[0];
+    board.groups[kWarp + lane] = halves[1];
+  } else {
+    constexpr int kGroup = kThreads / B::kGroups;
+    float group = most;
+#pragma unroll
+    for (int with = 1; with < kGroup; with *= 2) group = fmaxf(group, __shfl_xor_sync(~0u, group, with));
+    if (thread % kGroup == 0) board.groups[thread / kGroup] = group;
+  }
+  __syncthreads();
+  if (warp == 0) set_first_bar(board, k);
+  RowState state;
+  state.raise(most);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    float x[kElements], part = 0;
+    unpack<T>(v[i], x);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
+    sum += part;
+  }
+  state.add(sum);
+  __syncthreads();
+  float bar = board.bar;
+  const bool nan = state.sum != state.sum;  // which is in no maximum
+  // Nothing is below -infinity, but only the first k of a row can be among its best with that.
+  const int free = bar == -INFINITY ? k : 0;
+  const auto first_of = [&](int i) { return (thread + i * kThreads) * kElements; };
+  const auto above = [&](float x, int c) { return c < classes && (!(x <= bar) || c < free); };
+  unsigned who = 0;  // of the vectors, the first of a pair for both
+#pragma unroll
+  for (int i = 0; i < kMaxima; ++i) who |= max[i] > bar || nan || first_of(i * kPair) < free ? 1u << i * kPair : 0;
+  for (; who != 0; who &= who - 1)
+#pragma unroll
+    for (int second = 0; second < kPair; ++second) {
+      const int c = first_of(__ffs(static_cast<int>(who)) - 1 + second);
+      float x[kElements];
+      int found = 0;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {  // from memory again: so many registers are dear to choose from
+        x[e] = c + e < classes ? widen(row[c + e]) : 0.0f;
+        found += above(x[e], c + e);
+      }
+      if (found == 0) continue;
+      int at = atomicAdd(&board.count, found);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        if (!above(x[e], c + e)) continue;
+        if (at < B::kWaiting) board.waiting[at] = key_of(x[e], static_cast<unsigned>(c + e));
+        ++at;
+      }
+    }
+  __syncthreads();
+  const int count = board.count;
+  if (count <= B::kWaiting) {
+    rank_waiting(board, count, k);
+  } else {
+    // Far too many, as of equal elements: once more, one of each thread at a time.
+    __syncthreads();
+    if (thread == 0) board.count = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int n = 0; n < kVectors * kElements; ++n) {
+      const int c = first_of(n / kElements) + n % kElements;
+      const float x = c < classes ? widen(row[c]) : 0.0f;
+      if (above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, static_cast<unsigned>(c));
+      __syncthreads();
+      const int waiting = board.count;
+      if (waiting > B::kRoom || n + 1 == kVectors * kElements) {
+        keep_best(board, waiting, k);
+        __syncthreads();
+        bar = board.bar;
+      }
+      __syncthreads();
+    }
+  }
+  state = merge_lanes<kWarp>(state);
+  if constexpr (kThreads > kWarp) {
+    if (lane == 0) board.states[warp] = state;
+  }
+  __syncthreads();
+  if constexpr (kThreads > kWarp)
+    if (warp == 0) state = merge_lanes<kWarp>(lane < B::kWarps ? board.states[lane] : RowState{});
+  return state;
+}
+
+// The results of a row, by one warp: a lane has a key.
+template <class R>
+__device__ __forceinline__ void write_list(const RowProblem& problem, const RowPlace& place, const RowState& state, Key key) {
+  const int lane = threadIdx.x % kWarp;
+  RowState denominator = state;
+  const bool mine = lane < problem.k;
+  if (problem.renormalize) {
+    RowState own;
+    if (mine) own.absorb(element_of(key));
+    denominator = merge_lanes<kWarp>(own);
+  }
+  if (!mine) return;
+  const float p = denominator.weight(element_of(key)) * denominator.inverse_sum();
+  row_of<R>(problem.result, place).set(lane, p);
+  const View3<int64_t*>& indices = problem.indices;
+  indices.data[place.outer * indices.stride[0] + lane * indices.stride[1] + place.inner * indices.stride[2]] = index_of(key);
+}
+
+// A block a row.
+template <class T, class R, int kThreads, int kVectors>
+__global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThreads)
+    list_kernel(const __grid_constant__ RowProblem problem) {
+  __shared__ Board<kThreads> board;
+  const RowPlace place = held_place(problem, blockIdx.x);
+  const T* row = row_of<const T>(problem.input, place).data;
+  const RowState state = search<kThreads, kVectors>(board, row, static_cast<int>(problem.classes), static_cast<int>(problem.k));
+  if (threadIdx.x < kWarp) write_list<R>(problem, place, state, board.best[threadIdx.x]);
+}
+
+// ---- the same, longer rows
+
+constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
+constexpr int kListVectors = 4;  // of a thread at a time
+constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a row
+
+// A warp's best 32 keys, one a lane, descending.
 __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
   const Key other = __shfl_xor_sync(~0u, key, step);
-  return keep_larger ? larger(key, other) : smaller(key, other);
+  return (key > other) == keep_larger ? key : other;
 }
 
 // Bitonic sort, descending.
@@ -57,179 +273,11 @@ __device__ __forceinline__ Key sort_warp(Key key) {
 // The best 32 of two sorted lists.
 __device__ __forceinline__ Key merge_sorted(Key a, Key b) {
   const int lane = threadIdx.x % kWarp;
-  Key key = larger(a, __shfl_sync(~0u, b, kWarp - 1 - lane));  // bitonic
+  const Key reversed = __shfl_sync(~0u, b, kWarp - 1 - lane);
+  Key key = a > reversed ? a : reversed;  // bitonic
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) key = exchange(key, step, (lane & step) == 0);
   return key;
-}
-
-__device__ __forceinline__ float sort_warp_descending(float x) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int size = 2; size <= kWarp; size *= 2)
-#pragma unroll
-    for (int step = size / 2; step > 0; step /= 2) {
-      const float other = __shfl_xor_sync(~0u, x, step);
-      x = ((lane & size) == 0) == ((lane & step) == 0) ? fmaxf(x, other) : fminf(x, other);
-    }
-  return x;
-}
-
-// The warp's list, and the candidates that wait to be sorted into it. All members are for all lanes together.
-class Best {
- public:
-  // `waiting`: room for 2 * kWarp keys, the warp's own.
-  __device__ __forceinline__ Best(int k, Key* waiting) : last_(k - 1), waiting_(waiting) {}
-
-  // Whether an element cannot be among the best k: false for NaN, and for all as long as there is no bar.
-  __device__ __forceinline__ bool below(float x) const { return x <= bar_; }
-
-  // A first bar, from the maximum of disjoint parts of what is to come, one a lane: k of them are as large as the k-th. One
-  // step lower, as an element equal to the bar is no candidate.
-  __device__ __forceinline__ void expect(float max) {
-    const float bar = __shfl_sync(~0u, sort_warp_descending(max), last_);
-    bar_ = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : bar_;
-  }
-
-  // Takes the keys of the lanes that have a candidate.
-  __device__ __forceinline__ void offer(bool has, Key key) {
-    const unsigned who = __ballot_sync(~0u, has);
-    if (who == 0) return;
-    const int lane = threadIdx.x % kWarp;
-    if (has) waiting_[count_ + __popc(who & ((1u << lane) - 1))] = key;
-    count_ += __popc(who);
-    __syncwarp();
-    if (count_ < kWarp) return;
-    merge(sort_warp(waiting_[lane]));
-    count_ -= kWarp;
-    const Key rest = waiting_[kWarp + lane];
-    __syncwarp();
-    waiting_[lane] = rest;
-    __syncwarp();
-    raise_bar();
-  }
-  __device__ __forceinline__ void merge(Key sorted) { list_ = merge_sorted(list_, sorted); }
-  __device__ __forceinline__ Key finish() {
-    if (count_ > 0) merge(sort_warp(static_cast<int>(threadIdx.x % kWarp) < count_ ? waiting_[threadIdx.x % kWarp] : kNoKey));
-    count_ = 0;
-    return list_;
-  }
-
- private:
-  __device__ __forceinline__ void raise_bar() {
-    const Key last = __shfl_sync(~0u, list_, last_);
-    if (last == kNoKey) return;
-    const float bar = element_of(last);
-    bar_ = bar != bar ? INFINITY : bar;
-  }
-  int last_;  // the lane that has the k-th
-  Key* waiting_;
-  int count_ = 0;
-  Key list_ = kNoKey;
-  float bar_ = NAN;  // nothing is below
-};
-
-constexpr int kListVectors = 4;  // of a lane at a time
-
-// What a warp, or more of them, know of a row.
-struct Found {
-  RowState state;
-  Key key;  // this lane's of the list
-};
-
-// The vectors first, first + step, ... of a row's classes [0, classes), whose indices count from `offset`, by one warp. The
-// next vectors are on their way while these are looked at.
-template <class T>
-__device__ __forceinline__ Found search(const T* row, int first, int step, int classes, unsigned offset, int k, Key* waiting) {
-  constexpr int kElements = kPerVector<T>;
-  const int lane = threadIdx.x % kWarp;
-  RowState state;
-  Best best(k, waiting);
-  uint4 next[kListVectors];
-  load_row<T>(next, row, first + lane, step, classes, lowest_vector<T>());
-  for (int begin = first; begin * kElements < classes; begin += step * kListVectors) {  // the same for all lanes
-    uint4 v[kListVectors];
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) v[i] = next[i];
-    load_row<T>(next, row, begin + step * kListVectors + lane, step, classes, lowest_vector<T>());
-    float max[kListVectors], most = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
-    state.raise_beyond(kSlack, most);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) {
-      float x[kElements], part = 0;
-      unpack<T>(v[i], x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
-      sum += part;
-    }
-    state.add(sum);
-    if (begin == first) best.expect(most);
-    const bool nan = state.sum != state.sum;  // which is in no maximum
-    if (!__any_sync(~0u, nan || !best.below(most))) continue;
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) {
-      if (!__any_sync(~0u, nan || !best.below(max[i]))) continue;
-      const int c = (begin + lane + i * step) * kElements;
-      float x[kElements];
-      unpack<T>(v[i], x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e)
-        best.offer(c + e < classes && !best.below(x[e]), key_of(x[e], offset + static_cast<unsigned>(c + e)));
-    }
-  }
-  return {merge_lanes<kWarp>(state), best.finish()};
-}
-
-// Of all warps of a block, for the first.
-template <int kWarps>
-__device__ __forceinline__ Found merge_block(Found found) {
-  __shared__ Key lists[kWarps][kWarp];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  found.state = HeldTeam<kWarps * kWarp, kWarps * kWarp>::template merge_warps<0>(found.state);
-#pragma unroll
-  for (int half = kWarps / 2; half > 0; half /= 2) {
-    if (warp >= half && warp < 2 * half) lists[warp][lane] = found.key;
-    __syncthreads();
-    if (warp < half) found.key = merge_sorted(found.key, lists[warp + half][lane]);
-  }
-  return found;
-}
-
-// The results of a row, by one warp.
-template <class R>
-__device__ __forceinline__ void write_list(const RowProblem& problem, const RowPlace& place, const Found& found) {
-  const int lane = threadIdx.x % kWarp;
-  RowState denominator = found.state;
-  const bool mine = lane < problem.k;
-  if (problem.renormalize) {
-    RowState own;
-    if (mine) own.absorb(element_of(found.key));
-    denominator = merge_lanes<kWarp>(own);
-  }
-  if (!mine) return;
-  const float p = denominator.weight(element_of(found.key)) * denominator.inverse_sum();
-  row_of<R>(problem.result, place).set(lane, p);
-  const View3<int64_t*>& indices = problem.indices;
-  indices.data[place.outer * indices.stride[0] + lane * indices.stride[1] + place.inner * indices.stride[2]] =
-      index_of(found.key);
-}
-
-constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
-constexpr int64_t kWarpRow = 256;  // vectors up to which a row is one warp's
-constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a longer row
-
-template <class T, class R>
-__global__ void __launch_bounds__(kListThreads, 4) list_by_warp_kernel(const __grid_constant__ RowProblem problem) {
-  const int64_t number = int64_t{blockIdx.x} * kListWarps + threadIdx.x / kWarp;
-  if (number >= problem.outer * problem.inner) return;
-  const RowPlace place = place_at(problem, number);
-  __shared__ Key waiting[kListWarps][2 * kWarp];
-  const Found found = search<T>(row_of<const T>(problem.input, place).data, 0, kWarp, static_cast<int>(problem.classes), 0,
-                                static_cast<int>(problem.k), waiting[threadIdx.x / kWarp]);
-  write_list<R>(problem, place, found);
 }
 
 struct ListPieces {
@@ -248,27 +296,25 @@ __host__ __device__ inline int64_t list_bytes(int64_t pieces) {
   return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key));
 }
 
-constexpr int kGroups = 64, kWaiting = 1024;
-
-// What the threads of a block share while they look for the best of a row.
-struct Board {
+struct LongBoard {
+  static constexpr int kGroups = 64, kWaiting = 1024;
   float groups[kGroups];  // the maximum of each group of 4 threads over the first vectors
   float bar;
   int count;  // of candidates that wait
   Key waiting[kWaiting];
 };
 
-// The first warp: a first bar from the groups' maxima, as Best::expect does.
-__device__ __forceinline__ void expect(Board& board, int k) {
+// The first warp: a first bar from the groups' maxima, as set_first_bar does.
+__device__ __forceinline__ void expect(LongBoard& board, int k) {
   const int lane = threadIdx.x % kWarp;
-  const float a = sort_warp_descending(board.groups[lane]), b = sort_warp_descending(board.groups[kWarp + lane]);
-  const float top = sort_warp_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)));
+  const float a = sort_descending(board.groups[lane]), b = sort_descending(board.groups[kWarp + lane]);
+  const float top = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
   const float bar = __shfl_sync(~0u, top, k - 1);
   if (lane == 0) board.bar = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : NAN;
 }
 
 // The first warp: sorts `count` waiting candidates into its list and raises the bar.
-__device__ __forceinline__ Key take(Board& board, Key list, int count, int k) {
+__device__ __forceinline__ Key take(LongBoard& board, Key list, int count, int k) {
   const int lane = threadIdx.x % kWarp;
   for (int i = 0; i < count; i += kWarp)
     list = merge_sorted(list, sort_warp(i + lane < count ? board.waiting[i + lane] : kNoKey));
@@ -284,7 +330,9 @@ template <class T, class R>
 __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __grid_constant__ RowProblem problem) {
   constexpr int kElements = kPerVector<T>, kStep = kListThreads * kListVectors * kElements;
   constexpr int64_t kPiece = kPieceVectors * kElements;
-  __shared__ Board board;
+  __shared__ LongBoard board;
+  constexpr int kWaiting = LongBoard::kWaiting;
+  let_next_kernel_start();
   const int64_t number = blockIdx.x, offset = blockIdx.y * kPiece;
   const RowPlace place = place_at(problem, number);
   const int classes = static_cast<int>(problem.classes - offset < kPiece ? problem.classes - offset : kPiece);
@@ -380,34 +428,42 @@ __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __gri
     }
   }
 
-  const Found found{HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state)), list};
+  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
   if (warp != 0) return;
   if (gridDim.y == 1) {
-    write_list<R>(problem, place, found);
+    write_list<R>(problem, place, state, list);
     return;
   }
   auto* lists = static_cast<Key*>(problem.workspace);
   auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kWarp);
   const int64_t slot = number * gridDim.y + blockIdx.y;
-  lists[slot * kWarp + lane] = found.key;
-  if (lane == 0) states[slot] = {found.state.max, found.state.sum};
+  lists[slot * kWarp + lane] = list;
+  if (lane == 0) states[slot] = {state.max, state.sum};
 }
 
 // A block a row: merges its pieces.
 template <class T, class R>
 __global__ void __launch_bounds__(kListThreads) list_merge_kernel(const __grid_constant__ RowProblem problem) {
+  __shared__ Key merged[kListWarps][kWarp];
   const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count, all = problem.outer * problem.inner * pieces;
   const auto* lists = static_cast<const Key*>(problem.workspace);
   const auto* states = reinterpret_cast<const PieceState*>(lists + all * kWarp);
   const int64_t number = blockIdx.x, first = number * pieces;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  wait_for_kernel_before();
   RowState state;
   for (int64_t i = threadIdx.x; i < pieces; i += kListThreads)
     state.merge(RowState{states[first + i].max, states[first + i].sum});
-  Key list = kNoKey;
-  for (int64_t i = warp; i < pieces; i += kListWarps) list = merge_sorted(list, lists[(first + i) * kWarp + lane]);
-  const Found found = merge_block<kListWarps>({merge_lanes<kWarp>(state), list});
-  if (warp == 0) write_list<R>(problem, place_at(problem, number), found);
+  Key key = kNoKey;
+  for (int64_t i = warp; i < pieces; i += kListWarps) key = merge_sorted(key, lists[(first + i) * kWarp + lane]);
+  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
+#pragma unroll
+  for (int half = kListWarps / 2; half > 0; half /= 2) {
+    if (warp >= half && warp < 2 * half) merged[warp][lane] = key;
+    __syncthreads();
+    if (warp < half) key = merge_sorted(key, merged[warp + half][lane]);
+  }
+  if (warp == 0) write_list<R>(problem, place_at(problem, number), state, key);
 }
 
 // ---- any k, any strides
@@ -491,29 +547,44 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
   }
 }
 
+// Whether a row's lists are made of vectors.
+bool has_lists(const RowProblem& problem) {
+  return problem.k <= kMostInLists && classes_together(problem, {problem.input.stride[1]}) &&
+         problem.outer * problem.inner <= 0x7fffffff;
+}
+
 template <class T, class R>
 void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   const int64_t rows = problem.outer * problem.inner, vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>;
-  const char* name = "topk_softmax";
-  if (problem.k > kWarp || !classes_together(problem, {problem.input.stride[1]})) {
+  const auto launch = [&]<int kThreads, int kVectors>() {
+    list_kernel<T, R, kThreads, kVectors><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(problem);
+  };
+  if (!has_lists(problem)) {
     sort_kernel<T, R><<<grid_for(rows, 16), kSortThreads, 0, stream>>>(problem);
-  } else if (vectors <= kWarpRow) {
-    list_by_warp_kernel<T, R>
-        <<<static_cast<unsigned>((rows + kListWarps - 1) / kListWarps), kListThreads, 0, stream>>>(problem);
+  } else if (vectors <= 32 * 4) {
+    launch.template operator()<32, 4>();
+  } else if (vectors <= 32 * 8) {
+    launch.template operator()<32, 8>();
+  } else if (vectors <= 32 * 16) {
+    launch.template operator()<32, 16>();
+  } else if (vectors <= 64 * 16) {
+    launch.template operator()<64, 16>();
+  } else if (vectors <= 128 * 16) {
+    launch.template operator()<128, 16>();
   } else {
     const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count;
     const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
     list_piece_kernel<T, R><<<blocks, kListThreads, 0, stream>>>(problem);
-    check_launch(name);
-    if (pieces > 1) list_merge_kernel<T, R><<<static_cast<unsigned>(rows), kListThreads, 0, stream>>>(problem);
+    check_launch("topk_softmax");
+    if (pieces > 1) launch_behind(list_merge_kernel<T, R>, problem, static_cast<unsigned>(rows), kListThreads, stream);
   }
-  check_launch(name);
+  check_launch("topk_softmax");
 }
 
 }  // namespace
 
 int64_t topk_workspace(const RowProblem& problem) {
-  if (problem.k > kWarp || !classes_together(problem, {problem.input.stride[1]})) return 0;
+  if (!has_lists(problem)) return 0;
   const int64_t pieces = (problem.dtype == DType::kFloat32 ? ListPieces::of(problem.classes, Type<float>{})
                                                            : ListPieces::of(problem.classes, Type<__half>{}))
                              .count;

@@ -54,7 +54,7 @@ template <class R>
 struct Rest {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSumsAgain = false;
-  static const ConstView3& first(const RowProblem& problem) { return problem.input; }
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   template <class Rows>
   __device__ static void part(const RowProblem& problem, const Rows& rows) {
     rows.read(problem.input).leave_part(NoExtra{});
