@@ -2,6 +2,7 @@
 // of 64 queries each compute. A block of threads takes one tile of queries after another (it stays for the whole launch).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -69,25 +70,13 @@ struct TileWalk {
   }
 };
 
-// The blocks of keys, `kKeys` each, that some of the queries [first, last] see: at least one, so that every tile has a result.
-template <int kKeys>
-struct KeyBlocks {
-  int begin, end;
-
-  __device__ __forceinline__ KeyBlocks(const ForwardSm90Arguments& a, int first, int last) {
-    const KeyRange seen = keys_of_any(a.visible, first, last + 1, a.keys);
-    const bool none = seen.end <= seen.begin;
-    begin = none ? 0 : static_cast<int>(seen.begin) / kKeys;
-    end = none ? 1 : (static_cast<int>(seen.end) + kKeys - 1) / kKeys;
-  }
-};
-
 // Tile: a type whose kTile is the row of kForwardSm90.
 template <class T, class Tile>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
   static constexpr int kGroups = kTile.warpgroups, kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kRows = 64;  // of a warpgroup
+  static constexpr int kQueries = kTile.query_buffers;
   static constexpr int kWidthBoxes = (kTile.width + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kValueBoxes = (kTile.value_width + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kWidthSteps = kTile.width / 16, kKeySteps = kKeys / 16;
@@ -97,7 +86,7 @@ struct ForwardSm90Kernel {
   static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
 
   struct alignas(kBoxAlignment) Query {
-    T box[kGroups][kWidthBoxes][kRows][kBoxColumns];
+    T box[kWidthBoxes][kRows][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Key {
     T box[kWidthBoxes][kKeys][kBoxColumns];
@@ -106,28 +95,30 @@ struct ForwardSm90Kernel {
     T box[kValueBoxes][kKeys][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Out {
-    T box[4 * kGroups][kTile.out_boxes > 0 ? kTile.out_boxes : 1][kOutRows][kBoxColumns];
+    T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   struct Nothing {};
   // What a tile is to the warps that work on it: keys are counted in blocks, and visited from the last to the first.
   struct Job {
     int batch, head, first_query;  // batch -1: no more
+    int band_begin, band_end;      // band_of the first query
     int begin, end;                // blocks that any query sees
     struct {
       int end;                      // this warpgroup's: its rows may see fewer of the last
       int whole_begin, whole_end;   // blocks that all its rows see all of
     } group[kGroups];
   };
-  static constexpr int kJobs = 2;
+  static constexpr int kJobs = 4;
+  static constexpr int kFar = 1 << 30;  // behind the last key
 
   struct Shared {
-    Query query[kTile.query_stages];
+    Query query[kQueries];
     Key key[kStages];
     Value value[kStages];
-    [[no_unique_address]] std::conditional_t<(kTile.out_boxes > 0), Out, Nothing> out;
+    [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
     Job job[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
-    uint64_t query_full[kTile.query_stages], query_empty[kTile.query_stages];
+    uint64_t query_full[kQueries], query_empty[kQueries];
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
   };
   static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
@@ -144,22 +135,30 @@ struct ForwardSm90Kernel {
       const TileWalk::Place next = walk.next(a);
       more = next.batch >= 0;
       const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), a.queries) - 1;
-      const KeyBlocks<kKeys> all(a, first, last);
+      const KeyRange band = band_of(a.visible, first, kFar);
+      const int band_begin = static_cast<int>(band.begin), band_end = static_cast<int>(band.end);
+      // Blocks that the queries between the tile's rows r and s see some of; the whole tile at least one, so that it has a result.
+      const auto begin_of = [&](int r) { return max(band_begin + r, 0) / kKeys; };
+      const auto end_of = [&](int s) { return (min(band_end + s, a.keys) + kKeys - 1) / kKeys; };
+      const int rows = last - first + 1;
+      int begin = begin_of(0), end = end_of(rows - 1);
+      if (end <= begin) begin = 0, end = 1;
       wait(&shared.job_empty[place.stage], place.parity ^ 1);
       Job& job = shared.job[place.stage];
       if (lane < kGroups) {
-        const int first_row = min(first + lane * kRows, last), last_row = min(first_row + kRows - 1, last);
-        const KeyBlocks<kKeys> mine(a, first_row, last_row);
-        job.group[lane].end = min(max(mine.end, all.begin + 1), all.end);
-        job.group[lane].whole_begin = (static_cast<int>(keys_of(a.visible, last_row, a.keys).begin) + kKeys - 1) / kKeys;
-        job.group[lane].whole_end = static_cast<int>(keys_of(a.visible, first_row, a.keys).end) / kKeys;
+        const int first_row = min(lane * kRows, rows - 1), last_row = min(lane * kRows + kRows, rows) - 1;
+        job.group[lane].end = min(max(end_of(max(last_row, first_row)), begin + 1), end);
+        job.group[lane].whole_begin = (max(band_begin + max(last_row, first_row), 0) + kKeys - 1) / kKeys;
+        job.group[lane].whole_end = min(band_end + first_row, a.keys) / kKeys;
       }
       if (lane == 0) {
         job.batch = next.batch;
         job.head = next.head;
         job.first_query = first;
-        job.begin = all.begin;
-        job.end = all.end;
+        job.band_begin = band_begin;
+        job.band_end = band_end;
+        job.begin = begin;
+        job.end = end;
       }
       __syncwarp();
       if (lane == 0) arrive(&shared.job_full[place.stage]);
@@ -168,53 +167,74 @@ struct ForwardSm90Kernel {
 
   // ---- the loading warp: one thread of it
 
-  __device__ static void load(const ForwardSm90Arguments& a, Shared& shared) {
+  struct Loader {
+    const ForwardSm90Arguments& a;
+    Shared& shared;
     RingPlace<kJobs> next;
-    RingPlace<kTile.query_stages> query;
+    RingPlace<kQueries> query;
     RingPlace<kStages> place;
-    while (true) {
+    int batch, head, first_query, begin, end;  // of the tile whose queries are loaded or being loaded
+    int group;                                 // the first whose queries are not
+
+    __device__ void fetch() {
       wait(&shared.job_full[next.stage], next.parity);
       const Job& job = shared.job[next.stage];
-      const int batch = job.batch, head = job.head, first_query = job.first_query, begin = job.begin, end = job.end;
+      batch = job.batch;
+      head = job.head;
+      first_query = job.first_query;
+      begin = job.begin;
+      end = job.end;
       arrive(&shared.job_empty[next.stage]);
       next.advance();
-      if (batch < 0) return;
-      const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
-      const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
-      const auto load_query = [&] {
+      group = batch < 0 ? kGroups : 0;
+    }
+    // The tile's queries, as far as their buffers are free, or all of them.
+    __device__ void load_queries(bool all) {
+#pragma unroll 1
+      for (; group < kGroups; ++group) {
+        if (!all && !is_over(&shared.query_empty[query.stage], query.parity ^ 1)) return;
         wait(&shared.query_empty[query.stage], query.parity ^ 1);
         arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group)
-#pragma unroll
-          for (int box = 0; box < kWidthBoxes; ++box)
-            load_box(shared.query[query.stage].box[group][box], a.query,
-                     {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
-                     &shared.query_full[query.stage]);
-        query.advance();
-      };
-      // The queries come before the first keys, unless it is the keys' buffer that is free earlier.
-      constexpr bool kQueryFirst = kTile.held_query || kTile.query_stages > 1;
-      if constexpr (kQueryFirst) load_query();
-#pragma unroll 1
-      for (int block = end - 1; block >= begin; --block) {
-        wait(&shared.key_empty[place.stage], place.parity ^ 1);
-        arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
-#pragma unroll
         for (int box = 0; box < kWidthBoxes; ++box)
-          load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
-                   &shared.key_full[place.stage]);
-        if (!kQueryFirst && block == end - 1) load_query();
-        wait(&shared.value_empty[place.stage], place.parity ^ 1);
-        arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
-#pragma unroll
-        for (int box = 0; box < kValueBoxes; ++box)
-          load_box(shared.value[place.stage].box[box], a.value, {box * kBoxColumns, block * kKeys, value_head, value_batch},
-                   &shared.value_full[place.stage]);
-        place.advance();
+          load_box(shared.query[query.stage].box[box], a.query,
+                   {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
+                   &shared.query_full[query.stage]);
+        query.advance();
       }
     }
-  }
+    __device__ void run() {
+      fetch();
+      while (batch >= 0) {
+        const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
+        const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
+        const int last_block = begin, first_block = end - 1;
+#pragma unroll 1
+        for (int block = first_block; block >= last_block; --block) {
+          wait(&shared.key_empty[place.stage], place.parity ^ 1);
+          arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+#pragma unroll
+          for (int box = 0; box < kWidthBoxes; ++box)
+            load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
+                     &shared.key_full[place.stage]);
+          // This tile's queries behind its first keys, the next tile's as early as they find a buffer.
+          if (block == first_block) {
+            load_queries(true);
+            fetch();
+          } else {
+            load_queries(false);
+          }
+          wait(&shared.value_empty[place.stage], place.parity ^ 1);
+          arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
+#pragma unroll
+          for (int box = 0; box < kValueBoxes; ++box)
+            load_box(shared.value[place.stage].box[box], a.value, {box * kBoxColumns, block * kKeys, value_head, value_batch},
+                     &shared.value_full[place.stage]);
+          place.advance();
+        }
+      }
+    }
+  };
 
   // ---- a computing warpgroup
 
@@ -225,17 +245,14 @@ struct ForwardSm90Kernel {
   static constexpr float kLargestSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
 
   struct Group {
-    struct Place {
-      int batch, head, first_row;  // of this warp
-    };
     const ForwardSm90Arguments& a;
     Shared& shared;
     int group;  // the warpgroup's number
     int warp, lane;
     RingPlace<kJobs> next;
-    RingPlace<kTile.query_stages> query;
+    RingPlace<kQueries> query;
     RingPlace<kStages> key, value;
-    int batch, head, first_query;                    // the tile
+    int job;                                           // the tile's place among the jobs
     int block, begin, skipped, whole_begin, whole_end;  // the block at hand; Job's numbers
     float out[kOuts];
     float score[kScores];
@@ -261,7 +278,7 @@ struct ForwardSm90Kernel {
     }
 
     __device__ __forceinline__ void hold_query() {
-      const unsigned base = shared_address(shared.query[query.stage].box[group]);
+      const unsigned base = shared_address(shared.query[query.stage].box);
 #pragma unroll
       for (int step = 0; step < kWidthSteps; ++step)
         load_matrices(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
@@ -276,7 +293,7 @@ struct ForwardSm90Kernel {
           WarpgroupProduct<T, kKeys>::template registers_shared<false>(
               score, held[step], keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
       } else {
-        const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box[group]));
+        const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
 #pragma unroll
         for (int step = 0; step < kWidthSteps; ++step)
           WarpgroupProduct<T, kKeys>::template shared_shared<false>(
@@ -303,20 +320,18 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void hide() {
       const bool left = block < whole_begin, right = block >= whole_end;
       if (!left && !right) return;
+      const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
+      const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
+      const int all_from = band_begin + 15 - first, all_to = min(band_end, a.keys) - first;
+      const int from = band_begin + lane / 4 - mine, to = band_end + lane / 4 - mine, keys = a.keys - mine;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const KeyRange seen = keys_of(a.visible, first_query + group * kRows + 16 * warp + lane / 4 + 8 * r, a.keys);
-        const int first = block * kKeys + lane % 4 * 2;
-        const int from = static_cast<int>(seen.begin) - first, to = static_cast<int>(seen.end) - first;
-        if (right) {
+      for (int step = 0; step < kKeySteps; ++step) {
+        if (16 * step >= all_from && 16 * step + 16 <= all_to) continue;
 #pragma unroll
-          for (int i = 0; i < kScores / 2; ++i)
-            if (i / 2 * 8 + i % 2 >= to) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
-        }
-        if (left) {
-#pragma unroll
-          for (int i = 0; i < kScores / 2; ++i)
-            if (i / 2 * 8 + i % 2 < from) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        for (int i = 0; i < 8; ++i) {
+          const int column = 16 * step + i / 4 * 8 + i % 2, r = i / 2 % 2 * 8;
+          if (right && column >= min(to + r, keys)) score[8 * step + i] = -INFINITY;
+          if (left && column < from + r) score[8 * step + i] = -INFINITY;
         }
       }
     }
@@ -389,21 +404,21 @@ struct ForwardSm90Kernel {
     }
 
     // The tile's rows, divided by their sums, and the rows' lse.
-    __device__ __forceinline__ void finish(const Place& tile) {
-      float inverse[2];
+    // The rows' lse, and what their results are to be multiplied by.
+    __device__ __forceinline__ void finish_rows(int of_job, float (&inverse)[2]) {
+      const Job& tile = shared.job[of_job];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 1);
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 2);
-        inverse[r] = row[r].inverse_sum_or_zero();
+        inverse[r] = row[r].sum == 0 ? 0 : reciprocal(row[r].sum);
       }
-      store_out(tile, inverse);
-      // Behind the stores of out, whose fence would wait for these. Two lanes of a row's four write its logarithm.
+      // Two lanes of a row's four write its logarithm.
       const bool second = lane % 4 == 1;
       Row mine;
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
-      const int query_row = tile.first_row + lane / 4 + (second ? 8 : 0);
+      const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
       if (lane % 4 < 2 && query_row < a.queries) {
         const int64_t at = (int64_t{tile.batch} * a.heads + tile.head) * a.queries + query_row;
         // From the base 2, in two floats.
@@ -416,30 +431,29 @@ struct ForwardSm90Kernel {
       __syncwarp();
     }
 
-    __device__ __forceinline__ void store_out(const Place& tile, const float (&inverse)[2]) {
-      const int first = tile.first_row;
-      if constexpr (kTile.out_boxes > 0) {
+    __device__ __forceinline__ void store_out(int of_job, const float (&inverse)[2]) {
+      const Job& tile = shared.job[of_job];
+      const int first = tile.first_query + group * kRows + 16 * warp;
+      if constexpr (kTile.staged_out) {
+        if (lane == 0) wait_for_store_reads();
+        __syncwarp();
 #pragma unroll
-        for (int box = 0; box < kValueBoxes; ++box) {
-          auto& to = shared.out.box[4 * group + warp][box % kTile.out_boxes];
-          if (lane == 0) wait_for_store_reads<kTile.out_boxes - 1>();
-          __syncwarp();
-          constexpr int kSteps = kBoxColumns / 16;
+        for (int step = 0; step < kOuts / 8; ++step) {
+          unsigned words[4];
 #pragma unroll
-          for (int step = box * kSteps; step < min((box + 1) * kSteps, kOuts / 8); ++step) {
-            unsigned words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
-            store_matrices(words, shared_address(to) + matrix_place(0, step % kSteps * 2));
-          }
-          publish_to_engines();
-          __syncwarp();
-          if (lane == 0) {
-            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, to);
-            commit_stores();
-          }
+          for (int i = 0; i < 4; ++i)
+            words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
+          store_matrices(words, shared_address(shared.out.box[4 * group + warp][step / 4]) + matrix_place(0, step % 4 * 2));
         }
+        publish_to_engines();
+        __syncwarp();
+        if (lane == 0) {
+#pragma unroll
+          for (int box = 0; box < kValueBoxes; ++box)
+            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, shared.out.box[4 * group + warp][box]);
+          commit_stores();
+        }
+        __syncwarp();
       } else {
         // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
         static_assert(kTile.value_width % 32 == 0);
@@ -475,19 +489,15 @@ struct ForwardSm90Kernel {
     // The next tile, or false if there is none.
     __device__ __forceinline__ bool fetch() {
       wait(&shared.job_full[next.stage], next.parity);
-      const Job& job = shared.job[next.stage];
-      batch = job.batch;
-      head = job.head;
-      first_query = job.first_query;
-      begin = job.begin;
-      skipped = job.end - job.group[group].end;
-      block = job.group[group].end - 1;
-      whole_begin = job.group[group].whole_begin;
-      whole_end = job.group[group].whole_end;
-      __syncwarp();
-      release(&shared.job_empty[next.stage]);
+      job = next.stage;
       next.advance();
-      return batch >= 0;
+      const Job& of = shared.job[job];
+      begin = of.begin;
+      skipped = of.end - of.group[group].end;
+      block = of.group[group].end - 1;
+      whole_begin = of.group[group].whole_begin;
+      whole_end = of.group[group].whole_end;
+      return of.batch >= 0;
     }
 
     // The first block's scores: started here, turned into weights by first_weights().
@@ -529,6 +539,7 @@ struct ForwardSm90Kernel {
     }
 
     __device__ void run() {
+      query.advance(group);
       if (kTile.in_turn && group == kGroups - 1) pass_turn();
       if (!fetch()) return;
       start_tile();
@@ -550,31 +561,35 @@ struct ForwardSm90Kernel {
           release_query();
           pack_weights();
         }
-        query.advance();
-        const Place last{batch, head, first_query + group * kRows + 16 * warp};
+        query.advance(kGroups);
+        const int last = job;
         const bool more = fetch();
         // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are skipped
         // in between find buffers, though this one's values are not released.
         static_assert((kTile.queries() - kRows + kKeys - 1) / kKeys < kStages);
         wait(&shared.value_full[value.stage], value.parity);
+        float inverse[2];
         if (!more) {
           start_out();
+          finish_rows(last, inverse);
           wait_for_products<0>();
-          finish(last);
+          store_out(last, inverse);
           break;
         }
         start_out();
+        finish_rows(last, inverse);
         uint64_t* const last_value = &shared.value_empty[value.stage];
         value.advance();
         start_tile();
         wait_for_products<1>();
         settle(out);
         release(last_value);
-        finish(last);
+        store_out(last, inverse);
+        release(&shared.job_empty[last]);
         wait_for_products<0>();
         first_weights();
       }
-      if constexpr (kTile.out_boxes > 0)
+      if constexpr (kTile.staged_out)
         if (lane == 0) wait_for_stores();
     }
 
@@ -600,9 +615,9 @@ struct ForwardSm90Kernel {
         init_barrier(&shared.job_full[i], 1);
         init_barrier(&shared.job_empty[i], kReaders + 1);
       }
-      for (int i = 0; i < kTile.query_stages; ++i) {
+      for (int i = 0; i < kQueries; ++i) {
         init_barrier(&shared.query_full[i], 1);
-        init_barrier(&shared.query_empty[i], kReaders);
+        init_barrier(&shared.query_empty[i], 4);
       }
       for (int i = 0; i < kStages; ++i) {
         init_barrier(&shared.key_full[i], 1);
@@ -615,7 +630,7 @@ struct ForwardSm90Kernel {
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
-      if (threadIdx.x == 0) load(a, shared);
+      if (threadIdx.x == 0) Loader{a, shared}.run();
       if (warp == 1) plan(a, shared, lane);
     } else {
       grow_registers<kTile.registers>();
@@ -664,6 +679,22 @@ inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
   return reasons;
 }
 
+// How many heads' tiles are dealt out together, where tiles differ in work: as few as fill their rounds of `blocks` tiles, since
+// the keys and values of those at work together should stay in the L2 cache.
+inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_tiles, int64_t head_bytes, int64_t blocks) {
+  constexpr int64_t kCacheBytes = 24 << 20;  // of an H200's 60 MiB
+  const int64_t most = std::max(kCacheBytes / head_bytes, int64_t{1});
+  int64_t best = 1, best_tiles = 0, best_places = 1;
+  for (int64_t rounds = 1; rounds <= 8; ++rounds) {
+    int64_t n = std::max(std::min({rounds * blocks / row_tiles, most, heads}), int64_t{1});
+    if (n > heads_a_key) n -= n % heads_a_key;  // heads of the same keys together
+    const int64_t tiles = n * row_tiles, places = (tiles + blocks - 1) / blocks * blocks;
+    if (tiles * best_places * 100 <= best_tiles * places * 101) continue;
+    best = n, best_tiles = tiles, best_places = places;
+  }
+  return best;
+}
+
 template <class T, class Tile>
 void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Tile>;
@@ -681,7 +712,7 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.query = map(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width, Kernel::kRows);
   a.key = map(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width, Kernel::kKeys);
   a.value = map(p.value.data, p.value.stride, p.batch, p.value_heads, p.keys, p.value_width, Kernel::kKeys);
-  if constexpr (kTile.out_boxes > 0)
+  if constexpr (kTile.staged_out)
     a.out_map = map(p.out.data, p.out.stride, p.batch, p.heads, p.queries, p.value_width, Kernel::kOutRows);
   const auto group = [&](const int64_t (&stride)[4], int64_t heads) {
     return static_cast<int>(stride[1] == 0 ? p.heads : p.heads / heads);
@@ -698,13 +729,10 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.keys = static_cast<int>(p.keys);
   a.value_width = static_cast<int>(p.value_width);
   a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
-  // Tiles that differ in work are taken from many heads at a time, but not from more than have their keys and values in the L2
-  // cache, of which this is half an H200's.
-  constexpr int64_t kCacheBytes = 32 << 20;
   a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
   const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
-  a.section_heads =
-      static_cast<int>(a.uneven ? std::min(std::max(kCacheBytes / head_bytes, int64_t{1}) * a.heads_a_key, heads) : heads);
+  a.section_heads = static_cast<int>(
+      a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key, multiprocessors()) : heads);
   a.visible = p.visible;
   a.scale = static_cast<float>(p.scale * 1.4426950408889634);
   a.out = p.out.data;

@@ -11,9 +11,9 @@ struct ForwardSm90 {
   int width, value_width;
   int warpgroups, keys;
   int stages;              // buffers of keys, and as many of values
-  int query_stages;        // buffers of queries
+  int query_buffers;       // of 64 queries each
   bool held_query;         // as the products' left operand in registers, so that its buffer is free at once
-  int out_boxes;           // 64 columns each that a warp's results leave through, by the copy engine; 0: straight from registers
+  bool staged_out;         // results leave through shared memory of their own and the copy engine, not from registers
   bool in_turn;            // warpgroups start their products one after another
   int registers, loader_registers;
 
@@ -22,9 +22,9 @@ struct ForwardSm90 {
 };
 
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 2, false, 1, true, 160, 32},
-    {128, 128, 2, 128, 2, 1, true, 2, true, 232, 40},
-    {256, 256, 2, 64, 2, 1, false, 2, true, 232, 40},
+    {64, 64, 3, 128, 3, 6, false, true, true, 160, 32},
+    {128, 128, 2, 128, 2, 2, true, true, true, 232, 40},
+    {256, 256, 2, 64, 2, 3, false, false, true, 232, 40},
 };
 
 consteval ForwardSm90 forward_sm90_tile(int width, int value_width) {
