@@ -25,6 +25,8 @@
 
 namespace flash_online::cuda {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 struct ForwardSm90Arguments {
   CUtensorMap query, key, value, out_map;
   // Boxes start at (0, row, head / heads_a_..., batch * ..._batch_step): a broadcast dimension has size 1 in its map.
@@ -35,7 +37,12 @@ struct ForwardSm90Arguments {
   bool uneven;        // tiles differ in work
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
-  float scale;        // times log2(e): the scores' exponentials are to the base 2
+  float scale;        // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
+  float score_scale;  // of adjust(): the problem's times log2(e)
+  float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
+  const float* sinks;
+  const float* alibi_slopes;
+  int64_t alibi_stride[2];
   void* out;
   int64_t out_stride[3];
   float *lse, *lse_low;
@@ -70,7 +77,7 @@ struct TileWalk {
   }
 };
 
-// Tile: a type whose kTile is the row of kForwardSm90.
+// Tile: a ForwardSm90Tile.
 template <class T, class Tile>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
@@ -98,13 +105,13 @@ struct ForwardSm90Kernel {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   struct Nothing {};
-  // What a tile is to the warps that work on it: keys are counted in blocks, and visited from the last to the first.
+  // What a tile is to the warps that work on it. Keys are counted in blocks.
   struct Job {
     int batch, head, first_query;  // batch -1: no more
     int band_begin, band_end;      // band_of the first query
     int begin, end;                // blocks that any query sees
     struct {
-      int end;                      // this warpgroup's: its rows may see fewer of the last
+      int begin, end;               // this warpgroup's: its rows may see fewer of the first and of the last
       int whole_begin, whole_end;   // blocks that all its rows see all of
     } group[kGroups];
   };
@@ -146,9 +153,12 @@ struct ForwardSm90Kernel {
       wait(&shared.job_empty[place.stage], place.parity ^ 1);
       Job& job = shared.job[place.stage];
       if (lane < kGroups) {
-        const int first_row = min(lane * kRows, rows - 1), last_row = min(lane * kRows + kRows, rows) - 1;
-        job.group[lane].end = min(max(end_of(max(last_row, first_row)), begin + 1), end);
-        job.group[lane].whole_begin = (max(band_begin + max(last_row, first_row), 0) + kKeys - 1) / kKeys;
+        // A warpgroup behind the last query takes one block, for the sake of uniformity.
+        const int first_row = lane * kRows, last_row = min(first_row + kRows, rows) - 1;
+        const int mine = first_row < rows ? min(begin_of(first_row), end - 1) : begin;
+        job.group[lane].begin = mine;
+        job.group[lane].end = first_row < rows ? min(max(end_of(last_row), mine + 1), end) : mine + 1;
+        job.group[lane].whole_begin = (max(band_begin + last_row, 0) + kKeys - 1) / kKeys;
         job.group[lane].whole_end = min(band_end + first_row, a.keys) / kKeys;
       }
       if (lane == 0) {
@@ -208,9 +218,9 @@ struct ForwardSm90Kernel {
       while (batch >= 0) {
         const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
         const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
-        const int last_block = begin, first_block = end - 1;
+        const int first_block = begin, end_block = end;
 #pragma unroll 1
-        for (int block = first_block; block >= last_block; --block) {
+        for (int block = first_block; block < end_block; ++block) {
           wait(&shared.key_empty[place.stage], place.parity ^ 1);
           arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
 #pragma unroll
@@ -253,7 +263,8 @@ struct ForwardSm90Kernel {
     RingPlace<kQueries> query;
     RingPlace<kStages> key, value;
     int job;                                           // the tile's place among the jobs
-    int block, begin, skipped, whole_begin, whole_end;  // the block at hand; Job's numbers
+    int block, end, whole_begin, whole_end;            // the block at hand, and this warpgroup's numbers
+    int skipped, behind = 0;                           // blocks that others see: before the next one to work on, and behind the tile's
     float out[kOuts];
     float score[kScores];
     unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
@@ -323,17 +334,53 @@ struct ForwardSm90Kernel {
       const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
       const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
       const int all_from = band_begin + 15 - first, all_to = min(band_end, a.keys) - first;
-      const int from = band_begin + lane / 4 - mine, to = band_end + lane / 4 - mine, keys = a.keys - mine;
+      if (right) {
+        const int to[2] = {min(band_end + lane / 4, a.keys) - mine, min(band_end + lane / 4 + 8, a.keys) - mine};
 #pragma unroll
-      for (int step = 0; step < kKeySteps; ++step) {
-        if (16 * step >= all_from && 16 * step + 16 <= all_to) continue;
+        for (int step = 0; step < kKeySteps; ++step) {
+          if (16 * step + 16 <= all_to) continue;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int column = 16 * step + i / 4 * 8 + i % 2, r = i / 2 % 2 * 8;
-          if (right && column >= min(to + r, keys)) score[8 * step + i] = -INFINITY;
-          if (left && column < from + r) score[8 * step + i] = -INFINITY;
+          for (int i = 0; i < 8; ++i)
+            if (16 * step + i / 4 * 8 + i % 2 >= to[i / 2 % 2]) score[8 * step + i] = -INFINITY;
         }
       }
+      if (left) {
+        const int from[2] = {band_begin + lane / 4 - mine, band_begin + lane / 4 + 8 - mine};
+#pragma unroll
+        for (int step = 0; step < kKeySteps; ++step) {
+          if (16 * step >= all_from) continue;
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            if (16 * step + i / 4 * 8 + i % 2 < from[i / 2 % 2]) score[8 * step + i] = -INFINITY;
+        }
+      }
+    }
+
+    // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
+    __device__ __forceinline__ void adjust() {
+      if (a.softcap > 0) {
+        // cap tanh(s / cap), tanh(x) being 1 - 2 / (1 + exp(2 x)).
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+          score[i] = fmaf(-2 * a.softcap, reciprocal(1 + exp2_flushed(score[i] * a.softcap_scale)), a.softcap);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) score[i] *= a.score_scale;
+      }
+      if (a.alibi_slopes) {
+        const Job& tile = shared.job[job];
+        const float slope = a.alibi_slopes[tile.batch * a.alibi_stride[0] + tile.head * a.alibi_stride[1]] * kLog2E;
+        const int row = tile.first_query + group * kRows + 16 * warp + lane / 4;
+        const float distance = static_cast<float>(row + a.visible.offset - block * kKeys - lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+          score[i] = fmaf(-slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
+      }
+    }
+
+    __device__ __forceinline__ void settle_scores() {
+      if constexpr (Tile::kAdjusted) adjust();
+      hide();
     }
 
     // Raises the rows' maxima to the block's; returns in factor what was accumulated before must be multiplied by.
@@ -392,7 +439,7 @@ struct ForwardSm90Kernel {
       if (any_astray) {
         start_scores();
         wait_for_products<0>();
-        hide();
+        settle_scores();
         float factor[2];
         raise(factor);
 #pragma unroll
@@ -411,7 +458,13 @@ struct ForwardSm90Kernel {
       for (int r = 0; r < 2; ++r) {
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 1);
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 2);
-        inverse[r] = row[r].sum == 0 ? 0 : reciprocal(row[r].sum);
+        float factor = 1;
+        if (a.sinks) {
+          const float sink = a.sinks[tile.head] * kLog2E;
+          factor = row[r].raise(sink);
+          row[r].add(row[r].weight(sink));
+        }
+        inverse[r] = row[r].sum == 0 ? 0 : factor * reciprocal(row[r].sum);
       }
       // Two lanes of a row's four write its logarithm.
       const bool second = lane % 4 == 1;
@@ -492,22 +545,18 @@ struct ForwardSm90Kernel {
       job = next.stage;
       next.advance();
       const Job& of = shared.job[job];
-      begin = of.begin;
-      skipped = of.end - of.group[group].end;
-      block = of.group[group].end - 1;
+      skipped = behind;
+      if (of.batch < 0) return false;
+      block = of.group[group].begin;
+      end = of.group[group].end;
+      skipped += block - of.begin;
+      behind = of.end - end;
       whole_begin = of.group[group].whole_begin;
       whole_end = of.group[group].whole_end;
-      return of.batch >= 0;
+      return true;
     }
 
-    // The first block's scores: started here, turned into weights by first_weights().
-    __device__ __forceinline__ void start_tile() {
-      wait(&shared.query_full[query.stage], query.parity);
-      if constexpr (kTile.held_query) {
-        hold_query();
-        __syncwarp();
-        release(&shared.query_empty[query.stage]);
-      }
+    __device__ __forceinline__ void skip_blocks() {
 #pragma unroll 1
       for (; skipped > 0; --skipped) {
         wait(&shared.key_full[key.stage], key.parity);
@@ -516,6 +565,17 @@ struct ForwardSm90Kernel {
         release_value();
         take_turn();
         pass_turn();
+      }
+    }
+
+    // The first block's scores: started here, turned into weights by first_weights().
+    __device__ __forceinline__ void start_tile() {
+      skip_blocks();  // first of all: others' last scores, and with them the queries' buffers, may wait for these releases
+      wait(&shared.query_full[query.stage], query.parity);
+      if constexpr (kTile.held_query) {
+        hold_query();
+        __syncwarp();
+        release(&shared.query_empty[query.stage]);
       }
       wait(&shared.key_full[key.stage], key.parity);
       take_turn();
@@ -526,7 +586,7 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void first_weights() {
       row[0] = row[1] = Row{};
       accumulate = false;
-      hide();
+      settle_scores();
       float unused[2], sum[2];
       raise(unused);
       weigh(sum);
@@ -535,7 +595,7 @@ struct ForwardSm90Kernel {
       release_key();
       release_query();
       pack_weights();
-      --block;
+      ++block;
     }
 
     __device__ void run() {
@@ -547,7 +607,7 @@ struct ForwardSm90Kernel {
       first_weights();
       while (true) {
 #pragma unroll 1
-        for (; block >= begin; --block) {
+        for (; block < end; ++block) {
           wait(&shared.key_full[key.stage], key.parity);
           take_turn();
           start_scores();
@@ -555,7 +615,7 @@ struct ForwardSm90Kernel {
           start_out();
           pass_turn();
           wait_for_products<1>();
-          hide();
+          settle_scores();
           next_weights();
           release_key();
           release_query();
@@ -564,9 +624,7 @@ struct ForwardSm90Kernel {
         query.advance(kGroups);
         const int last = job;
         const bool more = fetch();
-        // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are skipped
-        // in between find buffers, though this one's values are not released.
-        static_assert((kTile.queries() - kRows + kKeys - 1) / kKeys < kStages);
+        // The tile's last product, and the next tile's first, which runs while this tile is finished.
         wait(&shared.value_full[value.stage], value.parity);
         float inverse[2];
         if (!more) {
@@ -574,16 +632,24 @@ struct ForwardSm90Kernel {
           finish_rows(last, inverse);
           wait_for_products<0>();
           store_out(last, inverse);
+          release(&shared.value_empty[value.stage]);
+          value.advance();
+          skip_blocks();
           break;
         }
         start_out();
         finish_rows(last, inverse);
         uint64_t* const last_value = &shared.value_empty[value.stage];
         value.advance();
+        const bool skips = skipped > 0;  // then others' values may need this one's buffer
+        if (skips) {
+          wait_for_products<0>();
+          release(last_value);
+        }
         start_tile();
         wait_for_products<1>();
         settle(out);
-        release(last_value);
+        if (!skips) release(last_value);
         store_out(last, inverse);
         release(&shared.job_empty[last]);
         wait_for_products<0>();
@@ -603,7 +669,7 @@ struct ForwardSm90Kernel {
     }
     // Behind the tile's last scores.
     __device__ __forceinline__ void release_query() {
-      if (!kTile.held_query && block == begin) release(&shared.query_empty[query.stage]);
+      if (!kTile.held_query && block == end - 1) release(&shared.query_empty[query.stage]);
     }
   };
 
@@ -648,6 +714,8 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1) forward_sm90(const _
   Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
 }
 
+constexpr int kWidestAdjustedSm90 = 192;  // softcap and ALiBi at head dim 256 do not fit the registers
+
 // Why forward_sm90 cannot take a problem; empty if it can.
 inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
   std::vector<std::string> reasons;
@@ -657,14 +725,13 @@ inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
   refuse(p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16, "dtype is not float16 or bfloat16");
   refuse(p.width == 0 || p.width > 256 || p.value_width == 0 || p.value_width > 256, "head dim is not in [1, 256]");
   refuse(p.width % 8 != 0 || p.value_width % 8 != 0, "head dim is not a multiple of 8");
+  refuse((p.softcap > 0 || p.alibi_slopes) && std::max(p.width, p.value_width) > kWidestAdjustedSm90,
+         "softcap or ALiBi with a head dim over 192");
   refuse(p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0, "a size is 0");
   constexpr int64_t kMost = int64_t{1} << 30;
   refuse(p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost / 1024, "a size is over what 32-bit indices hold");
   refuse(!(p.scale > 0), "scale is not positive");
   refuse(p.mask.data != nullptr, "a mask tensor");
-  refuse(p.alibi_slopes != nullptr, "ALiBi slopes");
-  refuse(p.sinks != nullptr, "sinks");
-  refuse(p.softcap != 0, "softcap");
   refuse(p.dropout != 0, "dropout");
   const auto layout = [&](const void* data, const int64_t (&stride)[4], const int64_t (&size)[4], const std::string& name) {
     bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
@@ -679,13 +746,14 @@ inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
   return reasons;
 }
 
-// How many heads' tiles are dealt out together, where tiles differ in work: as few as fill their rounds of `blocks` tiles, since
-// the keys and values of those at work together should stay in the L2 cache.
-inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_tiles, int64_t head_bytes, int64_t blocks) {
-  constexpr int64_t kCacheBytes = 24 << 20;  // of an H200's 60 MiB
+// How many heads' tiles are dealt out together, where tiles differ in work: what fills `rounds` rounds of `blocks` tiles, or some
+// more if that fills them better. The keys and values of those at work together should stay in the L2 cache.
+inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_tiles, int64_t head_bytes, int64_t blocks,
+                             int64_t least_rounds) {
+  constexpr int64_t kCacheBytes = 48 << 20;  // of an H200's 60 MiB
   const int64_t most = std::max(kCacheBytes / head_bytes, int64_t{1});
   int64_t best = 1, best_tiles = 0, best_places = 1;
-  for (int64_t rounds = 1; rounds <= 8; ++rounds) {
+  for (int64_t rounds = least_rounds; rounds < least_rounds + 8; ++rounds) {
     int64_t n = std::max(std::min({rounds * blocks / row_tiles, most, heads}), int64_t{1});
     if (n > heads_a_key) n -= n % heads_a_key;  // heads of the same keys together
     const int64_t tiles = n * row_tiles, places = (tiles + blocks - 1) / blocks * blocks;
@@ -696,7 +764,7 @@ inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_til
 }
 
 template <class T, class Tile>
-void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
+void launch_forward_sm90_tile(const AttentionProblem& p, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Tile>;
   constexpr ForwardSm90 kTile = Tile::kTile;
   constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
@@ -732,9 +800,19 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
   const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
   a.section_heads = static_cast<int>(
-      a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key, multiprocessors()) : heads);
+      a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key, multiprocessors(),
+                               kTile.section_rounds)
+               : heads);
   a.visible = p.visible;
-  a.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  constexpr double kToBase2 = 1.4426950408889634;
+  a.score_scale = static_cast<float>(p.scale * kToBase2);
+  a.scale = Tile::kAdjusted ? 1 : a.score_scale;
+  a.softcap = static_cast<float>(p.softcap * kToBase2);
+  a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
+  a.sinks = static_cast<const float*>(p.sinks);
+  a.alibi_slopes = static_cast<const float*>(p.alibi_slopes);
+  a.alibi_stride[0] = p.alibi_stride[0];
+  a.alibi_stride[1] = p.alibi_stride[1];
   a.out = p.out.data;
   for (int i = 0; i < 3; ++i) a.out_stride[i] = p.out.stride[i];
   a.lse = static_cast<float*>(p.lse);
@@ -742,6 +820,14 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
   launch_shared(forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
   check_launch("forward_sm90");
+}
+
+// For a problem that refusals_sm90 has nothing against and that forward_sm90_row gives this row to. Queued on the stream.
+template <class T, int kRow>
+void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
+  if constexpr (kForwardSm90[kRow].width <= kWidestAdjustedSm90)
+    if (p.softcap > 0 || p.alibi_slopes) return launch_forward_sm90_tile<T, ForwardSm90Tile<kRow, true>>(p, stream);
+  launch_forward_sm90_tile<T, ForwardSm90Tile<kRow, false>>(p, stream);
 }
 
 }  // namespace flash_online::cuda

@@ -15,6 +15,7 @@ struct ForwardSm90 {
   bool held_query;         // as the products' left operand in registers, so that its buffer is free at once
   bool staged_out;         // results leave through shared memory of their own and the copy engine, not from registers
   bool in_turn;            // warpgroups start their products one after another
+  int section_rounds;      // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
   int registers, loader_registers;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -22,20 +23,30 @@ struct ForwardSm90 {
 };
 
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 6, false, true, true, 160, 32},
-    {128, 128, 2, 128, 2, 2, true, true, true, 232, 40},
-    {256, 256, 2, 64, 2, 3, false, false, true, 232, 40},
+    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},    {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},   {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
+    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},  {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
 };
 
-consteval ForwardSm90 forward_sm90_tile(int width, int value_width) {
-  for (const ForwardSm90& tile : kForwardSm90)
-    if (tile.width == width && tile.value_width == value_width) return tile;
-  throw "no row in kForwardSm90";
+inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
+
+// The row for a problem's head dims, or -1.
+constexpr int forward_sm90_row(int64_t width, int64_t value_width) {
+  for (int row = 0; row < kForwardSm90Rows; ++row)
+    if (width <= kForwardSm90[row].width && value_width <= kForwardSm90[row].value_width) return row;
+  return -1;
 }
 
-template <int kWidth, int kValueWidth>
+// A row, and whether scores are adjusted (softcap, ALiBi), which takes registers from the block of keys.
+template <int kRow, bool kWithAdjusted>
 struct ForwardSm90Tile {
-  static constexpr ForwardSm90 kTile = forward_sm90_tile(kWidth, kValueWidth);
+  static constexpr bool kAdjusted = kWithAdjusted;
+  static constexpr ForwardSm90 kTile = [] {
+    ForwardSm90 tile = kForwardSm90[kRow];
+    const int most = tile.width > 128 ? 64 : 96;
+    if (kAdjusted && tile.keys > most) tile.keys = most;
+    return tile;
+  }();
 };
 
 }  // namespace flash_online::cuda
