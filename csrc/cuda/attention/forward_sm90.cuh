@@ -1,5 +1,6 @@
-// Attention's forward pass on Hopper: TMA loads, wgmma products, docs/forward_sm90.md. One warp loads; two or three warpgroups
-// of 64 queries each compute. A block of threads takes one tile of queries after another (it stays for the whole launch).
+// Attention's forward pass on Hopper (compute capability 9.0): TMA loads and wgmma products; docs/forward_sm90.md draws it. A
+// block of threads stays for the whole launch and takes one tile of queries after another: a warp plans them, a warp loads, two
+// or three warpgroups of 64 queries each compute.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +20,6 @@
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
 #include "../hw/tma.cuh"
-#include "../hw/vector.cuh"
 #include "../hw/wgmma.cuh"
 #include "tiles_sm90.h"
 
@@ -49,9 +49,9 @@ struct ForwardSm90Arguments {
 };
 
 // The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
-// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds, forwards
-// and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the pairs of rounds
-// together.
+// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds,
+// forwards and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the
+// pairs of rounds together.
 struct TileWalk {
   int round = 0, section = 0, first = 0;  // `first` of this round in the section
 
@@ -144,7 +144,8 @@ struct ForwardSm90Kernel {
       const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), a.queries) - 1;
       const KeyRange band = band_of(a.visible, first, kFar);
       const int band_begin = static_cast<int>(band.begin), band_end = static_cast<int>(band.end);
-      // Blocks that the queries between the tile's rows r and s see some of; the whole tile at least one, so that it has a result.
+      // Blocks that the queries between the tile's rows r and s see some of; the whole tile at least one, so that it has a
+      // result.
       const auto begin_of = [&](int r) { return max(band_begin + r, 0) / kKeys; };
       const auto end_of = [&](int s) { return (min(band_end + s, a.keys) + kKeys - 1) / kKeys; };
       const int rows = last - first + 1;
@@ -184,7 +185,7 @@ struct ForwardSm90Kernel {
     RingPlace<kQueries> query;
     RingPlace<kStages> place;
     int batch, head, first_query, begin, end;  // of the tile whose queries are loaded or being loaded
-    int group;                                 // the first whose queries are not
+    int group;  // the first whose queries are not
 
     __device__ void fetch() {
       wait(&shared.job_full[next.stage], next.parity);
@@ -262,15 +263,16 @@ struct ForwardSm90Kernel {
     RingPlace<kJobs> next;
     RingPlace<kQueries> query;
     RingPlace<kStages> key, value;
-    int job;                                           // the tile's place among the jobs
-    int block, end, whole_begin, whole_end;            // the block at hand, and this warpgroup's numbers
-    int skipped, behind = 0;                           // blocks that others see: before the next one to work on, and behind the tile's
+    int job;  // the tile's place among the jobs
+    int block, end, whole_begin, whole_end;  // the block at hand, and this warpgroup's numbers in the job
+    int skipped,
+        behind = 0;  // blocks that only other warpgroups see: before the next of this one's, and behind the tile's last
     float out[kOuts];
     float score[kScores];
     unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
     unsigned held[kTile.held_query ? kWidthSteps : 1][4];
-    Row row[2];                    // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
-    bool accumulate;               // whether `out` holds something of this tile
+    Row row[2];  // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
+    bool accumulate;  // whether `out` holds something of this tile
 
     __device__ __forceinline__ void take_turn() {
       if constexpr (kTile.in_turn) sync_named(kTurn + group, 256);
@@ -450,7 +452,6 @@ struct ForwardSm90Kernel {
       row[1].add(sum[1]);
     }
 
-    // The tile's rows, divided by their sums, and the rows' lse.
     // The rows' lse, and what their results are to be multiplied by.
     __device__ __forceinline__ void finish_rows(int of_job, float (&inverse)[2]) {
       const Job& tile = shared.job[of_job];
@@ -518,7 +519,8 @@ struct ForwardSm90Kernel {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int at_row = first + lane / 4 + 8 * r;
-          T* to = static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
+          T* to =
+              static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
 #pragma unroll
           for (int i = 0; i < kOuts / 16; ++i) {
             unsigned words[4];
@@ -536,6 +538,7 @@ struct ForwardSm90Kernel {
               *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
           }
         }
+        __syncwarp();
       }
     }
 
@@ -708,10 +711,12 @@ struct ForwardSm90Kernel {
 
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kTile.threads(), 1) forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
   using Kernel = ForwardSm90Kernel<T, Tile>;
   extern __shared__ unsigned char dynamic[];
   const unsigned base = shared_address(dynamic), skip = (kBoxAlignment - base % kBoxAlignment) % kBoxAlignment;
   Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
+#endif
 }
 
 constexpr int kWidestAdjustedSm90 = 192;  // softcap and ALiBi at head dim 256 do not fit the registers
@@ -729,14 +734,18 @@ inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
          "softcap or ALiBi with a head dim over 192");
   refuse(p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0, "a size is 0");
   constexpr int64_t kMost = int64_t{1} << 30;
-  refuse(p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost / 1024, "a size is over what 32-bit indices hold");
+  refuse(p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost || p.batch * p.heads * (p.queries / 128 + 1) > kMost,
+         "a size is over what 32-bit indices hold");
   refuse(!(p.scale > 0), "scale is not positive");
   refuse(p.mask.data != nullptr, "a mask tensor");
   refuse(p.dropout != 0, "dropout");
   const auto layout = [&](const void* data, const int64_t (&stride)[4], const int64_t (&size)[4], const std::string& name) {
+    constexpr int64_t kLargestStride = int64_t{1} << 39;  // elements of 2 bytes
     bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    for (int i = 0; i < 3; ++i) aligned = aligned && (size[i] == 1 || (stride[i] % 8 == 0 && stride[i] >= 0));
+    for (int i = 0; i < 3; ++i)
+      aligned = aligned && (size[i] == 1 || (stride[i] % 8 == 0 && stride[i] >= 0 && stride[i] < kLargestStride));
     refuse(stride[3] != 1 && size[3] != 1, name + "'s innermost stride is not 1");
+    refuse(stride[2] == 0 && size[2] != 1, name + "'s rows are one row, broadcast");
     refuse(!aligned, name + "'s data or strides are not multiples of 16 bytes");
   };
   layout(p.query.data, p.query.stride, {p.batch, p.heads, p.queries, p.width}, "query");
@@ -746,8 +755,8 @@ inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
   return reasons;
 }
 
-// How many heads' tiles are dealt out together, where tiles differ in work: what fills `rounds` rounds of `blocks` tiles, or some
-// more if that fills them better. The keys and values of those at work together should stay in the L2 cache.
+// How many heads' tiles are dealt out together, where tiles differ in work: what fills `least_rounds` rounds of `blocks` tiles,
+// or some more if that fills them better. The keys and values of those at work together should stay in the L2 cache.
 inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_tiles, int64_t head_bytes, int64_t blocks,
                              int64_t least_rounds) {
   constexpr int64_t kCacheBytes = 48 << 20;  // of an H200's 60 MiB
@@ -772,8 +781,11 @@ void launch_forward_sm90_tile(const AttentionProblem& p, cudaStream_t stream) {
   const auto map = [&](const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows, int64_t width,
                        int box_rows) {
     const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(stride[i] == 0 ? 1 : n); };
-    const auto step = [&](int i, int64_t n) { return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T); };
-    return tensor_map(data, kElement, {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+    const auto step = [&](int i, int64_t n) {
+      return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T);
+    };
+    return tensor_map(data, kElement,
+                      {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
                       {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
   };
   ForwardSm90Arguments a;
@@ -799,10 +811,9 @@ void launch_forward_sm90_tile(const AttentionProblem& p, cudaStream_t stream) {
   a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
   a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
   const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
-  a.section_heads = static_cast<int>(
-      a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key, multiprocessors(),
-                               kTile.section_rounds)
-               : heads);
+  a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key + 1,
+                                                              multiprocessors(), kTile.section_rounds)
+                                              : heads);
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
   a.score_scale = static_cast<float>(p.scale * kToBase2);

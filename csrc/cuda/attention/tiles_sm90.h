@@ -15,7 +15,7 @@ struct ForwardSm90 {
   bool held_query;         // as the products' left operand in registers, so that its buffer is free at once
   bool staged_out;         // results leave through shared memory of their own and the copy engine, not from registers
   bool in_turn;            // warpgroups start their products one after another
-  int section_rounds;      // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
+  int section_rounds;  // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
   int registers, loader_registers;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -23,9 +23,9 @@ struct ForwardSm90 {
 };
 
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},    {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
-    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},   {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
-    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},  {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
+    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},   {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},  {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
+    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40}, {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
 };
 
 inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);

@@ -29,8 +29,8 @@ __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}"
-      ::"r"(shared_address(barrier)), "r"(parity)
+      "@!done bra again;}" ::"r"(shared_address(barrier)),
+      "r"(parity)
       : "memory");
 }
 

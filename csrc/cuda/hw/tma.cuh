@@ -6,7 +6,6 @@
 #include <cudaTypedefs.h>
 
 #include <cstdint>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -44,10 +43,6 @@ inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64
   if (status != CUDA_SUCCESS)
     throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   return map;
-}
-
-__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 struct BoxPlace {
