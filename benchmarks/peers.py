@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as torch_functional
+from summary import FLASH, MATH, OURS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_online
 import flash_online.functional as our_functional
 
-OURS = "flash_online"
-FLASH, MATH = "torch flash", "torch math"
-CONTEXT = (MATH,)  # for comparison only, wherever another peer runs: few rounds are enough
 LARGEST_SQUARE = 2**28  # bytes of float32 scores; math holds several such squares, and takes seconds over each
 
 

@@ -1,7 +1,7 @@
 """The tables of measured results, made of benchmarks/results/*.json: python benchmarks/report.py [--check]
 
-README.md gets a summary, docs/benchmarks.md every case, each between its two markers; --check writes nothing and exits with 1
-where a page is behind the results.
+README.md gets a summary, docs/benchmarks.md every case, docs/paper.md the paper's tables, each between its two markers; --check
+writes nothing and exits with 1 where a page is behind the results.
 """
 
 from __future__ import annotations
@@ -10,45 +10,15 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
+from page import heading, number, pair, table, times
+from paper.tables import paper_page
 from summary import DIRECTIONS, OURS, SCHEMA
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks/report.py writes from here -->", "<!-- to here -->"
-
-
-def number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def pair(values, form: Callable[[float], str] = number) -> str:
-    return " / ".join(map(form, values))
-
-
-def times(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def heading(record: dict) -> list[str]:
-    facts = [record["device"]]
-    if "instruction_set" in record:
-        facts += [f"{record['threads']} thread{'s' * (record['threads'] > 1)}", record["instruction_set"]]
-    facts += [f"torch {record['torch']}", f"commit {record['commit']}", record["date"]]
-    lines = [f"**{', '.join(facts)}**"]
-    if record.get("note"):
-        lines += ["", f"{record['note']}."]
-    if record.get("load_at_start", 0) > 0.5:
-        lines += ["", f"On a shared machine: load {record['load_at_start']} from others at the start."]
-    if (record.get("unrest") or 1) > 1.3:
-        lines += ["", f"The machine was not quiet: in the median a yardstick took {record['unrest']:.1f} times its least time."]
-    return lines
 
 
 def summary_table(record: dict) -> list[str]:
@@ -164,8 +134,28 @@ def conditions(record: dict) -> list[str]:
     return ["", "; ".join(facts) + "."] if facts else []
 
 
+def best_table(record: dict) -> list[str]:
+    """Beside the fastest of several peers; empty where no case had several."""
+    entries = [entry for entry in record["summary"] if entry.get("over_best")]
+    rows = []
+    for entry in entries:
+        sides = entry["over_best"].values()
+        worst = min(sides, key=lambda side: side["worst"])
+        row = [f"{entry['function']}, {entry['kind']}", entry["dtype"]]
+        row += [pair((s["mean"] for s in sides), times), pair((s["worst"] for s in sides), times)]
+        rows.append([*row, f"{worst['worst_case']}: {worst['peer']}"])
+    head = [
+        "times faster than the fastest peer: forward / backward / both",
+        "dtype",
+        "mean",
+        "worst",
+        "the worst, and its peer",
+    ]
+    return ["", *table(head, rows)] if rows else []
+
+
 def summary_page(record: dict) -> list[str]:
-    return [*heading(record), "", *summary_table(record)]
+    return [*heading(record), "", *summary_table(record), *best_table(record)]
 
 
 def case_page(record: dict) -> list[str]:
@@ -175,7 +165,13 @@ def case_page(record: dict) -> list[str]:
     return [*lines, *case_tables(record)]
 
 
-PAGES = {ROOT / "README.md": summary_page, ROOT / "docs" / "benchmarks.md": case_page}
+DEVICES = ("cpu", "cuda")
+# What a page shows, of which results.
+PAGES = {
+    ROOT / "README.md": (summary_page, DEVICES),
+    ROOT / "docs" / "benchmarks.md": (case_page, DEVICES),
+    ROOT / "docs" / "paper.md": (paper_page, ("paper",)),
+}
 
 
 def read(path: Path) -> dict:
@@ -189,9 +185,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     check = parser.parse_args().check
-    records = [read(path) for path in sorted(RESULTS.glob("*.json"))]
     behind = 0
-    for page, lines_of in PAGES.items():
+    for page, (lines_of, names) in PAGES.items():
+        records = [read(path) for path in (RESULTS / f"{name}.json" for name in names) if path.is_file()]
         body = [line for record in records for line in [*lines_of(record), ""]] if records else ["None committed yet.", ""]
         text = page.read_text()
         before, rest = text.split(BEGIN)

@@ -1,4 +1,4 @@
-"""The benchmarks, one entry: python benchmarks/run.py [cpu | cuda] [--json PATH] [--only attention ...] [--quick]
+"""The benchmarks, one entry: python benchmarks/run.py [cpu | cuda | paper] [--json PATH] [--only attention ...] [--quick]
 
 Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
 machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
@@ -9,7 +9,9 @@ L 8192 up at 512 queries, spread over the length, the output's gradient being 0 
 spread likewise, as have half a million elements. Ours must meet the tolerance of the tests; torch's contestants a looser one,
 which catches a peer that was given another problem.
 
-Writes benchmarks/results/<cpu or cuda>.json unless told otherwise; benchmarks/report.py makes the tables of those.
+`paper` measures the kernels of the online-softmax paper instead: see paper/measure.py.
+
+Writes benchmarks/results/<cpu, cuda or paper>.json unless told otherwise; benchmarks/report.py makes the tables of those.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import argparse
 import ctypes
 import datetime
 import functools
-import gc
 import json
 import os
 import statistics
@@ -36,8 +37,11 @@ BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
 from cases import CPU, CUDA, QUICK, Case  # noqa: E402
-from peers import CONTEXT, OURS, PEERS, Absent  # noqa: E402
-from summary import DIRECTIONS, SCHEMA, marks, ratio, summarize, unrest  # noqa: E402
+from cuda_peers import CUDA_PEERS  # noqa: E402
+from paper import measure as paper  # noqa: E402
+from peers import PEERS, Absent  # noqa: E402
+from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, marks, over_best, ratio, summarize, unrest  # noqa: E402
+from turns import Turns, take_turns  # noqa: E402
 
 from flash_online import _info, reference, testing  # noqa: E402
 
@@ -46,8 +50,6 @@ CHECKED_IN_FULL = 4096  # longest sequence whose every query is checked
 CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
 PEER_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of max|truth|
 CONTEXT_ROUNDS = 5
-TURN_SECONDS = 0.005  # a turn of a short call: several calls, after one to warm up
-LONG_CALL = 0.05  # seconds from which a call is its own warm-up
 
 
 # --- The machine -----------------------------------------------------------------------------------------------------------
@@ -77,7 +79,7 @@ def environment(device: str) -> dict:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    measured = ["csrc", "flash_online", "benchmarks/*.py", "CMakeLists.txt", "setup.py"]
+    measured = ["csrc", "flash_online", "benchmarks/*.py", "benchmarks/paper", "CMakeLists.txt", "setup.py"]
     changed = "+" if git("status", "--porcelain", "--untracked-files=no", "--", *measured) else ""
     facts = {
         "schema": SCHEMA,
@@ -221,7 +223,7 @@ def check(case: Case, contestants: dict, inputs, extras, grad, device: str) -> d
         facts[name] = {"step_extra_bytes": extra, "beyond_results_bytes": extra - returned}
         parts[name] = truth.part(results)
     expected = truth.compute(inputs, extras, grad)
-    theirs = [part for name, part in parts.items() if name != OURS]
+    theirs = [part for name, part in parts.items() if name in PEERS[case.function] and name != OURS]
     for name, part in parts.items():
         errors = [
             testing.error(got, wanted).max / max(wanted.abs().max().item(), 1e-300)
@@ -240,47 +242,6 @@ def check(case: Case, contestants: dict, inputs, extras, grad, device: str) -> d
 # --- Time ------------------------------------------------------------------------------------------------------------------
 
 
-class Turns:
-    """A call that is timed a turn at a time; the seconds a call took, one number a turn."""
-
-    def __init__(self, call, setting, device: str, most: int | None = None):
-        self.call, self.setting, self.device, self.most = call, setting, device, most
-        self.times: list[float] = []
-
-    def take(self) -> None:
-        if self.most is not None and len(self.times) >= self.most:
-            return
-        with self.setting():
-            self.times.append(self._on_cuda() if self.device == "cuda" else self._on_cpu())
-
-    def _on_cuda(self) -> float:
-        repeat = 10  # calls between two waits, so that a launch's latency does not count
-
-        def calls():
-            for _ in range(repeat):
-                self.call()
-
-        return testing.time_call(calls, seconds=0, least_runs=1, device=self.device).median / repeat
-
-    def _on_cpu(self) -> float:
-        if not self.times or self.times[-1] < LONG_CALL:
-            self.call()
-        took, end = [], time.perf_counter() + TURN_SECONDS
-        while not took or time.perf_counter() < end:
-            start = time.perf_counter()
-            self.call()
-            took.append(time.perf_counter() - start)
-        return statistics.median(took)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.times)
-
-    @property
-    def best(self) -> float:
-        return min(self.times)
-
-
 @functools.cache
 def matmul(dtype: torch.dtype, device: str):
     """A product of two square matrices: what attention's products are measured against."""
@@ -294,20 +255,13 @@ def gflop_per_s(seconds: float) -> float:
     return 2e-9 * MATMUL_SIZE**3 / seconds
 
 
-def take_turns(all_turns: list[Turns], seconds: float, rounds: int) -> None:
-    collected = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    end, done = time.perf_counter() + seconds, 0
-    while done < rounds or time.perf_counter() < end:
-        for turns in all_turns if done % 2 == 0 else reversed(all_turns):
-            turns.take()
-        done += 1
-    if collected:
-        gc.enable()
+def everyone(function: str, device: str, wanted: list[str] | None = None) -> dict:
+    """Ours and its peers on a device; of the peers those that are wanted, if any are named."""
+    peers = PEERS[function] | (CUDA_PEERS.get(function, {}) if device == "cuda" else {})
+    return {name: peer for name, peer in peers.items() if not wanted or name == OURS or name in wanted}
 
 
-def measure(case: Case, device: str, seconds: float, rounds: int) -> dict:
+def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[str] | None = None) -> dict:
     result = {
         "function": case.function,
         "case": case.label,
@@ -318,10 +272,11 @@ def measure(case: Case, device: str, seconds: float, rounds: int) -> dict:
         "contestants": {},
         "absent": {},
         "ratio": None,
+        "over_best": None,
     }
     inputs, extras = case.inputs(device)
     contestants, outs = {}, {}
-    for name, contestant in PEERS[case.function].items():
+    for name, contestant in everyone(case.function, device, peers).items():
         try:
             with contestant.setting():
                 outs[name] = contestant.first_call(inputs, extras, case.options)
@@ -385,6 +340,7 @@ def measure(case: Case, device: str, seconds: float, rounds: int) -> dict:
                 entry[f"{direction}_share"] = entry[f"{direction}_gb_per_s"] / result["copy"]["gb_per_s"]
         result["contestants"][name] = entry | facts[name]
     result["ratio"] = ratio(result["contestants"])
+    result["over_best"] = over_best(result["contestants"])
     return result
 
 
@@ -396,6 +352,8 @@ def line(result: dict) -> str:
     if against := result["ratio"]:
         parts.append(f"{against['forward']:.2f} / {against['backward']:.2f} x {against['against']}")
     unit = "gflop_per_s" if result["function"] == "attention" else "gb_per_s"
+    if best := result["over_best"]:
+        parts.append(" / ".join(f"{side['times']:.2f} x {side['peer']}" for side in best.values()))
     for name, entry in result["contestants"].items():
         rates = " / ".join(f"{entry[f'{direction}_{unit}']:.0f}" for direction in DIRECTIONS)
         times = " / ".join(f"{entry[f'{direction}_ms']:.3g}" for direction in DIRECTIONS)
@@ -421,6 +379,10 @@ def summary_lines(record: dict) -> list[str]:
             + (f", {shares} % of {entry['share_of']}" if shares else "")
             + f", against {entry['against']}"
         )
+    for entry in record["summary"]:
+        if best := entry["over_best"]:
+            sides = (f"{what} {s['mean']:.2f} ({s['worst']:.2f}, {s['worst_case']}, {s['peer']})" for what, s in best.items())
+            lines.append(f"{entry['function']:13} {entry['kind']:16} {entry['dtype']:8} over the best: {', '.join(sides)}")
     if record["unrest"]:
         lines += [
             "",
@@ -450,10 +412,12 @@ def main() -> int:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("device", choices=("cpu", "cuda"), nargs="?", default=default)
+    parser.add_argument("device", choices=("cpu", "cuda", "paper"), nargs="?", default=default)
     parser.add_argument("--json", type=Path, help="where the results go; none: benchmarks/results/<device>.json")
     parser.add_argument("--only", nargs="+", choices=sorted(PEERS), help="these functions alone; needs --json")
     parser.add_argument("--match", help="only cases whose label and dtype have this in them; needs --json")
+    named = sorted({name for peers in (PEERS, CUDA_PEERS) for of_one in peers.values() for name in of_one} - {OURS})
+    parser.add_argument("--peers", nargs="+", choices=named, help="these peers alone; none: all that run here; needs --json")
     parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --json")
     parser.add_argument("--list", action="store_true", help="print the cases and their reasons, measure nothing")
     parser.add_argument("--seconds", type=float, default=1.5, help="least time of a case's turns")
@@ -461,22 +425,26 @@ def main() -> int:
     parser.add_argument("--note", help="a remark for the record, shown above its tables")
     parser.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
     options = parser.parse_args()
-    if (options.only or options.quick or options.match) and not (options.json or options.list):
-        parser.error("--only, --match and --quick need --json, since the committed results hold every case")
+    if (options.only or options.quick or options.match or options.peers) and not (options.json or options.list):
+        parser.error("--only, --match, --peers and --quick need --json, since the committed results hold everything")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory meter's profiler writes two lines a call otherwise
-    device = options.device
+    device, facts = options.device, {"seconds": options.seconds, "rounds": options.rounds}
+    if options.note:
+        facts["note"] = options.note
+    path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
+    if device == "paper":
+        if options.only or options.match or options.peers or options.list:
+            parser.error("paper has no --only, --match, --peers or --list: it is one table")
+        return paper.run(options.quick, lambda: environment("cuda") | facts, path)
     cases = QUICK if options.quick else CPU if device == "cpu" else CUDA
     cases = [c for c in cases if not options.only or c.function in options.only]
     cases = [c for c in cases if not options.match or options.match in f"{c.label}, {str(c.dtype)[6:]}"]
     if options.list:
         print("\n".join(f"{c.function:13} {c.label:38} {str(c.dtype)[6:]:8} {c.reason}" for c in cases))
         return 0
-    path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
 
     started, failures = time.perf_counter(), 0
-    record = environment(device) | {"seconds": options.seconds, "rounds": options.rounds, "matmul": {}, "results": []}
-    if options.note:
-        record["note"] = options.note
+    record = environment(device) | facts | {"matmul": {}, "results": []}
     if device == "cpu":
         record["memory"] = settle_memory(options.keep_memory)
         if record["load_at_start"] > 0.5:
@@ -491,7 +459,7 @@ def main() -> int:
         for case in bar:
             bar.set_postfix_str(f"{case.function}, {case.label}", refresh=sys.stderr.isatty())
             try:
-                result = measure(case, device, options.seconds, options.rounds)
+                result = measure(case, device, options.seconds, options.rounds, options.peers)
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 failures += 1

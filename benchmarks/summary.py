@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 SCHEMA = 2  # of the results: what report.py reads and run.py writes
-OURS, FLASH = "flash_online", "torch flash"
+OURS, FLASH, MATH = "flash_online", "torch flash", "torch math"
+CONTEXT = (MATH,)  # for comparison only, wherever another peer runs: few rounds are enough
 DIRECTIONS = ("forward", "backward")
 
 
@@ -25,6 +26,21 @@ def ratio(contestants: dict[str, dict]) -> dict | None:
     ours, theirs = contestants[OURS], contestants[peers[0]]
     of_medians = {d: theirs[f"{d}_ms"] / ours[f"{d}_ms"] for d in DIRECTIONS}
     return {"against": peers[0]} | of_medians | {f"{d}_best": theirs[f"{d}_best_ms"] / ours[f"{d}_best_ms"] for d in DIRECTIONS}
+
+
+def over_best(contestants: dict[str, dict]) -> dict | None:
+    """How many times faster ours is than the fastest of several peers, forward, backward and in a step of both, each with its
+    name. None without ours, or where there is one peer alone.
+    """
+    peers = [name for name in contestants if name != OURS and name not in CONTEXT]
+    if OURS not in contestants or len(peers) < 2:
+        return None
+
+    def ms(name: str, what: str) -> float:
+        return sum(contestants[name][f"{d}_ms"] for d in (DIRECTIONS if what == "step" else (what,)))
+
+    best = {what: min(peers, key=lambda name, what=what: ms(name, what)) for what in (*DIRECTIONS, "step")}
+    return {what: {"times": ms(peer, what) / ms(OURS, what), "peer": peer} for what, peer in best.items()}
 
 
 def unrest(results: list[dict]) -> float | None:
@@ -53,10 +69,24 @@ def summarize(results: list[dict]) -> list[dict]:
             shares = [m["contestants"][OURS].get(f"{direction}_share") for m in members]
             if all(shares):
                 entry[direction]["share"] = geometric_mean(shares)
+        entry["over_best"] = _over_best([m for m in members if m.get("over_best")])
         yardsticks = {name for m in members for name in ("matmul", "copy") if name in m}
         entry["share_of"] = yardsticks.pop() if len(yardsticks) == 1 else None
         summary.append(entry)
     return summary
+
+
+def _over_best(members: list[dict]) -> dict | None:
+    entries = {}
+    for what in members[0]["over_best"] if members else ():
+        worst = min(members, key=lambda m, what=what: m["over_best"][what]["times"])
+        entries[what] = {
+            "mean": geometric_mean(m["over_best"][what]["times"] for m in members),
+            "worst": worst["over_best"][what]["times"],
+            "worst_case": worst["case"],
+            "peer": worst["over_best"][what]["peer"],
+        }
+    return entries or None
 
 
 def _of_ratios(members: list[dict], direction: str) -> dict:

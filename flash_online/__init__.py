@@ -15,12 +15,14 @@ from .attention import attention, merge_attention
 from .linear_losses import linear_cross_entropy
 from .losses import cross_entropy
 from .override import disable, enable, override
+from .packed import varlen_attention
 from .plan import Plan, explain, strict
 from .rows import log_softmax, logsumexp, softmax, topk_softmax
 
 # Forward operators worth keeping under selective activation checkpointing: each costs a product of matrices to repeat.
 SAC_SAVE_OPS = [
     ops.attention_forward.default,
+    ops.attention_varlen_forward.default,
     ops.linear_cross_entropy_forward.default,
     ops.linear_cross_entropy_step.default,
 ]
@@ -45,6 +47,7 @@ __all__ = [
     "strict",
     "testing",
     "topk_softmax",
+    "varlen_attention",
 ]
 
 

@@ -50,12 +50,21 @@ def differentiable(description):
         if transforms_active():
             return Transformable.apply(*inputs)
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
-            return Eager.apply(*inputs)
+            return Eager.apply(*(_distinct(inputs) if torch.compiler.is_compiling() else inputs))
         return description.run(*inputs)
 
     call.__doc__ = description.__doc__
     call.description = description
     return call
+
+
+def _distinct(inputs):
+    """The inputs with a view in the place of a tensor that came before: Dynamo traces no Function with one tensor twice."""
+    distinct = []
+    for i, value in enumerate(inputs):
+        again = isinstance(value, torch.Tensor) and any(value is other for other in inputs[:i])
+        distinct.append(value.view_as(value) if again else value)
+    return distinct
 
 
 def save_tensors(ctx, *tensors):

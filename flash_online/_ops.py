@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 OLDEST_TORCH = (2, 11)  # the stable ABI that the library is built for
@@ -80,12 +81,13 @@ def _accumulator(like: Tensor, sizes) -> Tensor:
     return like.new_empty(sizes, dtype=accumulator_of(like.dtype))
 
 
-def _register(name: str, fake, vmap, flops) -> None:
+def _register(name: str, fake, vmap, flops, get_raw: bool = False) -> None:
+    """get_raw: whether `flops` is given tensors rather than their shapes."""
     torch.library.register_fake(f"flash_online::{name}", fake, lib=_fragment, allow_override=True)
     torch.library.register_vmap(f"flash_online::{name}", vmap, lib=_fragment)
     packet = getattr(ops, name)
     if packet not in flop_registry:
-        register_flop_formula(packet)(flops)
+        register_flop_formula(packet, get_raw=get_raw)(flops)
 
 
 def _no_flops(*args, out_shape=None, **kwargs) -> int:
@@ -196,7 +198,78 @@ def _attention_backward_flops(grad_out, grad_lse, query, key, value, *args, out_
 _register("attention_backward", _attention_backward_fake, _attention_backward_vmap, _attention_backward_flops)
 
 
-def _attention_dropout_mask_fake(rng, batch, heads, query_begin, queries, keys, dropout_p):
+def _attention_varlen_forward_fake(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, *options):
+    out = _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
+    lse_sizes = [query.shape[1], query.shape[0]]
+    return out, _accumulator(query, lse_sizes), _accumulator(query, lse_sizes)
+
+
+def _attention_varlen_forward_vmap(info, in_dims, *args):
+    return _one_by_one(ops.attention_varlen_forward.default, info, in_dims, args)
+
+
+def _packed_lengths(starts: Tensor, longest: int) -> list[int]:
+    """Each sequence's length; without data, as while compiling, the longest for all, as torch counts."""
+    if isinstance(starts, FakeTensor) or starts.device.type == "meta":
+        return [longest] * (starts.shape[0] - 1)
+    return [min(max(length, 0), longest) for length in starts.diff().tolist()]
+
+
+def _packed_products(query, key, value, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key) -> tuple[int, int]:
+    """_products of packed sequences: sizes of query, key and value, the starts themselves."""
+    lengths = zip(_packed_lengths(cu_seqlens_q, longest_query), _packed_lengths(cu_seqlens_k, longest_key), strict=True)
+    rectangles = query[1] * sum(queries * keys for queries, keys in lengths)
+    return rectangles * query[-1], rectangles * value[-1]
+
+
+def _attention_varlen_forward_flops(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, longest_query, longest_key, *options,
+    out_val=None, **kwargs,
+) -> int:  # fmt: skip
+    shapes = (tensor.shape for tensor in (query, key, value))
+    scores, outputs = _packed_products(*shapes, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key)
+    return 2 * (scores + outputs)
+
+
+_register(
+    "attention_varlen_forward",
+    _attention_varlen_forward_fake,
+    _attention_varlen_forward_vmap,
+    _attention_varlen_forward_flops,
+    get_raw=True,
+)
+
+
+def _attention_varlen_backward_fake(
+    grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, *rest
+):
+    grads = [_empty_in_order(tensor.shape, tensor) for tensor in (query, key, value)]
+    return (*grads, _accumulator(query, [query.shape[1]] if sinks is not None else [0]))
+
+
+def _attention_varlen_backward_vmap(info, in_dims, *args):
+    return _one_by_one(ops.attention_varlen_backward.default, info, in_dims, args)
+
+
+def _attention_varlen_backward_flops(
+    grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, out, lse, lse_low,
+    longest_query, longest_key, *options, out_val=None, **kwargs,
+) -> int:  # fmt: skip
+    shapes = (tensor.shape for tensor in (query, key, value))
+    scores, outputs = _packed_products(*shapes, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key)
+    return 2 * (3 * scores + 2 * outputs)
+
+
+_register(
+    "attention_varlen_backward",
+    _attention_varlen_backward_fake,
+    _attention_varlen_backward_vmap,
+    _attention_varlen_backward_flops,
+    get_raw=True,
+)
+
+
+def _attention_dropout_mask_fake(rng, batch_begin, batch, heads, query_begin, queries, keys, dropout_p):
     return rng.new_empty([batch, heads, queries, keys], dtype=torch.bool)
 
 

@@ -82,6 +82,34 @@ def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    """Raises unless these are packed sequences: [total, heads, width], their starts and the longest lengths."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3:
+            raise InvalidArgument(f"{name}: expected packed sequences [total length, heads, width], got shape {_shape(tensor)}")
+    if key.shape[-1] != query.shape[-1]:
+        raise InvalidArgument(f"key: width (last dimension) is {key.shape[-1]}, expected query's {query.shape[-1]}")
+    if value.shape[0] != key.shape[0]:
+        raise InvalidArgument(f"value: total length (dimension 0) is {value.shape[0]}, expected key's {key.shape[0]}")
+    heads = query.shape[1]
+    for name, own in (("key", key.shape[1]), ("value", value.shape[1])):
+        if own != heads and (own == 0 or heads % own != 0):
+            raise InvalidArgument(f"{name}: {own} heads (dimension 1), expected a divisor of query's {heads}")
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(starts, Tensor) or starts.dtype != torch.int32 or starts.dim() != 1 or starts.shape[0] < 1:
+            got = f"{starts.dtype} {_shape(starts)}" if isinstance(starts, Tensor) else repr(starts)
+            raise InvalidArgument(f"{name}: got {got}, expected an int32 tensor [sequences + 1]")
+        if starts.device != query.device:
+            raise InvalidArgument(f"{name}: on {starts.device}, expected query's device {query.device}")
+    if cu_seqlens_k.shape[0] != cu_seqlens_q.shape[0]:
+        raise InvalidArgument(
+            f"cu_seqlens_k: {cu_seqlens_k.shape[0]} starts, expected as many as cu_seqlens_q's {cu_seqlens_q.shape[0]}"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or longest < 0:
+            raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 (nobody reads lengths off the device)")
+
+
 def broadcast(names: str, *shapes) -> tuple:
     """The common shape of some shapes, or an error that names the tensors they are of."""
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _shapes, linear_losses, losses, rows
 from ._ops import InvalidArgument
-from .attention import _attend
+from .attention import _attend, usual
 from .plan import forward_to_torch, refusal, require_kernel
 
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
@@ -48,6 +48,10 @@ def scaled_dot_product_attention(
 
     Raises what torch raises, with messages that name the argument; RuntimeError in most cases.
     """
+    if attn_mask is None and dropout_p == 0.0 and isinstance(is_causal, bool) and isinstance(enable_gqa, bool):
+        out = usual(query, key, value, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         rows.check_tensor(name, tensor)
     if attn_mask is not None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ._ops import LIBRARY, InvalidArgument
 _OPERATORS = {
     "scaled_dot_product_attention": "attention_forward",
     "attention": "attention_forward",
+    "varlen_attention": "attention_varlen_forward",
     "merge_attention": "attention_merge",
     "softmax": "softmax_forward",
     "log_softmax": "softmax_forward",
@@ -171,9 +173,9 @@ class Plan:
 def explain(function: Callable, *args, **kwargs) -> Plan:
     """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() reads well.
 
-    function: one of flash_online's (attention, merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy,
-    linear_cross_entropy), of flash_online.functional's or torch.nn.functional's (scaled_dot_product_attention, softmax,
-    log_softmax, cross_entropy, linear_cross_entropy).
+    function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,
+    topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
+    (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
     Raises what the call would raise, but for what only values tell, such as a target out of range; InvalidArgument for another
     function.
     """
@@ -206,6 +208,10 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
             given.add(storage._cdata)
             extra[label] = extra.get(label, 0) + storage.nbytes()
     kernel, refused = "flash_online's CUDA kernel", {}
+    if device != "cpu":
+        for name, arguments in record.operators:
+            if name in ("attention_forward", "attention_varlen_forward"):
+                kernel, refused = _cuda_kernel(name, arguments)
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(name, arguments) for name, arguments in record.operators)
@@ -221,12 +227,13 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
     """Of a function that explain takes: the name that decisions go by, a title, our function and torch's original."""
     from . import functional, linear_losses, losses, rows  # not on import: they import this module
     from .attention import attention, merge_attention
+    from .packed import varlen_attention
 
     for name in functional.NAMES:
         ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
         if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    full = (attention, merge_attention, losses.cross_entropy, linear_losses.linear_cross_entropy)
+    full = (attention, varlen_attention, merge_attention, losses.cross_entropy, linear_losses.linear_cross_entropy)
     for ours in (*full, *(getattr(rows, name) for name in rows.__all__)):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
@@ -291,23 +298,74 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
     return f"flash_online's CPU kernel ({facts['cpu']})", refused
 
 
+def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
+    """The CUDA kernel that runs attention's forward pass, and why each better one does not take the call."""
+    introspect, packed = _introspection(), operator == "attention_varlen_forward"
+    title = "flash_online's CUDA kernel"
+    if introspect is None:
+        return title, {}
+    query, key, value = arguments[:3]
+    mask = None if packed else arguments[3]
+    alibi_slopes, sinks = arguments[5:7] if packed else arguments[4:6]
+    left, right, _, scale, softcap, dropout_p = arguments[-6:]
+
+    def shape(tensor):
+        if packed:  # [rows, heads, width]
+            tensor = tensor.unsqueeze(0).transpose(1, 2)
+        sizes, strides = tensor.shape, tensor.stride()
+        batch = math.prod(sizes[:-3])
+        return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
+
+    gpu = torch.cuda.get_device_properties(query.device.index)
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    lines = introspect.attention_candidates(
+        str(LIBRARY),
+        str(query.dtype).removeprefix("torch."),
+        *(shape(tensor) for tensor in (query, key, value)),
+        shape(out),
+        None if mask is None else (str(mask.dtype).removeprefix("torch."), shape(mask)),
+        alibi_slopes is not None,
+        sinks is not None,
+        packed,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
+        False,
+    ).splitlines()
+    refused = {}
+    for line in lines:
+        name, reason = line.split(" ", 1)
+        if not reason:
+            return f"{title} ({name})", refused
+        refused[f"{title} ({name})"] = reason
+    return title, refused
+
+
 def _scratch(operator: str, arguments: tuple) -> int:
     """Bytes that a forward operator takes at most beside its results, with every thread at work; 0 where nobody can tell."""
     introspect = _introspection()
     if introspect is None or operator == "attention_merge":
         return 0
     first, threads = arguments[0], torch.get_num_threads()
-    if operator == "attention_forward":
-        query, key, value, mask = arguments[:4]
-        return introspect.attention_memory(
-            str(LIBRARY),
-            str(query.dtype).removeprefix("torch."),
-            *(tuple(tensor.shape) for tensor in (query, key, value)),
-            *(tensor.stride() for tensor in (key, value)),
-            "" if mask is None else str(mask.dtype).removeprefix("torch."),
-            arguments[-1],
-            threads,
-        )
+    if operator.startswith("attention"):
+        shapes, mask, tables = [tuple(tensor.shape) for tensor in arguments[:3]], None, 0
+        strides = [tensor.stride() for tensor in arguments[1:3]]
+        if operator == "attention_forward":
+            mask = arguments[3]
+        else:
+            # As one dense sequence, long enough for any lengths: each may end in a part of a block of 64 keys, and where none
+            # of them is a multiple of anything, keys are copied. Beside it, the numbers of the first tiles, twice.
+            sequences = arguments[3].shape[0] - 1
+            (queries, heads, width), (keys, *key_rest), (_, *value_rest) = shapes
+            keys = (keys + 63 * sequences + 63) // 64 * 64 + 1
+            shapes = [(heads, queries, width), *((own, keys, size) for own, size in (key_rest, value_rest))]
+            strides = [(head, row, column) for row, head, column in strides]
+            tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)
+        dtype, mask_dtype = (str(t.dtype).removeprefix("torch.") if t is not None else "" for t in (first, mask))
+        return tables + introspect.attention_memory(str(LIBRARY), dtype, *shapes, *strides, mask_dtype, arguments[-1], threads)
     bytes_a_thread = introspect.row_scratch(
         str(LIBRARY), first.dtype == torch.float64, arguments[1] if operator.startswith("topk") else 0
     )

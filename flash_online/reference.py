@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "attention",
+    "varlen_attention",
     "merge_attention",
     "softmax",
     "log_softmax",
@@ -125,6 +126,47 @@ def attention(
     lse = lse.squeeze(-1).to(accumulator_dtype(query.dtype))
     if headless:
         out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    alignment: str = "lower_right",
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    rng: Tensor | None = None,
+    **options,
+):
+    """attention() of each of the sequences that lie one behind the other in query [Tq, Hq, E], key [Tk, Hk, E] and value
+    [Tk, Hv, Ev] -> out [Tq, Hq, Ev], lse [Hq, Tq].
+
+    Sequence n is rows cu_seqlens[n] up to cu_seqlens[n + 1], and no more than max_seqlen of them. Rows of no sequence are 0,
+    their lse -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; dropout's batch index is n; `options` are attention's.
+    """
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    lse = query.new_full(query.shape[1::-1], -INFINITY, dtype=accumulator_dtype(query.dtype))
+    bounds = zip(*(pair for t in (cu_seqlens_q, cu_seqlens_k) for pair in (t.tolist()[:-1], t.tolist()[1:])), strict=True)
+    for n, (first, last, first_key, last_key) in enumerate(bounds):
+        rows = slice(first, min(last, first + max_seqlen_q))
+        keys = slice(first_key, min(last_key, first_key + max_seqlen_k))
+        one = [t.transpose(0, 1)[:, of] for t, of in ((query, rows), (key, keys), (value, keys))]
+        slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        keep = None
+        if dropout_p > 0:
+            shape = (1, *one[0].shape[:2], one[1].shape[1])
+            keep = dropout_keep(rng, dropout_p, shape, first_batch=n)[0]
+        attended, lse[:, rows] = attention(
+            *one, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, return_lse=True, **options
+        )
+        out[rows] = attended.transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
@@ -287,13 +329,13 @@ def linear_cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
-def dropout_keep(rng: Tensor, dropout_p: float, shape) -> Tensor:
+def dropout_keep(rng: Tensor, dropout_p: float, shape, first_batch: int = 0) -> Tensor:
     """bool [..., heads, queries, keys]: which weights survive dropout; a function of (seed, offset) and position alone.
 
     Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is
     seed + 0x9E3779B97F4A7C15 * offset modulo 2^64, its low word first; the counter is (key index >> 2, query, head, batch),
-    with the leading dimensions flattened to one batch index. Its four words serve four neighbouring keys; a weight
-    survives if its word is at least floor(dropout_p * 2^32).
+    with the leading dimensions flattened to one batch index, which counts from `first_batch`. Its four words serve four
+    neighbouring keys; a weight survives if its word is at least floor(dropout_p * 2^32).
     """
     *batch, heads, queries, keys = shape
     seed, offset = (int(x) for x in rng)
@@ -302,6 +344,7 @@ def dropout_keep(rng: Tensor, dropout_p: float, shape) -> Tensor:
 
     sizes = (math.prod(batch), heads, queries, (keys + 3) // 4)
     x3, x2, x1, x0 = torch.meshgrid(*(torch.arange(n, device=rng.device) for n in sizes), indexing="ij")
+    x3 = x3 + first_batch
     for _ in range(10):
         high0, low0 = _multiply(x0, 0xD2511F53)
         high1, low1 = _multiply(x2, 0xCD9E8D57)

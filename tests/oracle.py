@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
 from flash_online import reference
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
+
+DEVICE = "cpu"  # where problems of attention run; tests/test_cuda_attention.py sets it
+
+
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on DEVICE, with its strides, its offset, and what lies around its elements."""
+    if DEVICE == "cpu":
+        return tensor
+    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return storage.to(DEVICE).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class CaptureRng(TorchDispatchMode):
@@ -21,6 +32,8 @@ class CaptureRng(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.flash_online.attention_forward.default:
             self.rng = args[6]
+        if func is torch.ops.flash_online.attention_varlen_forward.default:
+            self.rng = args[7]
         return func(*args, **(kwargs or {}))
 
 
@@ -46,10 +59,12 @@ class Attention:
     grad_lse: bool = True
     seed: int = 0
 
+    name = "attention"  # of the function, here and in the reference
+
     def __repr__(self):
-        default = Attention()
+        default = type(self)()
         said = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
-        return f"Attention({', '.join(f'{name}={value!r}' for name, value in said)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
 
     @classmethod
     def of(cls, options: dict, **rest) -> Attention:
@@ -57,6 +72,20 @@ class Attention:
         options = dict(options)
         made = {name: options.pop(name) for name in ("mask", "alibi", "sinks") if name in options}
         return cls(options=options, **made, **rest)
+
+    def rows(self) -> tuple[int, int]:
+        """How many queries and keys the tensors have."""
+        return self.lengths
+
+    def out_shape(self) -> tuple:
+        return (*self.batch, self.heads[0], self.lengths[0], self.widths[1])
+
+    def lse_shape(self) -> tuple:
+        return self.out_shape()[:-1]
+
+    def arguments(self) -> tuple:
+        """What follows query, key and value."""
+        return ()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """query, key, value and those of mask, alibi_slopes and sinks that the problem has."""
@@ -78,9 +107,13 @@ class Attention:
                 if self.mask == "-inf":
                     mask = torch.where(torch.rand(shape, generator=g) > 0.4, mask, -math.inf)
             made["mask"] = lay_out(mask, self.layouts[3])
+        return made | self.head_inputs(g, self.batch)
+
+    def head_inputs(self, g, batch) -> dict[str, torch.Tensor]:
+        made = {}
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
         if self.alibi:
-            shape = [self.heads[0]] if self.alibi == 1 else [*self.batch, self.heads[0]]
+            shape = [self.heads[0]] if self.alibi == 1 else [*batch, self.heads[0]]
             made["alibi_slopes"] = torch.rand(shape, generator=g).to(accumulator) * 0.5
         if self.sinks:
             made["sinks"] = torch.randn(self.heads[0], generator=g).to(accumulator)
@@ -88,40 +121,46 @@ class Attention:
 
     def check(self, function=None) -> None:
         """Compares out, lse and every wanted gradient with float64."""
-        inputs = self.inputs()
+        if DEVICE != "cpu" and self.dtype == torch.float64:
+            pytest.skip("float64 runs on the CPU alone")
+        inputs = {n: placed(t) for n, t in self.inputs().items()}
         names = [n for n in inputs if n[0] in self.wanted and inputs[n].is_floating_point()]
-        queries_shape = (*self.batch, self.heads[0], self.lengths[0])
         g = torch.Generator().manual_seed(self.seed + 1)
-        grad_out = torch.randn(*queries_shape, self.widths[1], generator=g).to(self.dtype)
+        grad_out = torch.randn(self.out_shape(), generator=g).to(DEVICE, self.dtype)
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
-        grad_lse = torch.randn(queries_shape, generator=g).to(accumulator) if self.grad_lse else None
+        grad_lse = torch.randn(self.lse_shape(), generator=g).to(DEVICE, accumulator) if self.grad_lse else None
 
         def run(function, convert, narrow, **more):
             leaves = {n: convert(t).detach() for n, t in inputs.items()}
             for n in names:
                 leaves[n].requires_grad_()
-            positional = [leaves[n] for n in ("query", "key", "value")]
+            positional = [*(leaves[n] for n in ("query", "key", "value")), *self.arguments()]
             rest = {n: t for n, t in leaves.items() if n not in ("query", "key", "value")}
             out, lse = function(*positional, **rest, **self.options, **more, return_lse=True)
             results = {"out": out, "lse": lse}
             if names:
                 pairs = [(out, grad_out.to(out.dtype))]
-                if grad_lse is not None and lse.requires_grad:  # the reference's lse does not hang on the value
+                if grad_lse is not None:
                     pairs.append((lse, grad_lse.to(lse.dtype)))
-                outputs, grads = zip(*pairs, strict=True)
-                found = torch.autograd.grad(outputs, [leaves[n] for n in names], grads, allow_unused=narrow)
+                # The reference's lse does not hang on the value, and its results of no sequence on nothing.
+                pairs = [pair for pair in pairs if not narrow or pair[0].requires_grad]
+                outputs, grads = zip(*pairs, strict=True) if pairs else ((), ())
+                found = [None] * len(names)
+                if pairs:
+                    found = torch.autograd.grad(outputs, [leaves[n] for n in names], grads, allow_unused=narrow)
                 results |= {"grad " + n: x for n, x in zip(names, found, strict=True)}
             return results
 
         dropout = self.options.get("dropout_p", 0.0) > 0
         with CaptureRng() as capture:
-            ours = run(function or flash_online.attention, lambda t: t, False)
+            ours = run(function or getattr(flash_online, self.name), lambda t: t, False)
         more = {"rng": capture.rng} if dropout else {}
-        truth = run(reference.attention, lambda t: t.double() if t.is_floating_point() else t, True, **more)
-        plain = run(reference.attention, lambda t: t.clone(), True, **more)
+        oracle = getattr(reference, self.name)
+        truth = run(oracle, lambda t: t.double() if t.is_floating_point() else t, True, **more)
+        plain = run(oracle, lambda t: t.clone(), True, **more)
         wide = plain
         if self.dtype in (torch.float16, torch.bfloat16):
-            wide = run(reference.attention, lambda t: t.float() if t.is_floating_point() else t, True, **more)
+            wide = run(oracle, lambda t: t.float() if t.is_floating_point() else t, True, **more)
 
         fused = [run(torch_attention, lambda t: t.clone(), True)] if self._torch_has(grad_lse) else []
 
@@ -140,11 +179,11 @@ class Attention:
     def _torch_has(self, grad_lse) -> bool:
         """Whether torch's own function can be asked for the same results: with a mask for what it has no option for."""
         beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
-        return not (beyond or 0 in (*self.lengths, *self.widths) or self.dtype == torch.float64)
+        return not (beyond or 0 in (*self.rows(), *self.widths) or self.dtype == torch.float64)
 
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
         """How large the terms are that each result is summed from; a sum of n random ones has sqrt(n) times their size."""
-        (queries, keys), (width, value_width) = self.lengths, self.widths
+        (queries, keys), (width, value_width) = self.rows(), self.widths
         score = _rms(inputs["value"]) * _rms(grad_out) * math.sqrt(max(value_width, 1))
         dropout_p = self.options.get("dropout_p", 0.0)
         score = score / (1 - dropout_p if dropout_p < 1 else 1) + self.grad_lse
@@ -165,14 +204,58 @@ class Attention:
         }
 
 
+@dataclass(repr=False)
+class Packed(Attention):
+    """A problem of packed sequences: an Attention whose `lengths` are a pair for each sequence."""
+
+    lengths: tuple = ((13, 17), (5, 5), (0, 3), (40, 21), (4, 0))
+    batch: tuple = ()
+    spare: tuple = (2, 3)  # queries and keys past the last sequence, which are NaN
+
+    name = "varlen_attention"
+
+    def rows(self):
+        return tuple(sum(pair[i] for pair in self.lengths) + self.spare[i] for i in range(2))
+
+    def out_shape(self):
+        return self.rows()[0], self.heads[0], self.widths[1]
+
+    def lse_shape(self):
+        return self.heads[0], self.rows()[0]
+
+    def starts(self) -> list[torch.Tensor]:
+        """cu_seqlens_q, cu_seqlens_k."""
+        return [torch.tensor([0, *(pair[i] for pair in self.lengths)]).cumsum(0).to(torch.int32) for i in range(2)]
+
+    def arguments(self):
+        longest = [max((pair[i] for pair in self.lengths), default=0) for i in range(2)]
+        return *(placed(starts) for starts in self.starts()), *longest
+
+    def inputs(self):
+        g = torch.Generator().manual_seed(self.seed)
+        (queries, keys), (width, value_width) = self.rows(), self.widths
+        shapes = zip(self.heads, (queries, keys, keys), (width, width, value_width), self.layouts, (0, 1, 1), strict=False)
+        made = {}
+        for name, (h, n, e, layout, side) in zip(("query", "key", "value"), shapes, strict=True):
+            tensor = random_tensor(n, h, e, dtype=self.dtype, scale=self.size, generator=g)
+            tensor[n - self.spare[side] :] = math.nan
+            # What is expanded are the heads, as a batch is in a dense problem: rows all alike are another problem, no layout.
+            swap = (0, 1) if layout == "expanded" else (0, 0)
+            made[name] = lay_out(tensor.transpose(*swap), layout).transpose(*swap)
+        return made | self.head_inputs(g, [len(self.lengths)])
+
+    def _torch_has(self, grad_lse):
+        return False  # not for a comparison in one call
+
+
 def torch_attention(query, key, value, mask=None, alibi_slopes=None, *, scale=None, return_lse=True, **visibility):
     """torch's scaled_dot_product_attention, by its fused kernel where that takes the call; no lse."""
     heads, (queries, keys) = query.shape[-3], (query.shape[-2], key.shape[-2])
-    hidden = ~reference.visible(queries, keys, **visibility)
+    hidden = ~reference.visible(queries, keys, **visibility).to(query.device)
     bias = query.new_zeros(queries, keys)
     if alibi_slopes is not None:
         shift = keys - queries if visibility.get("alignment") == "lower_right" else 0
-        distance = (torch.arange(queries).unsqueeze(1) + shift - torch.arange(keys)).abs()
+        distance = (torch.arange(queries).unsqueeze(1) + shift - torch.arange(keys)).abs().to(query.device)
         bias = bias - alibi_slopes.to(query.dtype)[..., None, None] * distance
     if mask is not None and mask.dtype == torch.bool:
         hidden = hidden | ~mask
@@ -187,7 +270,8 @@ def torch_attention(query, key, value, mask=None, alibi_slopes=None, *, scale=No
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    return tensor.double().square().mean().sqrt().item() if tensor.numel() else 0.0
+    numbers = tensor[~tensor.isnan()].double()
+    return numbers.square().mean().sqrt().item() if numbers.numel() else 0.0
 
 
 def compare_with_reference(name: str, *args, **kwargs) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from cases import OPTIONS
-from oracle import Attention
+from oracle import Attention, Packed
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -72,6 +72,42 @@ def test_attention_second_derivatives_of_a_part():
                 first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
                 results.append(torch.autograd.grad(sum(g.square().sum() for g in first), then))
             torch.testing.assert_close(*results)
+
+
+def small_packed(options):
+    """small() of packed sequences, one of them empty, with rows of no sequence between and after them."""
+    problem = Packed.of(options, dtype=DOUBLE, heads=(2, 1, 1), lengths=((2, 3), (0, 1), (3, 2)), widths=(2, 3), spare=(0, 0))
+    inputs = problem.inputs()
+    names = [n for n, t in inputs.items() if n != "alibi_slopes"]
+    starts = [torch.tensor(s, dtype=torch.int32) for s in ([0, 2, 2, 5], [1, 3, 4, 5])]  # the key at 0 is nobody's
+    slopes = inputs.get("alibi_slopes")
+
+    def function(*tensors, module=flash_online, **more):
+        torch.manual_seed(7)
+        sinks = tensors[3] if len(tensors) > 3 else None
+        out, lse = module.varlen_attention(
+            *(*tensors[:3], *starts, 2, 2), alibi_slopes=slopes, sinks=sinks, **problem.options, **more, return_lse=True
+        )
+        return out, torch.where(lse.isinf(), 0, lse)
+
+    return function, [inputs[n].requires_grad_() for n in names]
+
+
+PACKED = {
+    "plain": {},
+    "causal with sinks": {"causal": True, "sinks": True},
+    "everything": {"window": (1, 1), "alignment": "upper_left", "softcap": 2.0, "alibi": 2, "sinks": True, "scale": 0.7},
+    "dropout": {"dropout_p": 0.4, "causal": True},
+}
+
+
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED.keys())
+def test_packed_derivatives(options):
+    """With a longest query of 2, so that a row inside is left out."""
+    function, inputs = small_packed(options)
+    draws = "dropout_p" in options
+    assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=not draws)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True)
 
 
 ROWS = {
@@ -270,6 +306,29 @@ def test_vmap_of_cross_entropy():
             torch.testing.assert_close(vmap(ours, dims)(*given), expected)
             expected = torch.stack([grad(total)(x, t) for x, t in pairs])
             torch.testing.assert_close(vmap(grad(total), dims)(*given), expected)
+
+
+def test_vmap_of_packed_sequences():
+    """Mapped inputs, shared ones, and starts of each sample's own."""
+    starts = torch.tensor([[0, 2, 5], [0, 4, 4], [1, 2, 3]], dtype=torch.int32)
+    tensors = [torch.randn(3, 5, h, 4, dtype=DOUBLE) for h in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=DOUBLE)
+
+    def call(q, k, v, s, sinks):
+        return flash_online.varlen_attention(q, k, v, s, s, 5, 5, causal=True, sinks=sinks)
+
+    def total(*args):
+        return call(*args).square().sum()
+
+    for dims in ((0, 0, 0, 0, None), (0, None, 0, None, None), (0, 0, 0, 1, None)):
+        given = [t if d is not None else t[0] for t, d in zip((*tensors, starts), dims, strict=False)]
+        if dims[3] == 1:
+            given[3] = starts.t()
+        rows = [[t[i] if d == 0 else t[:, i] if d == 1 else t for t, d in zip(given, dims, strict=False)] for i in range(3)]
+        expected = torch.stack([call(*row, sinks) for row in rows])
+        torch.testing.assert_close(vmap(call, dims)(*given, sinks), expected)
+        expected = torch.stack([grad(total)(*row, sinks) for row in rows])
+        torch.testing.assert_close(vmap(grad(total), dims)(*given, sinks), expected)
 
 
 def test_vmap_of_vmap():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,19 @@ if not (BENCHMARKS / "run.py").is_file():
 def modules(monkeypatch):
     """The plain modules of benchmarks/, as its scripts see them."""
     pytest.importorskip("tqdm")
-    names = ("cases", "peers", "summary", "report", "run")
+    names = (
+        "cases",
+        "summary",
+        "turns",
+        "page",
+        "peers",
+        "cuda_peers",
+        "paper",
+        "paper.build",
+        "paper.tables",
+        "paper.measure",
+    )
+    names += ("report", "run")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for name in names:  # tests/ has a cases.py of its own, which comes back when the test ends
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -89,6 +103,23 @@ def test_summary_has_means_worst_cases_and_shares(modules):
     assert entry["backward"] == {"mean": pytest.approx(0.5), "worst": 0.25, "worst_case": "b", "share": pytest.approx(0.25)}
 
 
+def test_the_fastest_peer_may_be_another_in_each_direction(modules):
+    summary = modules["summary"]
+    result = result_of(2.0, 2.0, function="cross_entropy", case="a")
+    peers = {"quack": (2.5, 3.0), "torch math": (0.1, 0.1), "Liger": (9.0, 0.1)}  # ours takes 2 and 4 ms
+    for name, (forward, backward) in peers.items():
+        result["contestants"][name] = {"forward_ms": forward, "backward_ms": backward}
+    best = summary.over_best(result["contestants"])
+    assert best["forward"] == {"times": pytest.approx(1.25), "peer": "quack"}
+    assert best["backward"] == {"times": pytest.approx(0.025), "peer": "Liger"}
+    assert best["step"] == {"times": pytest.approx(5.5 / 6), "peer": "quack"}
+    assert summary.over_best({name: result["contestants"][name] for name in ("flash_online", "torch", "torch math")}) is None
+    (entry,) = summary.summarize([r | {"over_best": best} for r in with_ratio(summary, result)])
+    assert entry["over_best"]["step"]["worst_case"] == "a" and entry["over_best"]["backward"]["peer"] == "Liger"
+    record = {"device": "", "torch": "", "commit": "", "date": "", "summary": [entry]}
+    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["report"].summary_page(record))
+
+
 def test_unrest_is_the_yardsticks_median_over_its_least(modules):
     unrest = modules["summary"].unrest
     assert unrest([]) is None and unrest([result_of(1.0, 1.0)]) == pytest.approx(1.5)
@@ -149,6 +180,46 @@ def test_a_wrong_result_is_caught_before_it_is_timed(modules, monkeypatch):
             patch.setitem(peers.PEERS["attention"], name, replaced)
             with pytest.raises(AssertionError, match=name):
                 run.measure(case, "cpu", 0, 1)
+
+
+def test_peers_that_are_not_there_are_absent_with_a_word(modules, monkeypatch):
+    run, case = modules["run"], modules["cases"].Case("softmax", {"rows": 4, "classes": 8}, torch.float32, "")
+    monkeypatch.setitem(sys.modules, "quack", None)
+    inputs, extras = case.inputs("cpu")
+    everyone = run.everyone("softmax", "cuda")
+    assert list(everyone) == ["flash_online", "torch", "torch.compile", "quack", "Liger"]
+    with pytest.raises(modules["peers"].Absent, match="quack"):
+        everyone["quack"].first_call(inputs, extras, {})
+    assert list(run.everyone("softmax", "cuda", ["quack"])) == ["flash_online", "quack"]
+    assert list(run.everyone("softmax", "cpu")) == ["flash_online", "torch"]
+
+
+def test_a_peer_that_overwrites_its_input_works_on_a_copy(modules, monkeypatch):
+    """With a stand-in for Liger that writes the gradient over the logits, as Liger does."""
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, target, weight):
+            loss = torch.nn.functional.cross_entropy(x, target)
+            x.data.copy_((torch.softmax(x, -1) - torch.nn.functional.one_hot(target, x.shape[1])) / len(x))
+            ctx.save_for_backward(x.detach())
+            return loss, None
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return ctx.saved_tensors[0].data.mul_(grad), None, None
+
+    module = types.ModuleType("liger_kernel.ops.cross_entropy")
+    module.LigerCrossEntropyFunction = Overwriting
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    run, peers = modules["run"], modules["peers"]
+    case = modules["cases"].Case("cross_entropy", {"rows": 16, "classes": 40}, torch.float32, "")
+    monkeypatch.setitem(peers.PEERS["cross_entropy"], "Liger", run.CUDA_PEERS["cross_entropy"]["Liger"])
+    result = run.measure(case, "cpu", 0, 2)
+    assert result["absent"] == {} and result["contestants"]["Liger"]["error"] < 1e-5
+    assert result["over_best"]["step"]["peer"] in ("torch", "Liger")
 
 
 def test_long_sequences_are_checked_at_some_queries(modules, monkeypatch):
@@ -228,6 +299,88 @@ def test_report_makes_tables_of_it(modules, quick_record):
                 assert columns in widths, line
             previous = line
     assert any("attention, bias shared | torch math | 1" in line for line in report.summary_page(quick_record))
+
+
+def paper_record(modules):
+    """Of a chip on which a pass over a row takes 1 ns an element, and rows of 2000 do not fit beside ten others."""
+    results = []
+    for rows in (4000, 10):
+        for classes in (63, 1000, 25000):
+            pass_us = 1e-3 * rows * classes
+            top = {"unfused": 5 * pass_us, "safe, fused": 2 * pass_us, "online, fused": pass_us, "flash_online": pass_us / 2}
+            us = {"softmax": {"safe": 4 * pass_us, "naive": 3 * pass_us, "online": 3 * pass_us, "flash_online": 2 * pass_us}}
+            us |= {f"top {k}": top for k in modules["paper.build"].KS}
+            results.append({"rows": rows, "classes": classes, "us": us, "error": {}, "copy_us": 2 * pass_us})
+    results[2] = {"rows": 4000, "classes": 25000, "us": {}, "error": {}, "absent": "3 tensors of its size take 99 GiB"}
+    return {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "results": results}
+
+
+def test_the_papers_tables_count_passes(modules):
+    lines = modules["paper.tables"].paper_page(paper_record(modules))
+    assert (
+        "| softmax, online over safe | up to 1.3 | 1.33 (V 1000) to 1.33 (V 1000) | 1.33 (V 1000) to 1.33 (V 1000) |" in lines
+    )
+    assert "| 1000 | 16000 | 1.33 | 1.33 | 2.00 | 40 | 1.33 | 1.33 | 2.00 |" in lines
+    assert "| 1000 | 20000 | 2.50 | 5.00 | 10 | 0.50 | 50 | 2.50 | 5.00 | 10 | 0.50 |" in lines
+    assert "| 25000 | 30 | - | - | - | - | - | 1250 | 2.50 | 5.00 | 10 | 0.50 |" in lines
+    assert lines[-1] == "Too large for this GPU: V 25000 at batch 4000 (3 tensors of its size take 99 GiB)."
+
+
+def test_the_papers_curves_are_drawn(modules, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "paper.json").write_text(json.dumps(paper_record(modules)))
+    command = [sys.executable, "benchmarks/paper/figures.py", "--json", str(tmp_path / "paper.json"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"paper_softmax.png", "paper_top.png"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_papers_kernels_are_built_once_for_their_sources(modules, monkeypatch, tmp_path):
+    build = modules["paper.build"]
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    library = build.build("sm_90")
+    written = library.stat().st_mtime_ns
+    assert build.build("sm_90") == library and library.stat().st_mtime_ns == written
+    (tmp_path / "other.h").write_text("")
+    monkeypatch.setattr(build, "SOURCES", [*build.SOURCES, tmp_path / "other.h"])
+    monkeypatch.setattr(build, "FLAGS", ["--no-such-flag"])
+    with pytest.raises(build.Missing, match="no-such-flag"):
+        build.build("sm_90")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_paper_says_so(modules, tmp_path, capsys):
+    assert modules["paper.measure"].run(True, dict, tmp_path / "paper.json") == 2
+    assert "need a CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or shutil.which("nvcc") is None, reason="needs a GPU and nvcc")
+@pytest.mark.parametrize("rows, classes", [(3, 63), (70, 1025), (5, 4099), (2, 300001)])
+def test_the_papers_kernels_are_right(modules, rows, classes):
+    measure = modules["paper.measure"]
+    result = measure.measure((rows, classes), measure.Kernels(), 0, 1)  # raises where one is wrong
+    assert {name for names in result["us"].values() for name in names} >= {
+        "naive",
+        "safe",
+        "online",
+        "unfused",
+        "online, fused",
+    }
+    assert all(t > 0 for names in result["us"].values() for t in names.values())
+
+
+def test_a_wrong_result_of_the_papers_kernels_is_caught(modules):
+    rows = modules["paper.measure"].Rows(4, 100, "cpu")
+    values, places = rows.expected.topk(5)
+    assert rows.error("right", values.float(), places) < 1e-6
+    with pytest.raises(AssertionError, match="places"):
+        rows.error("wrong", values.float(), places.roll(1, -1))
+    with pytest.raises(AssertionError, match="off by"):
+        rows.error("wrong", values.float() * 1.001, places)
+    softmax = torch.softmax(rows.x, -1)
+    assert rows.error("right", softmax, None) < 1e-6
+    with pytest.raises(AssertionError, match="sums to"):
+        rows.error("unwritten", softmax.index_fill(1, torch.tensor([7]), torch.nan), None)
 
 
 def test_report_refuses_another_schema(modules, tmp_path):

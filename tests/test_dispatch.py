@@ -87,6 +87,13 @@ OURS = {
     "log_softmax": (TF.log_softmax, (LOGITS, 1), {}, ["softmax_forward"], 0),
     "logsumexp": (flash_online.logsumexp, (LOGITS, 1), {}, ["logsumexp_forward"], 0),
     "top k": (flash_online.topk_softmax, (LOGITS, 2), {}, ["topk_softmax_forward"], 0),
+    "packed": (
+        flash_online.varlen_attention,
+        (Q[0], K[0], V[0], torch.tensor([0, 4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32), 4, 4),
+        {},
+        ["attention_varlen_forward"],
+        2 * ROWS // 2,
+    ),
     "merge": (flash_online.merge_attention, ([Q, K], [Q[..., 0], K[..., 0]]), {}, ["attention_merge"], 0),
     "cross_entropy": (F.cross_entropy, (LOGITS, TARGET), {"reduction": "none"}, ["cross_entropy_forward"], 2 * 3 * 4),
     "linear_cross_entropy": (
@@ -158,6 +165,7 @@ def test_what_has_no_equal_in_torch_does_not_fall_back():
     for call in (
         lambda: flash_online.softmax(nested(torch.strided), -1),
         lambda: flash_online.attention(*(t.to("meta") for t in (Q, K, V))),
+        lambda: flash_online.varlen_attention(*(t.to("meta") for t in (Q[0], K[0], V[0], TARGET.int(), TARGET.int())), 4, 4),
         lambda: flash_online.cross_entropy(LOGITS.to("meta"), TARGET.to("meta")),
     ):
         with pytest.raises(NotImplementedError, match="nested|meta"):

@@ -12,7 +12,15 @@ Q = torch.randn(2, 4, 5, 8)
 K = V = torch.randn(2, 4, 7, 8)
 LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 1, 2])
 RAW = torch.ops.flash_online
+PACKED_NOTHING = (None, None, None, 5, 5, -1, -1, False, 1.0, 0.0, 0.0)
 NOTHING = (None, None, None, None, -1, -1, False, 1.0, 0.0, 0.0)
+
+
+PACKED, STARTS = torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def pack(q=PACKED, k=PACKED, v=PACKED, starts=STARTS, key_starts=STARTS, longest=5, longest_key=5, **options):
+    return flash_online.varlen_attention(q, k, v, starts, key_starts, longest, longest_key, **options)
 
 
 def attend(q=Q, k=K, v=V, **options):
@@ -59,6 +67,30 @@ BAD = {
     "slopes of another count": (lambda: attend(alibi_slopes=torch.zeros(3)), "alibi_slopes", "[3]", "4"),
     "slopes of another batch": (lambda: attend(alibi_slopes=torch.zeros(3, 4)), "alibi_slopes", "[3, 4]", "2"),
     "slopes that want a gradient": (lambda: attend(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes", "grad"),
+    "packed: four dimensions": (lambda: pack(Q, Q, Q), "query", "[2, 4, 5, 8]", "[total length, heads, width]"),
+    "packed: key of two dimensions": (lambda: pack(k=PACKED[0]), "key", "[4, 8]"),
+    "packed: key of another dtype": (lambda: pack(k=PACKED.double()), "key", "float64", "float32"),
+    "packed: value on another device": (lambda: pack(v=PACKED.to("meta")), "value", "meta", "cpu"),
+    "packed: integers": (lambda: pack(PACKED.int(), PACKED.int(), PACKED.int()), "query", "int32"),
+    "packed: widths that differ": (lambda: pack(k=PACKED[..., :6]), "key", "6", "8"),
+    "packed: lengths that differ": (lambda: pack(v=PACKED[:7]), "value", "7", "9"),
+    "packed: key heads that do not divide": (lambda: pack(k=PACKED[:, :3]), "key", "3", "4"),
+    "packed: value heads that do not divide": (lambda: pack(v=PACKED[:, :3]), "value", "3", "4"),
+    "packed: no key heads": (lambda: pack(k=PACKED[:, :0]), "key", "0", "4"),
+    "packed: starts of another dtype": (lambda: pack(starts=STARTS.long()), "cu_seqlens_q", "int64", "int32"),
+    "packed: starts in a list": (lambda: pack(key_starts=[0, 4, 9]), "cu_seqlens_k", "[0, 4, 9]", "int32"),
+    "packed: starts of two dimensions": (lambda: pack(key_starts=STARTS[None]), "cu_seqlens_k", "[1, 3]"),
+    "packed: no starts": (lambda: pack(starts=STARTS[:0]), "cu_seqlens_q", "[0]", "[sequences + 1]"),
+    "packed: starts on another device": (lambda: pack(starts=STARTS.to("meta")), "cu_seqlens_q", "meta", "cpu"),
+    "packed: fewer starts of keys": (lambda: pack(key_starts=STARTS[:2]), "cu_seqlens_k", "2", "3"),
+    "packed: negative longest": (lambda: pack(longest=-1), "max_seqlen_q", "-1"),
+    "packed: a longest that is no int": (lambda: pack(longest_key=torch.tensor(5)), "max_seqlen_k", "tensor(5)", "int"),
+    "packed: unknown alignment": (lambda: pack(alignment="left"), "alignment", "left", "upper_left"),
+    "packed: negative window": (lambda: pack(window=(0, -1)), "window", "-1"),
+    "packed: sinks of another count": (lambda: pack(sinks=torch.zeros(9)), "sinks", "[9]", "4"),
+    "packed: slopes of another count": (lambda: pack(alibi_slopes=torch.zeros(9)), "alibi_slopes", "[9]", "4"),
+    "packed: slopes of other sequences": (lambda: pack(alibi_slopes=torch.zeros(3, 4)), "alibi_slopes", "[3, 4]", "2"),
+    "packed: slopes of three dimensions": (lambda: pack(alibi_slopes=torch.zeros(1, 2, 4)), "alibi_slopes", "[1, 2, 4]"),
     "no parts": (lambda: flash_online.merge_attention([], []), "outs"),
     "parts without lse": (lambda: flash_online.merge_attention([Q, Q], [Q[..., 0]]), "lses"),
     "parts of two shapes": (lambda: flash_online.merge_attention([Q, K], [Q[..., 0], K[..., 0]]), "outs", "[2, 4, 7, 8]"),
@@ -121,6 +153,41 @@ RAW_BAD = {
     "gradient's shape": (
         lambda: RAW.attention_backward(
             Q[:, :, :4], None, Q, K, V, None, None, None, None, Q, Q[..., 0], Q[..., 0], *NOTHING[4:], False, False
+        ),
+        "grad_out",
+    ),
+    "packed rank": (lambda: RAW.attention_varlen_forward(Q, Q, Q, STARTS, STARTS, *PACKED_NOTHING), "query"),
+    "packed heads": (
+        lambda: RAW.attention_varlen_forward(PACKED, PACKED[:, :3], PACKED, STARTS, STARTS, *PACKED_NOTHING),
+        "key",
+    ),
+    "packed starts' dtype": (
+        lambda: RAW.attention_varlen_forward(PACKED, PACKED, PACKED, STARTS.long(), STARTS, *PACKED_NOTHING),
+        "cu_seqlens_q",
+        "int32",
+    ),
+    "packed starts' strides": (
+        lambda: RAW.attention_varlen_forward(PACKED, PACKED, PACKED, STARTS, STARTS.repeat(2)[::2], *PACKED_NOTHING),
+        "cu_seqlens_k",
+        "contiguous",
+    ),
+    "packed starts' number": (
+        lambda: RAW.attention_varlen_forward(PACKED, PACKED, PACKED, STARTS, STARTS[:2], *PACKED_NOTHING),
+        "cu_seqlens_k",
+    ),
+    "packed longest": (
+        lambda: RAW.attention_varlen_forward(PACKED, PACKED, PACKED, STARTS, STARTS, None, None, None, -1, *PACKED_NOTHING[4:]),
+        "max_seqlen_q",
+    ),
+    "packed slopes": (
+        lambda: RAW.attention_varlen_forward(PACKED, PACKED, PACKED, STARTS, STARTS, torch.zeros(4), *PACKED_NOTHING[1:]),
+        "alibi_slopes",
+        "[sequences, heads]",
+    ),
+    "packed gradient's shape": (
+        lambda: RAW.attention_varlen_backward(
+            *(PACKED[:8], None, PACKED, PACKED, PACKED, STARTS, STARTS, None, None, None),
+            *(PACKED, PACKED[..., 0].t().contiguous(), PACKED[..., 0].t().contiguous(), *PACKED_NOTHING[3:], False),
         ),
         "grad_out",
     ),

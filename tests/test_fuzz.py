@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DTYPES
-from oracle import Attention, compare_with_reference
+from oracle import Attention, Packed, compare_with_reference
 
 from flash_online._info import build_info
 from flash_online.testing import LAYOUTS, lay_out, random_tensor
@@ -72,6 +72,27 @@ def attention(choose: random.Random, seed: int) -> Attention:
     )
 
 
+def packed(choose: random.Random, seed: int) -> Packed:
+    """The dense problem's options on sequences of lengths drawn anew."""
+    dense = attention(choose, seed)
+    lengths = tuple((length(choose), length(choose)) for _ in range(choose.choice([0, 1, 2, 3, 5])))
+    return Packed(
+        dtype=dense.dtype,
+        heads=dense.heads if sum(q * k for q, k in lengths) <= 4000 else (1, 1, 1),
+        lengths=lengths,
+        widths=dense.widths,
+        layouts=dense.layouts,
+        spare=(choose.choice([0, 0, 1, 70]), choose.choice([0, 0, 1, 70])),
+        options=dense.options,
+        alibi=dense.alibi,
+        sinks=dense.sinks,
+        size=dense.size,
+        wanted=dense.wanted,
+        grad_lse=dense.grad_lse,
+        seed=seed,
+    )
+
+
 def rows(choose: random.Random, seed: int):
     torch.manual_seed(seed)
     rank = choose.choice([1, 2, 2, 3])
@@ -112,8 +133,9 @@ def test_fuzz():
     for seed in range(SEED, SEED + COUNT):
         choose = random.Random(seed)
         try:
-            if choose.random() < 0.7:
-                problem = attention(choose, seed)
+            kind = choose.random()
+            if kind < 0.7:
+                problem = attention(choose, seed) if kind < 0.5 else packed(choose, seed)
                 torch.manual_seed(seed)
                 problem.check()
             else:

@@ -60,6 +60,29 @@ def backward_arguments(dtype, layout, everything):
     return *grads, query, key, value, mask, slopes, sinks, rng, out, lse, lse_low, *options, mask is not None, False
 
 
+def varlen_forward_arguments(dtype, layout, everything):
+    make = (lambda t, h, e: torch.randn(h, t, e, dtype=dtype).transpose(0, 1)) if layout == "transposed" else None
+    make = make or (lambda t, h, e: torch.randn(t, h, e, dtype=dtype))
+    query, key, value = make(7, 4, 8), make(9, 2, 8), make(9, 1, 6)
+    if layout == "broadcast":
+        query, key = query[:1].expand(7, -1, -1), key[..., :1].expand(-1, -1, 8)
+    if layout == "empty":
+        key, value = key[:0], value[:0]
+    starts = torch.tensor([0, 3, 3, 6], dtype=torch.int32), torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    if not everything:
+        return query, key, value, *starts, None, None, None, 3, 4, *PLAIN
+    accumulator = accumulator_of(dtype)
+    slopes, sinks = torch.rand(4, dtype=accumulator).expand(3, 4), torch.randn(4, dtype=accumulator)
+    return query, key, value, *starts, slopes, sinks, torch.tensor([3, 4]), 3, 4, *DROPPED
+
+
+def varlen_backward_arguments(dtype, layout, everything):
+    *tensors, longest_query, longest_key = (arguments := varlen_forward_arguments(dtype, layout, everything))[:10]
+    out, lse, lse_low = RAW.attention_varlen_forward(*arguments)
+    grads = torch.randn_like(out), torch.randn_like(lse) if everything else None
+    return *grads, *tensors, out, lse, lse_low, longest_query, longest_key, *arguments[10:], False
+
+
 def parts(dtype):
     outs = [torch.randn(3, 2, 4, dtype=dtype), torch.randn(3, 4, 2, dtype=dtype).mT]
     return outs, [torch.randn(3, 2, dtype=accumulator_of(dtype)) for _ in outs]
@@ -117,8 +140,10 @@ def calls(dtype, layout):
     for everything in (False, True):
         yield RAW.attention_forward, forward_arguments(dtype, layout, everything)
         yield RAW.attention_backward, backward_arguments(dtype, layout, everything)
+        yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, everything)
+        yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, everything)
     outs, lses = parts(dtype)
-    yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 2, 3, 1, 4, 5, 0.5)
+    yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
     yield RAW.attention_merge, (outs, lses)
     yield RAW.attention_merge_backward, (torch.randn_like(outs[0]), torch.randn_like(lses[0]), outs, lses)
     yield from row_calls(dtype, layout)
@@ -201,6 +226,21 @@ def test_flops_of_grouped_heads_and_of_rows():
     assert counter.get_total_flops() == 2 * (2 * 4 * 3 * 5) * (8 + 6)
 
 
+def test_flops_of_packed_sequences():
+    """Those of a dense call on each sequence; without data, as torch counts, the longest for all."""
+    query, key, value = leaf(7, 4, 8), leaf(9, 2, 8), leaf(9, 2, 6)
+    starts = torch.tensor([0, 3, 3, 6], dtype=torch.int32), torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        flash_online.varlen_attention(query, key, value, *starts, 3, 4).sum().backward()
+    rectangles = 4 * (3 * 4 + 0 * 1 + 3 * 4)
+    assert counter.get_total_flops() == 2 * rectangles * (8 + 6) + 2 * rectangles * (3 * 8 + 2 * 6)
+    mode = FakeTensorMode()
+    fake = tree_map_only(torch.Tensor, mode.from_tensor, (query.detach(), key.detach(), value.detach(), *starts))
+    with mode, FlopCounterMode(display=False) as counter:
+        flash_online.varlen_attention(*fake, 3, 4)
+    assert counter.get_total_flops() == 2 * 4 * (3 * 3 * 4) * (8 + 6)
+
+
 def test_flops_of_a_linear_cross_entropy():
     """Three products where the gradients are made on the way forward, four where they are not, one alone."""
     x, w, target = leaf(6, 4), leaf(5, 4), torch.tensor([0, 1, 2, 3, 4, 0])
@@ -223,6 +263,7 @@ def leaf(*sizes, dtype=torch.float32):
 QKV = (leaf(2, 4, 3, 8), leaf(2, 2, 5, 8), leaf(2, 2, 5, 6))
 TARGET = torch.tensor([[0, 1, 2, 3, 0], [-100, 1, 1, 1, 1], [3, 2, 1, 0, -100]])
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25])
+STARTS = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
 
 
 def all_of_attention(query, key, value, sinks, mask):
@@ -251,11 +292,28 @@ COMPILED = {
         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
         (*QKV, leaf(3, 5)),
     ),
+    "one tensor three times": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), QKV[:1]),
     "two dimensions": (lambda q, k, v: F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0]), QKV),
     "broadcast": (lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v, enable_gqa=True), QKV),
     "dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, enable_gqa=True), QKV),
     "no keys": (lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, :0], v[:, :, :0]), QKV),
     "all of attention": (all_of_attention, (*QKV, leaf(4), leaf(3, 5))),
+    "packed": (
+        lambda q, k, v, s: flash_online.varlen_attention(
+            *(q, k, v, STARTS, STARTS, 3, 3),
+            causal=True,
+            window=(2, 1),
+            softcap=3.0,
+            sinks=s,
+            alibi_slopes=torch.ones(4),
+            return_lse=True,
+        ),
+        (leaf(7, 4, 8), leaf(7, 2, 8), leaf(7, 2, 6), leaf(4)),
+    ),
+    "packed dropout": (
+        lambda q, k, v: flash_online.varlen_attention(q, k, v, STARTS, STARTS, 3, 3, dropout_p=0.3),
+        (leaf(7, 4, 8), leaf(7, 2, 8), leaf(7, 2, 6)),
+    ),
     "merge": (
         lambda a, b, la, lb: flash_online.merge_attention([a, b], [la, lb]),
         (leaf(2, 3, 4), leaf(2, 3, 4), leaf(2, 3), leaf(2, 3)),

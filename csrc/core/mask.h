@@ -37,6 +37,27 @@ FLASH_ONLINE_HD KeyRange keys_of_any(const Visibility& visible, int64_t first, i
   return {keys_of(visible, first, keys).begin, keys_of(visible, last - 1, keys).end};
 }
 
+// [begin, end), empty if end <= begin.
+struct QueryRange {
+  int64_t begin, end;
+};
+
+// The inverse for the keys [first, last): the queries out of `queries` between the first and the last that see any of them.
+FLASH_ONLINE_HD QueryRange queries_of_any(const Visibility& visible, int64_t first, int64_t last, int64_t queries) {
+  const int64_t from = first - visible.offset, to = last - visible.offset;  // the queries that stand at these keys
+  const int64_t begin = visible.right < 0 || visible.right >= from ? 0 : from - visible.right;
+  const int64_t end = visible.left < 0 || visible.left >= queries - to ? queries : to + visible.left;
+  return {begin, end < 0 ? 0 : end};
+}
+
+// Those of the queries that see all of the keys [first, last).
+FLASH_ONLINE_HD QueryRange queries_of_all(const Visibility& visible, int64_t first, int64_t last, int64_t queries) {
+  const int64_t from = first - visible.offset, to = last - visible.offset - 1;  // the queries that stand at the outermost keys
+  const int64_t begin = visible.right < 0 || visible.right >= to ? 0 : to - visible.right;
+  const int64_t end = visible.left < 0 || visible.left >= queries - from - 1 ? queries : from + visible.left + 1;
+  return {begin, end < 0 ? 0 : end};
+}
+
 // Whether each of the queries [first, last) sees all keys [begin, end).
 FLASH_ONLINE_HD bool all_see(const Visibility& visible, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t keys) {
   return keys_of(visible, last - 1, keys).begin <= begin && end <= keys_of(visible, first, keys).end;

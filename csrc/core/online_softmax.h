@@ -83,6 +83,12 @@ struct OnlineSoftmax {
     return Base::exp(static_cast<T>(score - pivot(max)));
   }
 
+  // The same of the score a * b, which is not rounded by itself.
+  template <class Factor>
+  FLASH_ONLINE_HD T weight_of_product(Factor a, Factor b) const {
+    return Base::exp(static_cast<T>(a * b - pivot(max)));
+  }
+
   // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor that whatever else was
   // accumulated with the old weights (the output row of attention) must be multiplied by.
   FLASH_ONLINE_HD T raise(Max block_max) {

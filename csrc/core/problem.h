@@ -37,11 +37,15 @@ struct Visibility {
 
 // softmax(g(scale * query key^T) + bias) value, with g the softcap. Query head h uses key head h / (heads / key_heads) and
 // value head h / (heads / value_heads).
+//
+// The sequences of a batch are dense, each `queries` x `keys`, one step of stride[0] after another; or packed, of any lengths
+// and one behind the other along the rows, in tensors [heads, total, width] with a stride[0] of 0. sequence_of (sequence.h)
+// says which rows are a sequence's. Comments give the dense shapes; packed tensors of rows have no batch.
 struct AttentionProblem {
   DType dtype = DType::kFloat32;     // of query, key, value, out and their gradients
   DType mask_dtype = DType::kBool;
-  int64_t batch = 0, heads = 0, key_heads = 0, value_heads = 0;
-  int64_t queries = 0, keys = 0, width = 0, value_width = 0;
+  int64_t batch = 0, heads = 0, key_heads = 0, value_heads = 0;  // batch: the number of sequences
+  int64_t queries = 0, keys = 0, width = 0, value_width = 0;     // packed: at most; longer sequences are cut
   int64_t batch_begin = 0;           // the index of batch 0 among the call's batches: a part of dropout's counter
 
   ConstView4 query;                  // [batch, heads, queries, width]
@@ -53,19 +57,26 @@ struct AttentionProblem {
   const void* sinks = nullptr;       // [heads], accumulator type, contiguous
   const int64_t* rng = nullptr;      // (seed, offset), on the device; null without dropout
 
-  Visibility visible;
+  // Packed: [batch + 1], contiguous, on the device, which the host must not read: a sequence's first row, and the end of the
+  // last; not to be trusted. Null: dense.
+  const int32_t *query_starts = nullptr, *key_starts = nullptr;
+  int64_t total_queries = 0, total_keys = 0;  // packed: rows that the tensors have
+
+  Visibility visible;                // packed: without its offset
+  bool lower_right = false;          // packed: a sequence's offset is its keys - its queries
   double scale = 1, softcap = 0;     // softcap 0: none
   double dropout = 0;                // the probability that a weight is dropped
 
   MutableView4 out;                  // [batch, heads, queries, value_width]
-  void* lse = nullptr;               // [batch, heads, queries], accumulator type, contiguous: natural logarithm
+  void* lse = nullptr;               // [batch, heads, queries], accumulator type, strides lse_stride: natural logarithm
   void* lse_low = nullptr;           // same: what rounding lse dropped
+  int64_t lse_stride[2] = {};        // of batch and heads, for all that has a number a query; queries are neighbours
 };
 
 // The backward pass of an AttentionProblem, whose out, lse and lse_low are inputs here.
 struct AttentionGradients {
   ConstView4 grad_out;               // [batch, heads, queries, value_width]
-  const void* grad_lse = nullptr;    // [batch, heads, queries], accumulator type, contiguous; null: zero
+  const void* grad_lse = nullptr;    // [batch, heads, queries], accumulator type, strides lse_stride; null: zero
   MutableView4 grad_query;           // shapes of the forward's inputs; every element is written
   MutableView4 grad_key;
   MutableView4 grad_value;
@@ -73,15 +84,16 @@ struct AttentionGradients {
   DType grad_mask_dtype = DType::kFloat32;
   bool add_to_grad_mask = false;     // to what is there, instead of overwriting it
   int64_t mask_size[4] = {};         // the mask's own shape: 1 where it is broadcast
+  int64_t units = 0;                 // CUDA: heads that grad_key and grad_value have, for the caller to sum to their own
   void* grad_sinks = nullptr;        // [batch, heads], accumulator type, contiguous; null: no sinks
-  void* delta = nullptr;             // workspace: [batch, heads, queries], accumulator type, contiguous
+  void* delta = nullptr;             // workspace: [batch, heads, queries], accumulator type, strides lse_stride
   double* wide_delta = nullptr;      // workspace: the same in double, for float32; else null
 };
 
 // Dropout's mask by itself.
 struct DropoutProblem {
   const int64_t* rng = nullptr;
-  int64_t batch = 0, heads = 0, query_begin = 0, queries = 0, keys = 0;
+  int64_t batch_begin = 0, batch = 0, heads = 0, query_begin = 0, queries = 0, keys = 0;
   double dropout = 0;
   bool* keep = nullptr;  // [batch, heads, queries, keys], contiguous
 };

@@ -5,6 +5,7 @@
 // A work item is a tile of queries of one head; it writes its own results alone, so that they do not depend on threads.
 #include "attention_tile.h"
 #include "kernels.h"
+#include "schedule.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
@@ -14,24 +15,30 @@ namespace {
 template <class E>
 struct KeyMemory {
   using F = Factor<E>;
+  Schedule blocks;
   F *key = nullptr, *value = nullptr;
-  int64_t key_rows = 0, key_pitch = 0, value_pitch = 0;
+  int64_t key_pitch = 0, value_pitch = 0;
 
-  KeyMemory(const AttentionProblem& problem, Carver& carver) {
-    key_rows = round_up(problem.keys, kKeys);
-    key_pitch = pitch_of<F>(problem.width);
-    value_pitch = kPaired<F> ? padded(problem.value_width) : problem.value_width;
-    if (!lies_as_rows<E>(problem.key, problem.keys, problem.width))
-      key = carver.take<F>(problem.batch * problem.key_heads * key_rows * key_pitch);
-    if (kPaired<F> || !lies_as_rows<E>(problem.value, problem.keys, problem.value_width))
-      value = carver.take<F>(problem.batch * problem.value_heads * key_rows * value_pitch);
+  KeyMemory(const AttentionProblem& call, Carver& carver) : blocks(key_blocks(call, carver)) {
+    const int64_t length = call.key_starts ? 1 : call.keys;  // packed sequences are of any length
+    key_pitch = pitch_of<F>(call.width);
+    value_pitch = kPaired<F> ? padded(call.value_width) : call.value_width;
+    if (!lies_as_rows<E>(call.key, length, call.width))
+      key = carver.take<F>(call.key_heads * blocks.total() * kKeys * key_pitch);
+    if (kPaired<F> || !lies_as_rows<E>(call.value, length, call.value_width))
+      value = carver.take<F>(call.value_heads * blocks.total() * kKeys * value_pitch);
   }
 
-  F* key_block(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin) const {
-    return key + ((batch * problem.key_heads + head) * key_rows + begin) * key_pitch;
+  F* key_rows(const OneSequence& sequence, int64_t head, int64_t begin) const {
+    return key + row(sequence.problem.key_heads, sequence, head, begin) * key_pitch;
   }
-  F* value_block(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin) const {
-    return value + ((batch * problem.value_heads + head) * key_rows + begin) * value_pitch;
+  F* value_rows(const OneSequence& sequence, int64_t head, int64_t begin) const {
+    return value + row(sequence.problem.value_heads, sequence, head, begin) * value_pitch;
+  }
+
+ private:
+  int64_t row(int64_t heads, const OneSequence& sequence, int64_t head, int64_t begin) const {
+    return blocks.number(heads, {sequence.index, head, begin / kKeys}) * kKeys + begin % kKeys;
   }
 };
 
@@ -46,18 +53,18 @@ struct PackScratch {
   }
 };
 
-// Copies block `block` of the keys, and of the values.
+// Copies block `block` of a sequence's keys, and of its values.
 template <class E>
-void pack_block(const AttentionProblem& problem, const KeyMemory<E>& memory, int64_t batch, int64_t head, int64_t block,
-                std::byte* scratch) {
+void pack_block(const OneSequence& sequence, const KeyMemory<E>& memory, int64_t head, int64_t block, std::byte* scratch) {
   using F = Factor<E>;
+  const AttentionProblem& problem = sequence.problem;
   const int64_t begin = block * kKeys, count = std::min(kKeys, problem.keys - begin);
   if (memory.key && head < problem.key_heads)
-    load_rows<E>(matrix_of<const E>(problem.key, batch, head, begin), count, problem.width,
-                 memory.key_block(problem, batch, head, begin), kKeys, memory.key_pitch);
+    load_rows<E>(matrix_of<const E>(problem.key, sequence.batch, head, begin), count, problem.width,
+                 memory.key_rows(sequence, head, begin), kKeys, memory.key_pitch);
   if (!memory.value || head >= problem.value_heads) return;
-  const auto from = matrix_of<const E>(problem.value, batch, head, begin);
-  F* to = memory.value_block(problem, batch, head, begin);
+  const auto from = matrix_of<const E>(problem.value, sequence.batch, head, begin);
+  F* to = memory.value_rows(sequence, head, begin);
   if constexpr (kPaired<F>) {
     Carver carver(scratch);
     const PackScratch<E> pack(problem, carver);
@@ -188,9 +195,10 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
 }
 
 template <class E>
-void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, const QueryTile& query, std::byte* scratch) {
+void forward_tile(const OneSequence& sequence, const KeyMemory<E>& memory, const QueryTile& query, std::byte* scratch) {
   using A = Accumulator<E>;
   using F = Factor<E>;
+  const AttentionProblem& problem = sequence.problem;
   [[maybe_unused]] const TileRegisters registers;
   Carver carver(scratch);
   ForwardScratch<E> tile(problem, carver);
@@ -213,7 +221,7 @@ void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, c
     if (!load_mask(problem, query, begin, count, tile.mask)) return;
     const auto key = matrix_of<const E>(problem.key, query.batch, key_head, begin),
                value = matrix_of<const E>(problem.value, query.batch, value_head, begin);
-    RowsOf<F> keys{memory.key ? memory.key_block(problem, query.batch, key_head, begin) : nullptr, memory.key_pitch};
+    RowsOf<F> keys{memory.key ? memory.key_rows(sequence, key_head, begin) : nullptr, memory.key_pitch};
     RowsOf<F> values{nullptr, memory.value_pitch};
     if constexpr (std::is_same_v<E, F>) {
       if (!memory.key) keys = {key.data, key.row_stride};
@@ -226,11 +234,11 @@ void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, c
     empty = false;
     if constexpr (kPaired<F>) {
       const int64_t block = begin / kKeys * kKeys;
-      const F* columns = memory.value_block(problem, query.batch, value_head, block) + begin - block;
+      const F* columns = memory.value_rows(sequence, value_head, block) + begin - block;
       product(into, value_rows, query.columns, round_up(count, kDepthStep<F>), columns, kKeys, 1, tile.weight_pairs, kQueries,
               tile.out, kQueries, tile.factor);
     } else {
-      if (memory.value) values.data = memory.value_block(problem, query.batch, value_head, begin);
+      if (memory.value) values.data = memory.value_rows(sequence, value_head, begin);
       product(into, value_rows, query.columns, count, values.data, 1, values.pitch, tile.score, kQueries, tile.out, kQueries,
               tile.factor);
     }
@@ -249,33 +257,49 @@ void forward_tile(const AttentionProblem& problem, const KeyMemory<E>& memory, c
                    matrix_of<E>(problem.out, query.batch, query.head, query.first));
 }
 
-Memory forward_memory(const AttentionProblem& problem) {
+// Rows that belong to no sequence of a packed call: nothing is attended to.
+template <class E>
+void forward_unowned(const AttentionProblem& call, int64_t index) {
+  using A = Accumulator<E>;
+  const Rows rows = unowned_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
+  zero_rows<E>(call.out, call.heads, rows, call.value_width);
+  for (int64_t head = 0; head < call.heads; ++head) {
+    std::fill_n(static_cast<A*>(call.lse) + head * call.lse_stride[1] + rows.begin, rows.count, Softmax<A>{}.lse());
+    std::fill_n(static_cast<A*>(call.lse_low) + head * call.lse_stride[1] + rows.begin, rows.count, Softmax<A>{}.lse_low());
+  }
+}
+
+Memory forward_memory(const AttentionProblem& call) {
   Carver scratch(nullptr), pack(nullptr), shared(nullptr);
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
-    ForwardScratch<E>(problem, scratch);
-    PackScratch<E>(problem, pack);
-    KeyMemory<E>(problem, shared);
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    ForwardScratch<E>(call, scratch);
+    PackScratch<E>(call, pack);
+    query_tiles(call, shared);
+    KeyMemory<E>(call, shared);
   });
   return {std::max(scratch.used(), pack.used()), shared.used()};
 }
 
-void forward(const AttentionProblem& problem, const Executor& executor) {
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
+void forward(const AttentionProblem& call, const Executor& executor) {
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
     Carver shared(executor.shared);
-    const KeyMemory<E> memory(problem, shared);
-    const int64_t heads = std::max(problem.key_heads, problem.value_heads), blocks = tiles_of(problem.keys, kKeys);
+    const Schedule tiles = query_tiles(call, shared);
+    const KeyMemory<E> memory(call, shared);
+    const int64_t key_heads = std::max(call.key_heads, call.value_heads);
     if (memory.key || memory.value)
-      for_each_item(executor, problem.batch * heads * blocks, [&](int64_t item, std::byte* scratch) {
-        const int64_t plane = item / blocks;
-        pack_block<E>(problem, memory, plane / heads, plane % heads, item % blocks, scratch);
+      for_each_item(executor, key_heads * memory.blocks.total(), [&](int64_t item, std::byte* scratch) {
+        const auto [index, head, block] = memory.blocks.find(key_heads, item);
+        pack_block<E>(OneSequence(call, index), memory, head, block, scratch);
       });
-    const int64_t planes = problem.batch * problem.heads, tiles = tiles_of(problem.queries, kQueries);
-    for_each_item(executor, planes * tiles, [&](int64_t item, std::byte* scratch) {
+    for_each_item(executor, call.heads * tiles.total(), [&](int64_t item, std::byte* scratch) {
       // A head's tiles follow one another, as they read the same keys; late ones first, the longest under causal visibility.
-      const int64_t plane = item / tiles, tile = tiles - 1 - item % tiles;
-      forward_tile<E>(problem, memory, QueryTile(problem, plane / problem.heads, plane % problem.heads, tile * kQueries),
-                      scratch);
+      const auto [index, head, tile] = tiles.find(call.heads, item);
+      const OneSequence sequence(call, index);
+      const int64_t first = (tiles.of(index) - 1 - tile) * kQueries;
+      forward_tile<E>(sequence, memory, QueryTile(sequence.problem, sequence.batch, head, first), scratch);
     });
+    if (call.query_starts)
+      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) { forward_unowned<E>(call, index); });
   });
 }
 
@@ -287,7 +311,7 @@ void dropout_mask(const DropoutProblem& problem, const Executor& executor) {
     bool* keep = problem.keep + row * problem.keys;
     for (int64_t k = 0; k < problem.keys; k += 4) {
       uint32_t word[4];
-      philox.words(plane / problem.heads, plane % problem.heads, query, k / 4, word);
+      philox.words(problem.batch_begin + plane / problem.heads, plane % problem.heads, query, k / 4, word);
       for (int64_t j = 0; j < 4 && k + j < problem.keys; ++j) keep[k + j] = word[j] >= threshold;
     }
   });

@@ -8,11 +8,12 @@
 #include <thread>
 
 #include "gradient_tile.h"
+#include "schedule.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The weight that a head's sink has among the scores of the query that `row` counts over batches, heads and queries.
+// The weight that a head's sink has among the scores of the query whose lse is at `row`.
 template <class A>
 A sink_weight(const AttentionProblem& problem, int64_t head, int64_t row) {
   const A lse = pivot(static_cast<const A*>(problem.lse)[row]), low = static_cast<const A*>(problem.lse_low)[row];
@@ -85,37 +86,41 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
 // The heads that share keys or values form a group.
 int64_t groups_of(const AttentionProblem& problem) { return std::gcd(problem.key_heads, problem.value_heads); }
 
+constexpr int64_t kLongestSpan = 4 * kKeys;
+
 // How many keys an item owns: many, since all queries are loaded again for each item; but few enough that there are items for
-// every thread. Decided by the problem alone, as the order of sums depends on it.
+// every thread. Decided by the problem alone, as the order of sums depends on it: of a packed call by a sequence's own.
 int64_t span_of(const AttentionProblem& problem) {
   constexpr int64_t kItems = 16;
-  int64_t span = 4 * kKeys;
+  int64_t span = kLongestSpan;
   while (span > kKeys && problem.batch * groups_of(problem) * tiles_of(problem.keys, span) < kItems) span /= 2;
   return span;
+}
+
+Schedule key_spans(const AttentionProblem& call, Carver& carver) {
+  return Schedule(call, carver,
+                  [](const OneSequence& sequence) { return tiles_of(sequence.problem.keys, span_of(sequence.problem)); });
 }
 
 // The gradients of all queries while they are summed: for each tile [padded(width), kQueries], and how many items have added.
 template <class E>
 struct QueryGradients {
   using A = Accumulator<E>;
+  Schedule tiles;
   A* sum;
   std::atomic<int32_t>* turn;
-  int64_t tiles, tile_size;
+  int64_t tile_size;
 
-  QueryGradients(const AttentionProblem& problem, Carver& carver) {
-    tiles = tiles_of(problem.queries, kQueries);
-    tile_size = padded(problem.width) * kQueries;
-    sum = carver.take<A>(problem.batch * problem.heads * tiles * tile_size);
-    turn = carver.take<std::atomic<int32_t>>(problem.batch * problem.heads * tiles);
-  }
-  int64_t index(const AttentionProblem& problem, const QueryTile& query) const {
-    return (query.batch * problem.heads + query.head) * tiles + query.first / kQueries;
+  QueryGradients(const AttentionProblem& call, Carver& carver) : tiles(query_tiles(call, carver)) {
+    tile_size = padded(call.width) * kQueries;
+    sum = carver.take<A>(call.heads * tiles.total() * tile_size);
+    turn = carver.take<std::atomic<int32_t>>(call.heads * tiles.total());
   }
 
   // Adds an item's part of a tile, after the `before` items with lower keys; null for nothing to add. They have all been
   // started before this one, and wait for lower ones only, so that one of them always runs.
-  void add(const AttentionProblem& problem, const QueryTile& query, int32_t before, const A* part) const {
-    const int64_t tile = index(problem, query);
+  void add(const OneSequence& sequence, const QueryTile& query, int32_t before, const A* part) const {
+    const int64_t tile = tiles.number(sequence.problem.heads, {sequence.index, query.head, query.first / kQueries});
     while (turn[tile].load(std::memory_order_acquire) != before) std::this_thread::yield();
     A* to = sum + tile * tile_size;
     if (before == 0) {
@@ -228,8 +233,8 @@ struct BackwardScratch : GradientScratch<E> {
   A* grad_query;  // [padded(width), kQueries]
   A *grad_key, *grad_value;  // [heads of the group, span, padded(width)]
 
-  BackwardScratch(const AttentionProblem& problem, Carver& carver) : GradientScratch<E>(problem, carver) {
-    const int64_t groups = groups_of(problem), span = span_of(problem);
+  BackwardScratch(const AttentionProblem& problem, int64_t span, Carver& carver) : GradientScratch<E>(problem, carver) {
+    const int64_t groups = groups_of(problem);
     const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
     keys = carver.take<F>(span * pitch_of<F>(problem.width));
     values = carver.take<F>(span * pitch_of<F>(problem.value_width));
@@ -298,17 +303,19 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
 }
 
 template <class E>
-void backward_span(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryGradients<E>& sums,
-                   const MaskGradients<E>& mask, int64_t batch, int64_t group, int64_t index, std::byte* scratch) {
+void backward_span(const OneSequence& sequence, const AttentionGradients& gradients, const QueryGradients<E>& sums,
+                   const MaskGradients<E>& mask, int64_t group, int64_t index, std::byte* scratch) {
   using A = Accumulator<E>;
   using F = Factor<E>;
   [[maybe_unused]] const TileRegisters registers;
+  const AttentionProblem& problem = sequence.problem;
+  const int64_t batch = sequence.batch, span = span_of(problem);
   Carver carver(scratch);
-  BackwardScratch<E> tile(problem, carver);
+  BackwardScratch<E> tile(problem, span, carver);
   const int64_t groups = groups_of(problem), heads = problem.heads / groups;
   const int64_t key_heads = problem.key_heads / groups, value_heads = problem.value_heads / groups;
   const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
-  const int64_t span = span_of(problem), start = index * span, end = std::min(start + span, problem.keys);
+  const int64_t start = index * span, end = std::min(start + span, problem.keys);
   std::fill_n(tile.grad_key, key_heads * span * width, A(0));
   std::fill_n(tile.grad_value, value_heads * span * value_width, A(0));
 
@@ -363,7 +370,7 @@ void backward_span(const AttentionProblem& problem, const AttentionGradients& gr
         mask.add(query, done, end - done, nullptr);
         mask.end(query, index);
       }
-      sums.add(problem, query, static_cast<int32_t>(index - range.begin / span), empty ? nullptr : tile.grad_query);
+      sums.add(sequence, query, static_cast<int32_t>(index - range.begin / span), empty ? nullptr : tile.grad_query);
     }
   }
   const A scale = static_cast<A>(problem.scale);
@@ -377,10 +384,9 @@ void backward_span(const AttentionProblem& problem, const AttentionGradients& gr
 
 template <class E>
 void store_query_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryGradients<E>& sums,
-                          const QueryTile& query) {
+                          int64_t tile, const QueryTile& query) {
   using A = Accumulator<E>;
   const auto to = matrix_of<E>(gradients.grad_query, query.batch, query.head, query.first);
-  const int64_t tile = sums.index(problem, query);
   if (sums.turn[tile].load(std::memory_order_relaxed) == 0) {  // no key is seen: nobody has written the sums
     for (int64_t i = 0; i < query.rows; ++i)
       for (int64_t e = 0; e < problem.width; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(A(0));
@@ -394,7 +400,7 @@ void store_query_gradient(const AttentionProblem& problem, const AttentionGradie
 // A sink joins the denominator alone: its gradient is the sum over queries of its weight times grad_lse - grad_out . out.
 template <class A>
 void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch, int64_t head) {
-  const int64_t row = (batch * problem.heads + head) * problem.queries;
+  const int64_t row = batch * problem.lse_stride[0] + head * problem.lse_stride[1];
   double sum = 0;
   for (int64_t i = row; i < row + problem.queries; ++i)
     sum -= sink_weight<A>(problem, head, i) *
@@ -466,59 +472,73 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
 
 }  // namespace
 
-Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients) {
+Memory backward_memory(const AttentionProblem& call, const AttentionGradients& gradients) {
   Carver backward(nullptr), mask(nullptr), shared(nullptr);
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
-    BackwardScratch<E>(problem, backward);
-    MaskScratch<E>(problem, mask);
-    QueryGradients<E>(problem, shared);
-    MaskGradients<E>(problem, gradients, shared);
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    BackwardScratch<E>(call, call.query_starts ? kLongestSpan : span_of(call), backward);
+    MaskScratch<E>(call, mask);
+    QueryGradients<E>(call, shared);
+    MaskGradients<E>(call, gradients, shared);
+    key_spans(call, shared);
   });
   return {std::max(backward.used(), mask.used()), shared.used()};
 }
 
-void backward(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor) {
-  const int64_t groups = groups_of(problem), planes = problem.batch * problem.heads,
-                tiles = tiles_of(problem.queries, kQueries), spans = tiles_of(problem.keys, span_of(problem));
-  const auto tile_of = [&](int64_t item) {
-    const int64_t plane = item / tiles;
-    return QueryTile(problem, plane / problem.heads, plane % problem.heads, item % tiles * kQueries);
-  };
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
+void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
+  const int64_t groups = groups_of(call);
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
     Carver shared(executor.shared);
-    const QueryGradients<E> sums(problem, shared);
-    const MaskGradients<E> mask(problem, gradients, shared);
+    const QueryGradients<E> sums(call, shared);
+    const MaskGradients<E> mask(call, gradients, shared);
+    const Schedule spans = key_spans(call, shared);
     const int64_t* mask_size = gradients.mask_size;
     for (int64_t i = 0; mask.sum && i < mask.planes() * mask.tiles * mask.spans; ++i)
       mask.turn[i].store(0, std::memory_order_relaxed);
-    for_each_item(executor, planes * tiles, [&](int64_t item, std::byte* scratch) {
-      const QueryTile query = tile_of(item);
-      sums.turn[sums.index(problem, query)].store(0, std::memory_order_relaxed);
-      fill_delta<E>(problem, gradients, query, scratch);
+
+    const auto for_each_query_tile = [&](const auto& run) {
+      for_each_item(executor, call.heads * sums.tiles.total(), [&](int64_t item, std::byte* scratch) {
+        const auto [index, head, tile] = sums.tiles.find(call.heads, item);
+        const OneSequence sequence(call, index);
+        run(item, sequence, QueryTile(sequence.problem, sequence.batch, head, tile * kQueries), scratch);
+      });
+    };
+    for_each_query_tile([&](int64_t tile, const OneSequence& sequence, const QueryTile& query, std::byte* scratch) {
+      sums.turn[tile].store(0, std::memory_order_relaxed);
+      fill_delta<E>(sequence.problem, sequence.of(gradients), query, scratch);
     });
-    // Spans outside, so that items of one head, which add to the same queries, seldom run at the same time.
-    for_each_item(executor, spans * problem.batch * groups, [&](int64_t item, std::byte* scratch) {
-      const int64_t plane = item % (problem.batch * groups);
-      backward_span<E>(problem, gradients, sums, mask, plane / groups, plane % groups, item / (problem.batch * groups),
-                       scratch);
+    // Scattered, so that items of one head, which add to the same queries, seldom run at the same time.
+    for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
+      const auto [index, group, span] = spans.find_scattered(groups, item);
+      const OneSequence sequence(call, index);
+      backward_span<E>(sequence, sequence.of(gradients), sums, mask, group, span, scratch);
     });
-    for_each_item(executor, planes * tiles,
-                  [&](int64_t item, std::byte*) { store_query_gradient<E>(problem, gradients, sums, tile_of(item)); });
+    for_each_query_tile([&](int64_t tile, const OneSequence& sequence, const QueryTile& query, std::byte*) {
+      store_query_gradient<E>(sequence.problem, sequence.of(gradients), sums, tile, query);
+    });
     if (gradients.grad_sinks)
-      for_each_item(executor, planes, [&](int64_t item, std::byte*) {
-        sink_gradient<Accumulator<E>>(problem, gradients, item / problem.heads, item % problem.heads);
+      for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {
+        const OneSequence sequence(call, item / call.heads);
+        sink_gradient<Accumulator<E>>(sequence.problem, sequence.of(gradients), sequence.batch, item % call.heads);
+      });
+    if (call.query_starts)
+      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) {
+        const Rows queries = unowned_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
+        const Rows keys = unowned_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
+        zero_rows<E>(gradients.grad_query, call.heads, queries, call.width);
+        zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.width);
+        zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.value_width);
       });
     if (mask.sum)
-      for_each_item(executor, mask.planes() * tiles, [&](int64_t item, std::byte*) {
-        const int64_t plane = item / tiles;
-        mask.finish(QueryTile(problem, plane / mask_size[1], plane % mask_size[1], item % tiles * kQueries));
+      for_each_item(executor, mask.planes() * mask.tiles, [&](int64_t item, std::byte*) {
+        const int64_t plane = item / mask.tiles;
+        mask.finish(QueryTile(call, plane / mask_size[1], plane % mask_size[1], item % mask.tiles * kQueries));
       });
     if (gradients.grad_mask.data && !mask.wanted) {
       const int64_t rows = mask_size[2] == 1 ? 1 : tiles_of(mask_size[2], kQueries),
                     blocks = mask_size[3] == 1 ? 1 : tiles_of(mask_size[3], kKeys);
       for_each_item(executor, mask_size[0] * mask_size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
         const int64_t plane = item / (rows * blocks), rest = item % (rows * blocks);
-        mask_gradient_tile<E>(problem, gradients, plane / mask_size[1], plane % mask_size[1], rest / blocks, rest % blocks,
+        mask_gradient_tile<E>(call, gradients, plane / mask_size[1], plane % mask_size[1], rest / blocks, rest % blocks,
                               scratch);
       });
     }

@@ -31,6 +31,7 @@ class Carver {
     return piece;
   }
   int64_t used() const { return used_; }
+  bool counts() const { return base_ == nullptr; }
 
  private:
   std::byte* base_;

@@ -21,8 +21,10 @@ struct QueryTile {
   QueryTile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first)
       : batch(batch), head(head), first(first), rows(std::min(kQueries, problem.queries - first)), columns(padded(rows)) {}
   int64_t last() const { return first + rows; }
-  // The number of the first query among those of all batches and heads.
-  int64_t number(const AttentionProblem& problem) const { return (batch * problem.heads + head) * problem.queries + first; }
+  // Where lse and its like have the first query's.
+  int64_t number(const AttentionProblem& problem) const {
+    return batch * problem.lse_stride[0] + head * problem.lse_stride[1] + first;
+  }
 };
 
 template <class A>

@@ -14,6 +14,9 @@ struct Api {
   // at most; a row function's for a worker. Of the problem, sizes, strides and what is not null count.
   int64_t (*attention_memory)(const AttentionProblem& problem, int64_t workers);
   int64_t (*row_scratch)(bool float64, int64_t k);  // k: of the top k, else 0
+  // The CUDA kernels that attention may run on, the best first, a line each: its name, and after a space why it does not take the
+  // problem (nothing: it does). The result lives until the thread's next call. Null in a build without CUDA.
+  const char* (*attention_candidates)(const AttentionProblem& problem, int major, int minor, int shared_bytes, bool backward);
 };
 
 }  // namespace flash_online

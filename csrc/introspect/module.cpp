@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -119,6 +120,25 @@ void bind_state(py::module_& m, const char* name) {
       .def_static("online_softmax", softmax(online_softmax<T, Base>), py::arg("scores"), py::arg("out"));
 }
 
+// A tensor [batch, heads, rows, width] without its elements: sizes, strides, and where it begins in memory that is aligned.
+using Shape = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>;
+
+template <class View>
+void place(View& view, const Shape& shape) {
+  const auto& [sizes, strides, offset] = shape;
+  view.data = reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));  // any address: it is not read
+  for (size_t i = 0; i < 4; ++i) view.stride[i] = sizes[i] == 1 ? 0 : strides[i];
+}
+
+const std::map<std::string, DType>& dtypes() {
+  static const std::map<std::string, DType> names = {{"float16", DType::kFloat16},
+                                                     {"bfloat16", DType::kBFloat16},
+                                                     {"float32", DType::kFloat32},
+                                                     {"float64", DType::kFloat64},
+                                                     {"bool", DType::kBool}};
+  return names;
+}
+
 const Api& api_of(const std::string& library) {
   void* handle = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (handle == nullptr) throw std::runtime_error("library: " + library + " is not loaded in this process");
@@ -147,14 +167,9 @@ PYBIND11_MODULE(_introspect, m) {
       [](const std::string& library, const std::string& dtype, const std::vector<int64_t>& query,
          const std::vector<int64_t>& key, const std::vector<int64_t>& value, const std::vector<int64_t>& key_strides,
          const std::vector<int64_t>& value_strides, const std::string& mask, double dropout_p, int64_t threads) {
-        const std::map<std::string, DType> dtypes = {{"float16", DType::kFloat16},
-                                                     {"bfloat16", DType::kBFloat16},
-                                                     {"float32", DType::kFloat32},
-                                                     {"float64", DType::kFloat64},
-                                                     {"bool", DType::kBool}};
         const size_t rank = query.size();
         AttentionProblem problem;
-        problem.dtype = dtypes.at(dtype);
+        problem.dtype = dtypes().at(dtype);
         problem.batch = 1;
         for (size_t i = 0; i + 3 < rank; ++i) problem.batch *= query[i];
         problem.heads = query[rank - 3], problem.key_heads = key[rank - 3], problem.value_heads = value[rank - 3];
@@ -165,7 +180,7 @@ PYBIND11_MODULE(_introspect, m) {
           problem.key.stride[3 - i] = key_strides[rank - 1 - i];
           problem.value.stride[3 - i] = value_strides[rank - 1 - i];
         }
-        if (!mask.empty()) problem.mask.data = &problem, problem.mask_dtype = dtypes.at(mask);  // any pointer: it is not read
+        if (!mask.empty()) problem.mask.data = &problem, problem.mask_dtype = dtypes().at(mask);  // any pointer: it is not read
         return api_of(library).attention_memory(problem, threads);
       },
       py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("key_strides"),
@@ -173,6 +188,36 @@ PYBIND11_MODULE(_introspect, m) {
       "Bytes that attention's forward pass takes on the CPU beside its results, for inputs [..., heads, length, width] of "
       "these "
       "shapes and strides; mask: the mask's dtype, or \"\" for none.");
+  m.def(
+      "attention_candidates",
+      [](const std::string& library, const std::string& dtype, const Shape& query, const Shape& key, const Shape& value,
+         const Shape& out, const std::optional<std::pair<std::string, Shape>>& mask, bool alibi, bool sinks, bool packed,
+         int64_t window_left, int64_t window_right, double scale, double softcap, double dropout_p,
+         const std::tuple<int, int, int>& gpu, bool backward) {
+        AttentionProblem problem;
+        problem.dtype = dtypes().at(dtype);
+        const auto size = [](const Shape& shape, size_t i) { return std::get<0>(shape)[i]; };
+        problem.batch = size(query, 0), problem.heads = size(query, 1), problem.queries = size(query, 2);
+        problem.key_heads = size(key, 1), problem.value_heads = size(value, 1), problem.keys = size(key, 2);
+        problem.width = size(query, 3), problem.value_width = size(value, 3);
+        place(problem.query, query), place(problem.key, key), place(problem.value, value), place(problem.out, out);
+        if (mask) problem.mask_dtype = dtypes().at(mask->first), place(problem.mask, mask->second);
+        const int32_t start = 0;
+        if (alibi) problem.alibi_slopes = &start;
+        if (sinks) problem.sinks = &start;
+        if (packed) problem.query_starts = problem.key_starts = &start;
+        problem.visible = {window_left, window_right, 0};
+        problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p;
+        const Api& api = api_of(library);
+        const auto [major, minor, shared_bytes] = gpu;
+        return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward) : "");
+      },
+      py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"), py::arg("mask"),
+      py::arg("alibi"), py::arg("sinks"), py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("scale"),
+      py::arg("softcap"), py::arg("dropout_p"), py::arg("gpu"), py::arg("backward"),
+      "The CUDA kernels that a call of attention may run on, the best first, a line each: its name and why it does not take the "
+      "call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, width]; mask: (dtype, tensor) or "
+      "None; gpu: compute capability and bytes of shared memory of a block.");
   m.def(
       "row_scratch",
       [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },

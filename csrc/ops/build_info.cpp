@@ -4,6 +4,9 @@
 
 #include "../cpu/kernels.h"
 #include "../introspect/api.h"
+#ifdef FLASH_ONLINE_CUDA
+#include "../cuda/attention/attention.h"
+#endif
 
 namespace flash_online::ops {
 
@@ -46,10 +49,25 @@ static int64_t row_scratch(bool float64, int64_t k) {
   return cpu::kernels().rows.scratch(problem);
 }
 
+#ifdef FLASH_ONLINE_CUDA
+static const char* attention_candidates(const AttentionProblem& problem, int major, int minor, int shared_bytes, bool backward) {
+  thread_local std::string lines;
+  lines.clear();
+  for (const auto& [name, reason] : cuda::attention_candidates(problem, {major, minor, shared_bytes}, backward))
+    lines += name + ' ' + reason + '\n';
+  return lines.c_str();
+}
+#endif
+
 }  // namespace flash_online::ops
 
 extern "C" __attribute__((visibility("default"))) const flash_online::Api flash_online_api = {
     .build_info = flash_online::ops::build_info,
     .attention_memory = flash_online::ops::attention_memory,
     .row_scratch = flash_online::ops::row_scratch,
+#ifdef FLASH_ONLINE_CUDA
+    .attention_candidates = flash_online::ops::attention_candidates,
+#else
+    .attention_candidates = nullptr,
+#endif
 };

@@ -1,9 +1,9 @@
-// Every operator of the library, on one page. Implementations: attention.cpp, rows.cpp; fakes and flop formulas:
+// Every operator of the library, on one page. Implementations: attention.cpp, merge.cpp, rows.cpp; fakes and flop formulas:
 // flash_online/_ops.py, in this order. Raw ops: no autograd, which is Python's part (the stable ABI has none).
 //
 // Conventions: attention takes [..., heads, length, width] tensors of one rank >= 4 with equal batch dimensions (broadcast
-// by strides of 0); a mask has the same rank and sizes of 1 where it is broadcast; a window bound below 0 is none; an
-// unwanted gradient comes back with no elements. "Accumulator type" is float64 for float64 inputs, float32 otherwise.
+// by strides of 0), or packed ones; a mask has the same rank and sizes of 1 where it is broadcast; a window bound below 0 is
+// none; an unwanted gradient comes back with no elements. "Accumulator type" is float64 for float64 inputs, float32 otherwise.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flash_online, m) {
@@ -19,10 +19,25 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
       "bool deterministic) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
       "Tensor grad_sinks)");
-  // Which weights dropout keeps: bool [batch, heads, queries, keys], from query_begin on.
+  // Packed sequences: query, out [total queries, heads, width], key and value [total keys, heads, width], lse [heads, total
+  // queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last, read on the device
+  // alone: out of order or out of range they give no error and touch no other memory. A sequence longer than max_seqlen_* is
+  // cut. Rows of no sequence have results and gradients of 0, and lse -inf.
   m.def(
-      "attention_dropout_mask(Tensor rng, SymInt batch, SymInt heads, SymInt query_begin, SymInt queries, SymInt keys, "
-      "float dropout_p) -> Tensor");
+      "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
+      "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p) -> (Tensor out, Tensor lse, "
+      "Tensor lse_low)");
+  m.def(
+      "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
+      "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
+      "float scale, float softcap, float dropout_p, bool deterministic) -> (Tensor grad_query, Tensor grad_key, "
+      "Tensor grad_value, Tensor grad_sinks)");
+  // Which weights dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
+  m.def(
+      "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
+      "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
   // Partial results over disjoint keys, merged: outs[i] [..., width] of one dtype, lses[i] [...] of the accumulator type.
   m.def("attention_merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
   m.def(

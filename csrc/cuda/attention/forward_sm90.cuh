@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <string>
 #include <type_traits>
-#include <vector>
 
 #include "../../core/mask.h"
 #include "../../core/online_softmax.h"
@@ -21,6 +19,7 @@
 #include "../hw/store_matrix.cuh"
 #include "../hw/tma.cuh"
 #include "../hw/wgmma.cuh"
+#include "families.h"
 #include "tiles_sm90.h"
 
 namespace flash_online::cuda {
@@ -33,11 +32,11 @@ struct ForwardSm90Arguments {
   int heads_a_query, heads_a_key, heads_a_value;
   int query_batch_step, key_batch_step, value_batch_step;
   int batch, heads, queries, keys, value_width;
-  int row_tiles;      // of a head
-  bool uneven;        // tiles differ in work
+  int row_tiles;  // of a head
+  bool uneven;  // tiles differ in work
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
-  float scale;        // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
+  float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
   float score_scale;  // of adjust(): the problem's times log2(e)
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
   const float* sinks;
@@ -46,6 +45,7 @@ struct ForwardSm90Arguments {
   void* out;
   int64_t out_stride[3];
   float *lse, *lse_low;
+  int64_t lse_stride[2];
 };
 
 // The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
@@ -108,11 +108,11 @@ struct ForwardSm90Kernel {
   // What a tile is to the warps that work on it. Keys are counted in blocks.
   struct Job {
     int batch, head, first_query;  // batch -1: no more
-    int band_begin, band_end;      // band_of the first query
-    int begin, end;                // blocks that any query sees
+    int band_begin, band_end;  // band_of the first query
+    int begin, end;  // blocks that any query sees
     struct {
-      int begin, end;               // this warpgroup's: its rows may see fewer of the first and of the last
-      int whole_begin, whole_end;   // blocks that all its rows see all of
+      int begin, end;  // this warpgroup's: its rows may see fewer of the first and of the last
+      int whole_begin, whole_end;  // blocks that all its rows see all of
     } group[kGroups];
   };
   static constexpr int kJobs = 4;
@@ -474,7 +474,7 @@ struct ForwardSm90Kernel {
       mine.sum = second ? row[1].sum : row[0].sum;
       const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
       if (lane % 4 < 2 && query_row < a.queries) {
-        const int64_t at = (int64_t{tile.batch} * a.heads + tile.head) * a.queries + query_row;
+        const int64_t at = tile.batch * a.lse_stride[0] + tile.head * a.lse_stride[1] + query_row;
         // From the base 2, in two floats.
         constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
         const float high = mine.lse(), lse = high * kLn2;
@@ -710,49 +710,14 @@ struct ForwardSm90Kernel {
 };
 
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kTile.threads(), 1) forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
+__global__ void __launch_bounds__(Tile::kTile.threads(), 1)
+    attention_forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
   using Kernel = ForwardSm90Kernel<T, Tile>;
   extern __shared__ unsigned char dynamic[];
   const unsigned base = shared_address(dynamic), skip = (kBoxAlignment - base % kBoxAlignment) % kBoxAlignment;
   Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
 #endif
-}
-
-constexpr int kWidestAdjustedSm90 = 192;  // softcap and ALiBi at head dim 256 do not fit the registers
-
-// Why forward_sm90 cannot take a problem; empty if it can.
-inline std::vector<std::string> refusals_sm90(const AttentionProblem& p) {
-  std::vector<std::string> reasons;
-  const auto refuse = [&](bool because, const std::string& reason) {
-    if (because) reasons.push_back(reason);
-  };
-  refuse(p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16, "dtype is not float16 or bfloat16");
-  refuse(p.width == 0 || p.width > 256 || p.value_width == 0 || p.value_width > 256, "head dim is not in [1, 256]");
-  refuse(p.width % 8 != 0 || p.value_width % 8 != 0, "head dim is not a multiple of 8");
-  refuse((p.softcap > 0 || p.alibi_slopes) && std::max(p.width, p.value_width) > kWidestAdjustedSm90,
-         "softcap or ALiBi with a head dim over 192");
-  refuse(p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0, "a size is 0");
-  constexpr int64_t kMost = int64_t{1} << 30;
-  refuse(p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost || p.batch * p.heads * (p.queries / 128 + 1) > kMost,
-         "a size is over what 32-bit indices hold");
-  refuse(!(p.scale > 0), "scale is not positive");
-  refuse(p.mask.data != nullptr, "a mask tensor");
-  refuse(p.dropout != 0, "dropout");
-  const auto layout = [&](const void* data, const int64_t (&stride)[4], const int64_t (&size)[4], const std::string& name) {
-    constexpr int64_t kLargestStride = int64_t{1} << 39;  // elements of 2 bytes
-    bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    for (int i = 0; i < 3; ++i)
-      aligned = aligned && (size[i] == 1 || (stride[i] % 8 == 0 && stride[i] >= 0 && stride[i] < kLargestStride));
-    refuse(stride[3] != 1 && size[3] != 1, name + "'s innermost stride is not 1");
-    refuse(stride[2] == 0 && size[2] != 1, name + "'s rows are one row, broadcast");
-    refuse(!aligned, name + "'s data or strides are not multiples of 16 bytes");
-  };
-  layout(p.query.data, p.query.stride, {p.batch, p.heads, p.queries, p.width}, "query");
-  layout(p.key.data, p.key.stride, {p.batch, p.key_heads, p.keys, p.width}, "key");
-  layout(p.value.data, p.value.stride, {p.batch, p.value_heads, p.keys, p.value_width}, "value");
-  layout(p.out.data, p.out.stride, {p.batch, p.heads, p.queries, p.value_width}, "out");
-  return reasons;
 }
 
 // How many heads' tiles are dealt out together, where tiles differ in work: what fills `least_rounds` rounds of `blocks` tiles,
@@ -773,7 +738,7 @@ inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_til
 }
 
 template <class T, class Tile>
-void launch_forward_sm90_tile(const AttentionProblem& p, cudaStream_t stream) {
+void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Tile>;
   constexpr ForwardSm90 kTile = Tile::kTile;
   constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
@@ -828,17 +793,38 @@ void launch_forward_sm90_tile(const AttentionProblem& p, cudaStream_t stream) {
   for (int i = 0; i < 3; ++i) a.out_stride[i] = p.out.stride[i];
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
+  for (int i = 0; i < 2; ++i) a.lse_stride[i] = p.lse_stride[i];
   const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
-  launch_shared(forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
-  check_launch("forward_sm90");
+  launch_shared(attention_forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
+  check_launch("attention_forward_sm90");
 }
 
-// For a problem that refusals_sm90 has nothing against and that forward_sm90_row gives this row to. Queued on the stream.
 template <class T, int kRow>
-void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
+void launch_forward_sm90_row(const AttentionProblem& problem, cudaStream_t stream) {
   if constexpr (kForwardSm90[kRow].width <= kWidestAdjustedSm90)
-    if (p.softcap > 0 || p.alibi_slopes) return launch_forward_sm90_tile<T, ForwardSm90Tile<kRow, true>>(p, stream);
-  launch_forward_sm90_tile<T, ForwardSm90Tile<kRow, false>>(p, stream);
+    if (problem.softcap > 0 || problem.alibi_slopes)
+      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true>>(problem, stream);
+  launch_forward_sm90<T, ForwardSm90Tile<kRow, false>>(problem, stream);
+}
+
+// In the first row of this width that holds the values, from kRow on.
+template <int kWidth, int kRow = 0>
+void forward_sm90_in_row(const AttentionProblem& problem, cudaStream_t stream) {
+  static_assert(kRow < kForwardSm90Rows, "no row in kForwardSm90");
+  constexpr ForwardSm90 kTile = kForwardSm90[kRow];
+  if constexpr (kTile.width != kWidth) {
+    forward_sm90_in_row<kWidth, kRow + 1>(problem, stream);
+  } else {
+    if constexpr (kTile.value_width < kWidth)
+      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, stream);
+    problem.dtype == DType::kFloat16 ? launch_forward_sm90_row<__half, kRow>(problem, stream)
+                                     : launch_forward_sm90_row<__nv_bfloat16, kRow>(problem, stream);
+  }
+}
+
+template <int kWidth>
+void forward_sm90(const AttentionProblem& problem, CUstream_st* stream) {
+  forward_sm90_in_row<kWidth>(problem, stream);
 }
 
 }  // namespace flash_online::cuda

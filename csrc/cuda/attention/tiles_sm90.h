@@ -2,8 +2,6 @@
 // tile, which the copy engine fills up with zeros.
 #pragma once
 
-#include <cstdint>
-
 namespace flash_online::cuda {
 
 // A block of threads: `warpgroups` that compute, 64 queries each, and one that loads, `keys` at a time.
@@ -30,12 +28,7 @@ inline constexpr ForwardSm90 kForwardSm90[] = {
 
 inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
 
-// The row for a problem's head dims, or -1.
-constexpr int forward_sm90_row(int64_t width, int64_t value_width) {
-  for (int row = 0; row < kForwardSm90Rows; ++row)
-    if (width <= kForwardSm90[row].width && value_width <= kForwardSm90[row].value_width) return row;
-  return -1;
-}
+inline constexpr int kWidestAdjustedSm90 = 192;  // softcap and ALiBi at head dim 256 do not fit the registers
 
 // A row, and whether scores are adjusted (softcap, ALiBi), which takes registers from the block of keys.
 template <int kRow, bool kWithAdjusted>

@@ -1,15 +1,25 @@
 // Copies from global into shared memory that pass by the registers (cp.async).
 #pragma once
 
-#include <cuda_pipeline.h>
+#include "mma.cuh"
 
 namespace flash_online::cuda {
 
 // 16 bytes, both ends aligned to 16; there after the thread's next commit and wait.
 __device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
-  __pipeline_memcpy_async(shared, global, sizeof(uint4));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
-__device__ __forceinline__ void commit_copies() { __pipeline_commit(); }
-__device__ __forceinline__ void wait_for_copies() { __pipeline_wait_prior(0); }
+// The first `bytes` of the 16, and zeros behind them; what is not copied is not read. (The intrinsic of cuda_pipeline.h is a
+// tree of branches where `bytes` is no constant.)
+__device__ __forceinline__ void copy_async(uint4* shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but the last kPending groups that the thread has committed are there.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 }  // namespace flash_online::cuda

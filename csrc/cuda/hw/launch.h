@@ -62,6 +62,24 @@ void launch_shared(void (*kernel)(Problem), const Problem& problem, unsigned blo
   check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
 }
 
+// Queues kKernel(arguments) with dynamic shared memory, whose limit is raised where a launch first asks for more.
+template <auto kKernel, class Arguments>
+void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
+  constexpr int kDevices = 64, kAlwaysAllowed = 48 << 10;
+  static std::atomic<int> allowed[kDevices];
+  if (shared_bytes > kAlwaysAllowed) {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    if (device >= kDevices || allowed[device].load(std::memory_order_relaxed) < shared_bytes) {
+      check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
+      if (device < kDevices) allowed[device].store(shared_bytes, std::memory_order_relaxed);
+    }
+  }
+  if (blocks > 0x7fffffff) throw std::runtime_error("CUDA: a grid has at most 2^31 - 1 blocks, got " + std::to_string(blocks));
+  kKernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments);
+  check_launch("launch");
+}
+
 // Blocks for work that each of them takes by striding over the grid: as many as there is work for, a few for each place on
 // the device, and never more than a grid may have.
 inline unsigned grid_for(int64_t work, int blocks_a_multiprocessor) {

@@ -1,0 +1,36 @@
+"""Numbers, tables and headings of the pages that report.py writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def pair(values, form: Callable[[float], str] = number) -> str:
+    return " / ".join(map(form, values))
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def heading(record: dict) -> list[str]:
+    facts = [record["device"]]
+    if "instruction_set" in record:
+        facts += [f"{record['threads']} thread{'s' * (record['threads'] > 1)}", record["instruction_set"]]
+    facts += [f"torch {record['torch']}", f"commit {record['commit']}", record["date"]]
+    lines = [f"**{', '.join(facts)}**"]
+    if record.get("note"):
+        lines += ["", f"{record['note']}."]
+    if record.get("load_at_start", 0) > 0.5:
+        lines += ["", f"On a shared machine: load {record['load_at_start']} from others at the start."]
+    if (record.get("unrest") or 1) > 1.3:
+        lines += ["", f"The machine was not quiet: in the median a yardstick took {record['unrest']:.1f} times its least time."]
+    return lines

@@ -1,0 +1,214 @@
+"""python benchmarks/run.py paper: the paper's kernels and this library's, each checked first, then timed in turn.
+
+Every kernel is checked against torch in float64, at as many rows, spread over the batch, as have half a million elements; that
+probabilities of every row sum to 1 and that every place was written is checked over all rows. A call is timed as often as fills
+two milliseconds, short ones replayed from a CUDA graph, so that the host's part of a call does not count; inputs are normal
+numbers, the same in every turn. What fits into the chip's cache is read from there, as in the paper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from summary import OURS
+from torch import Tensor
+from tqdm import tqdm
+from turns import Turns, take_turns
+
+import flash_online
+from flash_online import testing
+
+from .build import KS, Kernels, Missing
+from .tables import SOFTMAX
+
+BATCHES = (4000, 10)  # the paper's
+CLASSES = (
+    *(63, 100, 200, 500, 1000, 2000, 4000, 8000, 16000, 25000, 50000, 100000),
+    *(200000, 500000, 1000000, 2000000, 5000000, 10000000),
+)
+QUICK = (63, 1000, 25000)
+CHECKED_ELEMENTS = 1 << 19
+TOLERANCE = 1e-4  # of the largest probability: float32 sums over up to 10^7 terms, by the chip's own exp
+ALIKE = 1e-5  # logits whose probabilities may be the same number in float32
+TURN_SECONDS, MOST_NODES = 2e-3, 100  # a turn; calls in a graph
+TENSORS = 3  # of the input's size: it, the paper's result, ours
+TOP = "top {}"  # the results' name for a k
+
+
+class Replays(Turns):
+    """Turns of a CUDA graph of as many calls as fill a turn; of the call itself where that alone takes as long."""
+
+    def __init__(self, call, pool):
+        super().__init__(call, contextlib.nullcontext, "cuda")
+        once = testing.time_call(call, seconds=0, least_runs=2, device="cuda").best
+        self.nodes = max(1, min(MOST_NODES, round(TURN_SECONDS / once)))
+        self.graph = None
+        if self.nodes > 1:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool):
+                for _ in range(self.nodes):
+                    call()
+            once = testing.time_call(self.graph.replay, seconds=0, device="cuda").best / self.nodes
+        self.repeat = max(1, round(TURN_SECONDS / (once * self.nodes)))
+
+    def _on_cuda(self) -> float:
+        run = self.graph.replay if self.graph else self.call
+
+        def calls():
+            for _ in range(self.repeat):
+                run()
+
+        seconds = testing.time_call(calls, seconds=0, least_runs=1, device="cuda").median
+        return seconds / (self.repeat * self.nodes)
+
+
+class Rows:
+    """A batch of rows, its results, and what is right at the rows that are checked."""
+
+    def __init__(self, rows: int, classes: int, device: str = "cuda"):
+        generator = torch.Generator(device).manual_seed(0)
+        self.x = torch.randn(rows, classes, generator=generator, device=device)
+        self.y = torch.empty_like(self.x)
+        count = max(1, min(rows, CHECKED_ELEMENTS // classes))
+        self.checked = torch.linspace(0, rows - 1, count, device=device).long()
+        self.sample = self.x[self.checked]
+        self.expected = torch.softmax(self.sample.double(), -1)
+        self.values = {k: torch.empty(rows, k, device=device) for k in KS}
+        self.indices = {k: torch.empty(rows, k, dtype=torch.int32, device=device) for k in KS}
+
+    def poison(self, k: int | None) -> None:
+        if k is None:
+            self.y.fill_(torch.nan)
+        else:
+            self.values[k].fill_(torch.nan)
+            self.indices[k].fill_(-1)
+
+    def error(self, name: str, result: Tensor, indices: Tensor | None) -> float:
+        """Relative to the largest probability. Raises AssertionError beyond the tolerance, or where places are wrong."""
+        expected = self.expected
+        if indices is None:
+            worst = (result.sum(-1) - 1).abs().max().item()
+            assert worst < 1e-3, f"{name}: a row sums to 1 {worst:+.2g}"
+        else:
+            k = result.shape[1]
+            assert result.isfinite().all() and (indices >= 0).all(), f"{name}: not everything was written"
+            expected = expected.topk(k).values
+            chosen = self.sample.gather(-1, indices[self.checked].long())
+            off = (chosen - self.sample.topk(k).values).abs().max().item()
+            assert off <= ALIKE, f"{name}: these are not the places of the {k} largest"
+        error = ((result[self.checked] - expected).abs().max() / expected.max()).item()
+        assert error <= TOLERANCE, f"{name}: off by {error:.2g} of the largest probability, allowed {TOLERANCE}"
+        return error
+
+
+def contestants(rows: Rows, kernels: Kernels) -> dict[str, dict]:
+    """What is timed -> name -> a call that returns (probabilities, places or None)."""
+
+    def softmax(name):
+        def call():
+            kernels.softmax(name, rows.x, rows.y)
+            return rows.y, None
+
+        return call
+
+    def our_softmax():
+        return flash_online.softmax(rows.x, -1), None
+
+    def unfused(k):
+        def call():
+            kernels.softmax("safe", rows.x, rows.y)
+            kernels.top_k(rows.y, rows.values[k], rows.indices[k])
+            return rows.values[k], rows.indices[k]
+
+        return call
+
+    def fused(name, k):
+        def call():
+            kernels.softmax_top_k(name, rows.x, rows.values[k], rows.indices[k])
+            return rows.values[k], rows.indices[k]
+
+        return call
+
+    calls = {SOFTMAX: {name: softmax(name) for name in ("safe", "naive", "online")} | {OURS: our_softmax}}
+    for k in KS:
+        calls[TOP.format(k)] = {
+            "unfused": unfused(k),
+            "safe, fused": fused("safe", k),
+            "online, fused": fused("online", k),
+            OURS: lambda k=k: flash_online.topk_softmax(rows.x, k),
+        }
+    return calls
+
+
+def measure(size: tuple[int, int], kernels: Kernels, seconds: float, rounds: int) -> dict:
+    result = {"rows": size[0], "classes": size[1], "us": {}, "error": {}}
+    needed = TENSORS * 4 * size[0] * size[1]
+    if needed > 0.95 * torch.cuda.mem_get_info()[0]:
+        return result | {"absent": f"{TENSORS} tensors of its size take {needed / 2**30:.0f} GiB"}
+    rows = Rows(*size)
+    calls = contestants(rows, kernels)
+    with torch.no_grad(), flash_online.strict():
+        for what, by_name in calls.items():
+            k = None if what == SOFTMAX else int(what.split()[1])
+            result["error"][what] = {}
+            for name, call in by_name.items():
+                rows.poison(k)
+                label = f"{what}, {name}, rows {size[0]}, classes {size[1]}"
+                result["error"][what][name] = rows.error(label, *call())
+        pool = torch.cuda.graph_pool_handle()
+        turns = {(what, name): Replays(call, pool) for what, by_name in calls.items() for name, call in by_name.items()}
+        # Not copy_(): in a graph that is no kernel, and at some sizes a third slower.
+        copy = Replays(lambda: torch.neg(rows.x, out=rows.y), pool)
+        take_turns([*turns.values(), copy], seconds, rounds)
+    result["copy_us"] = 1e6 * copy.median
+    result["rounds"] = len(copy.times)
+    for (what, name), t in turns.items():
+        result["us"].setdefault(what, {})[name] = 1e6 * t.median
+    return result
+
+
+def line(result: dict) -> str:
+    head = f"rows {result['rows']:5} classes {result['classes']:9}  "
+    if "absent" in result:
+        return head + result["absent"]
+    parts = [f"copy {result['copy_us']:.1f}"]
+    for what, us in result["us"].items():
+        parts.append(f"{what}: " + " ".join(f"{name} {t:.1f}" for name, t in us.items()))
+    return head + "; ".join(parts) + " us"
+
+
+def run(quick: bool, facts: Callable[[], dict], path: Path) -> int:
+    """The whole benchmark; `facts` are those of the machine and the run. 2 where it cannot be made here."""
+    try:
+        if not torch.cuda.is_available():
+            raise Missing("the paper's kernels need a CUDA GPU")
+        kernels = Kernels()
+    except Missing as reason:
+        print(f"run.py paper: {reason}", file=sys.stderr)
+        return 2
+    sizes = [(rows, classes) for rows in BATCHES for classes in (QUICK if quick else CLASSES)]
+    started, record = time.perf_counter(), facts() | {"wrong": 0, "results": []}
+    with tqdm(sizes, desc="the paper", dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
+        for size in bar:
+            gc.collect()
+            torch.cuda.empty_cache()  # the largest size needs nearly all of the memory
+            try:
+                result = measure(size, kernels, record["seconds"], record["rounds"])
+            except AssertionError as wrong:
+                bar.write(f"WRONG, not timed: {wrong}")
+                record["wrong"] += 1
+                continue
+            record["results"].append(result)
+            bar.write(line(result))
+    record["took_seconds"] = round(time.perf_counter() - started)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path}" + (f"; {record['wrong']} sizes were WRONG" if record["wrong"] else ""))
+    return 1 if record["wrong"] else 0

@@ -1,0 +1,193 @@
+// The gradients of queries by themselves, for results that repeat bit for bit: a block of threads owns a block of queries, the keys
+// pass by, and no sum leaves the registers until it is whole.
+#pragma once
+
+#include "../../core/visit.h"
+#include "delta.cuh"
+#include "load.cuh"
+#include "scores.cuh"
+#include "tiles.h"
+
+namespace flash_online::cuda {
+
+struct BackwardQueriesArguments {
+  AttentionProblem problem;
+  AttentionGradients gradients;
+  BackwardSpace space;
+  BlockList list;    // of queries
+  ScoreRule rule;
+  float keep_scale;  // of dropout: 1 / (1 - p)
+};
+
+template <class Kind, int kWidth>
+struct BackwardQueriesOnSm80 {
+  using Element = typename ElementOf<Kind>::type;
+  static constexpr BackwardQueriesSm80 kTile = backward_queries_sm80_tile(sizeof(Element), kWidth);
+  static constexpr int kThreads = 32 * kTile.warps, kQueries = 16 * kTile.warps, kKeys = kTile.keys, kColumns = kTile.columns;
+  using WideTile = SharedTile<Kind, kWidth>;
+  static constexpr int kQueryBytes = WideTile::bytes(kQueries), kKeyBytes = WideTile::bytes(kKeys);
+  static constexpr int kBytes = 2 * kQueryBytes + 2 * kKeyBytes;
+
+  static int shared_bytes(const AttentionProblem& problem) {
+    const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
+    return kBytes + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+
+  __device__ static void run(const BackwardQueriesArguments& arguments);
+};
+
+template <class Kind, int kWidth>
+__device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const BackwardQueriesArguments& arguments) {
+  extern __shared__ __align__(16) char shared[];
+  const AttentionProblem& problem = arguments.problem;
+  const AttentionGradients& gradients = arguments.gradients;
+
+  // Where: an outer list of pieces of the columns, each with the list of blocks.
+  const int64_t blocks = arguments.list.count(), piece = blockIdx.x / blocks;
+  const BlockPlace place =
+      place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
+  const int64_t batch = place.sequence, head = place.head;
+  const Sequence sequence = sequence_of(problem, batch);
+  const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
+  if (place.block < 0 || place.block * kQueries >= queries) return;
+  const int query = static_cast<int>(place.block) * kQueries, last_query = min(query + kQueries, queries);
+  const int column = static_cast<int>(piece) * kColumns;
+
+  const WideTile query_tile{reinterpret_cast<Element*>(shared)}, grad_out_tile{reinterpret_cast<Element*>(shared + kQueryBytes)},
+      key_tile{reinterpret_cast<Element*>(shared + 2 * kQueryBytes)},
+      value_tile{reinterpret_cast<Element*>(shared + 2 * kQueryBytes + kKeyBytes)};
+  MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
+
+  const HeadRows<Element> key_rows(problem.key, batch, head / (problem.heads / problem.key_heads), sequence.keys.begin,
+                                   problem.width);
+  const HeadRows<Element> value_rows(problem.value, batch, head / (problem.heads / problem.value_heads), sequence.keys.begin,
+                                     problem.value_width);
+  const HeadMask mask(problem, batch, head);
+  const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
+  const Dropout dropout(problem, batch, head);
+  const int row = static_cast<int>(threadIdx.x) / kWarp * 16;  // the warp's first, in the block
+
+  const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
+  const int end = range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0;
+  KeyBlocks<kQueries, kKeys> key_blocks(arguments.space.map, batch, head, query, queries, static_cast<int>(range.begin / kKeys),
+                                        end);
+  bool nothing_hidden;
+  int block = key_blocks.next(nothing_hidden);
+  const auto load_block = [&] {
+    if (block < end) {
+      load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
+      load<kKeys, kThreads>(value_tile, value_rows, block * kKeys, keys);
+      if (mask.data && !nothing_hidden) mask_block.load(mask, query, queries, block * kKeys, keys);
+    }
+    commit_copies();
+  };
+  load<kQueries, kThreads>(
+      query_tile, HeadRows<Element>(problem.query, batch, head, sequence.queries.begin, problem.width), query, queries);
+  load<kQueries, kThreads>(
+      grad_out_tile, HeadRows<Element>(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width), query,
+      queries);
+  load_block();
+
+  float high[2], low[2], delta[2];  // of the lane's two queries
+  const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = query + row + 8 * half + lane_group();
+    const float* const numbers = arguments.space.rows + (first_block + at / kRowBlock) * kRowNumbers + at % kRowBlock;
+    high[half] = numbers[0], low[half] = numbers[kRowBlock], delta[half] = numbers[2 * kRowBlock];
+  }
+  Accumulator<1, kColumns / 8> grad_query;
+  clear(grad_query);
+
+  while (block < end) {
+    const int key = block * kKeys;
+    wait_for_copies();
+    __syncthreads();  // the block is there
+    Accumulator<1, kKeys / 8> scores, grads;
+    clear(scores);
+    multiply_rows<Kind, kWidth>(scores, query_tile, row, key_tile);
+    clear(grads);
+    multiply_rows<Kind, kWidth>(grads, grad_out_tile, row, value_tile);
+
+    const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
+    if (dropout)
+      draw_weights<false, 1, kKeys / 8>(row, dropout, here, [&](int i, int j, unsigned kept) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) grads[i][j][e] = kept >> e & 1 ? grads[i][j][e] * arguments.keep_scale : 0;
+      });
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grads[0][j][e] -= delta[e / 2];
+    if (rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible, &grads);
+    if (mask.data && !nothing_hidden) mask_scores<false>(scores, row, mask.dtype, mask_block);
+    if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float x = scores[0][j][e];
+        grads[0][j][e] *= FastBinary::exp((rule.bends ? x - high[e / 2] : fmaf(x, rule.scale, -high[e / 2])) - low[e / 2]);
+      }
+    multiply_accumulators<Kind>(grad_query, grads, key_tile, column);
+    __syncthreads();  // all have done with the block
+    block = key_blocks.next(nothing_hidden);
+    load_block();
+  }
+  wait_for_copies();
+  __syncthreads();  // the queries are there, if no key was: the gradients take their place
+
+  const float scale = static_cast<float>(problem.scale);
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) grad_query[0][j][e] *= scale;
+  const MutableView4& view = gradients.grad_query;
+  store_rows<Kind>(grad_query, query_tile, row,
+                   static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1] +
+                       (sequence.queries.begin + query) * view.stride[2] + column * view.stride[3],
+                   view.stride[2], view.stride[3], last_query - query, static_cast<int>(problem.width) - column);
+}
+
+template <class Kind, int kWidth, class Body = BackwardQueriesOnSm80<Kind, kWidth>>
+__global__ void __launch_bounds__(Body::kThreads) attention_backward_queries_sm80(
+    const __grid_constant__ BackwardQueriesArguments arguments) {
+  Body::run(arguments);
+}
+
+template <int kWidth, class F>
+void visit_backward_queries_sm80(const AttentionProblem& problem, F&& f) {
+  switch (problem.dtype) {
+    case DType::kFloat16: return f(Type<__half>{});
+    case DType::kBFloat16: return f(Type<__nv_bfloat16>{});
+    default: f(Type<float>{});
+  }
+}
+
+template <int kWidth>
+void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                           CUstream_st* stream) {
+  visit_backward_queries_sm80<kWidth>(problem, [&]<class Kind>(Type<Kind>) {
+    using Body = BackwardQueriesOnSm80<Kind, kWidth>;
+    const BackwardQueriesArguments arguments{problem,
+                                             gradients,
+                                             space,
+                                             BlockList::of(problem, false, problem.heads, Body::kQueries),
+                                             ScoreRule(problem),
+                                             problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
+    const int64_t pieces = (problem.width + Body::kColumns - 1) / Body::kColumns;
+    if (arguments.list.count() * pieces == 0) return;
+    launch<attention_backward_queries_sm80<Kind, kWidth>>(arguments, arguments.list.count() * pieces, Body::kThreads,
+                                                          Body::shared_bytes(problem), stream);
+  });
+}
+
+template <int kWidth>
+int backward_queries_sm80_shared_bytes(const AttentionProblem& problem) {
+  int bytes = 0;
+  visit_backward_queries_sm80<kWidth>(
+      problem, [&]<class Kind>(Type<Kind>) { bytes = BackwardQueriesOnSm80<Kind, kWidth>::shared_bytes(problem); });
+  return bytes;
+}
+
+}  // namespace flash_online::cuda

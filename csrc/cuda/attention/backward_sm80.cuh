@@ -1,0 +1,555 @@
+// Attention backward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
+// (arXiv 2307.08691). docs/attention_sm80.md draws it.
+//
+// A block of threads owns a block of keys and values, and the queries of every head that shares them pass by in blocks. Scores are
+// made again, transposed: [key][query], so that weights and the scores' gradients are left operands of the products that are the
+// gradients of values and keys, which stay in registers to the end. The gradients of queries are summed over blocks of threads, in
+// global memory.
+#pragma once
+
+#include "../../core/visit.h"
+#include "../hw/reduce.cuh"
+#include "attention.h"
+#include "delta.cuh"
+#include "load.cuh"
+#include "mask_gradient.cuh"
+#include "scores.cuh"
+#include "tiles.h"
+
+namespace flash_online::cuda {
+
+// backward_queries_sm80.cuh: the gradients of queries by themselves.
+template <int kWidth>
+void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                           CUstream_st* stream);
+
+// Where the gradients of queries go.
+enum class QueryGradients : int8_t {
+  kSum,     // into sums that other blocks of threads add to
+  kDirect,  // into the result: one block of keys is all there are
+  kNone,    // nowhere: another kernel makes them
+};
+
+struct BackwardArguments {
+  AttentionProblem problem;
+  AttentionGradients gradients;
+  BackwardSpace space;
+  BlockList list;    // of keys; heads are units
+  ScoreRule rule;
+  float keep_scale;  // of dropout: 1 / (1 - p)
+  QueryGradients query_gradients;
+};
+
+// Blocks of kQueries queries, in order, that may see the block of keys from `key` on; those that the mask hides it from are passed
+// over. A whole warp asks; all get the same answer.
+template <int kQueries, int kKeys>
+class QueryBlocks {
+ public:
+  __device__ QueryBlocks(const BlockMap& map, int64_t batch, int64_t head, int key, int keys, int begin, int end)
+      : rows_(static_cast<int>(map.size[2])), columns_(static_cast<int>(map.size[3])), next_(begin), end_(end), known_end_(begin) {
+    if (!map.data) return;
+    const int column = columns_ == 1 ? 0 : key / kMapBlock;
+    kinds_ = map.row(batch, head, 0) + column;
+    taken_ = columns_ == 1 ? 1 : min((keys + kMapBlock - 1) / kMapBlock - column, (kKeys + kMapBlock - 1) / kMapBlock);
+  }
+
+  // The number of the next block, `end` if there is none; whether the mask hides nothing in it.
+  __device__ __forceinline__ int next(bool& nothing) {
+    nothing = false;
+    while (next_ < end_) {
+      if (!kinds_) return next_++;
+      if (next_ >= known_end_) look_ahead();
+      const unsigned left = ~hidden_ >> (kWarp - (known_end_ - next_));
+      next_ = left ? next_ + __ffs(left) - 1 : known_end_;
+      if (next_ < known_end_ && next_ < end_) {
+        nothing = nothing_ >> (kWarp - (known_end_ - next_)) & 1;
+        return next_++;
+      }
+    }
+    return end_;
+  }
+
+ private:
+  // Of 32 blocks, one a lane.
+  __device__ void look_ahead() {
+    static_assert(kQueries <= kMapBlock && kMapBlock % kQueries == 0);
+    const int block = next_ + static_cast<int>(threadIdx.x) % kWarp;
+    bool hidden = false, nothing = false;
+    if (block < end_) {
+      const uint8_t* const row = kinds_ + (rows_ == 1 ? 0 : int64_t{block} * kQueries / kMapBlock * columns_);
+      hidden = nothing = true;
+      for (int n = 0; n < taken_; ++n) {
+        const auto kind = static_cast<MaskKind>(row[n]);
+        hidden &= kind == MaskKind::kHidden;
+        nothing &= kind == MaskKind::kNothing;
+      }
+    }
+    hidden_ = __ballot_sync(~0u, hidden);
+    nothing_ = __ballot_sync(~0u, nothing);
+    known_end_ = next_ + kWarp;
+  }
+
+  const uint8_t* kinds_ = nullptr;
+  int rows_, columns_, next_, end_, known_end_, taken_ = 0;
+  unsigned hidden_ = 0, nothing_ = 0;  // bit n: block known_end_ - 32 + n
+};
+
+// A mask's block as a warp sees it whose queries begin `query` further on.
+template <class Mask>
+struct LaterQueries {
+  const Mask& mask;
+  int query;
+  template <class T>
+  __device__ __forceinline__ T at(int q, int key) const {
+    return mask.template at<T>(query + q, key);
+  }
+};
+
+// The numbers of kQueries queries, in shared memory: see kRowNumbers.
+template <int kQueries>
+struct RowNumbers {
+  static constexpr int kBytes = 3 * kQueries * static_cast<int>(sizeof(float));
+  float* data;
+
+  // Starts copying those of the queries from `query` on, out of a head's blocks.
+  template <int kThreads>
+  __device__ __forceinline__ void load(const float* rows, int query) const {
+    static_assert(kRowBlock % kQueries == 0 && 3 * kQueries / 4 <= kThreads);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread >= 3 * kQueries / 4) return;
+    const int kind = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
+    copy_async(reinterpret_cast<uint4*>(data + kind * kQueries + column),
+               rows + int64_t{query} / kRowBlock * kRowNumbers + kind * kRowBlock + query % kRowBlock + column);
+  }
+  // Of two neighbouring queries.
+  __device__ __forceinline__ float2 high(int query) const { return *reinterpret_cast<const float2*>(data + query); }
+  __device__ __forceinline__ float2 low(int query) const { return *reinterpret_cast<const float2*>(data + kQueries + query); }
+  __device__ __forceinline__ float2 delta(int query) const { return *reinterpret_cast<const float2*>(data + 2 * kQueries + query); }
+};
+
+// Writes accumulators straight into rows of global memory, times `scale`: a warp's rows from `row` on, columns from `column` on.
+template <class Element, int kRows, int kColumns>
+__device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kColumns>& d, float scale, Element* data,
+                                                   int64_t row_stride, int64_t column_stride, int row, int column, int rows,
+                                                   int columns) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + 16 * i + 8 * half + lane_group();
+      if (r >= rows) continue;
+      Element* const to = data + r * row_stride;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int c = column + 8 * j + 2 * lane_place() + e;
+          if (c < columns) to[c * column_stride] = narrow<Element>(scale * d[i][j][2 * half + e]);
+        }
+    }
+}
+
+// kEverything: with softcap, ALiBi, masks, dropout and any scale; without it ranges of keys alone.
+template <class Kind, int kWidth, bool kEverything>
+struct BackwardOnSm80 {
+  using Element = typename ElementOf<Kind>::type;
+  static constexpr BackwardSm80 kTile = backward_sm80_tile(sizeof(Element), kWidth, kEverything);
+  static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
+  // Scores: [key][query], so many rows of 16 and columns of 8 a warp.
+  static constexpr int kScoreQueries = kQueries / kTile.score_split;
+  static constexpr int kScoreRows = kKeys / kTile.score_warps / 16, kScoreColumns = kScoreQueries / 8;
+  static constexpr bool kAllScore = kTile.score_warps * kTile.score_split == kTile.warps;
+  // Gradients of keys and values: [key][column].
+  static constexpr bool kInRegisters = kTile.sum_warps == 0;
+  static constexpr int kSumSplit = kInRegisters ? 1 : kTile.warps / kTile.sum_warps;
+  static constexpr int kSumRows = kKeys / (kInRegisters ? kTile.score_warps : kTile.sum_warps) / 16;
+  static constexpr int kSumWidth = kWidth / kSumSplit;
+  // Gradients of queries: [query][column].
+  static constexpr int kQuerySplit = kTile.warps / kTile.query_warps;
+  static constexpr int kQueryRows = kQueries / kTile.query_warps / 16, kQueryWidth = kWidth / kQuerySplit;
+  static_assert(kScoreRows > 0 && kScoreColumns > 0 && kSumRows > 0 && kQueryRows > 0 && kSumWidth % 16 == 0 &&
+                kQueryWidth % 16 == 0);
+  static_assert(kAllScore || !kInRegisters);
+  static_assert(kScoreRows * kScoreColumns * 4 <= 32, "a bit for each of a thread's weights");
+
+  using WideTile = SharedTile<Kind, kWidth>;
+  using ScoreTile = SharedTile<Kind, kQueries>;
+  static constexpr int kKeyBytes = WideTile::bytes(kKeys), kQueryBytes = WideTile::bytes(kQueries),
+                       kScoreBytes = ScoreTile::bytes(kKeys);
+  // Keys, values; of each stage queries, gradients of outputs, numbers; gradients of scores; weights; mask.
+  static constexpr int kStageBytes = 2 * kQueryBytes + RowNumbers<kQueries>::kBytes;
+  static constexpr int kBytes = 2 * kKeyBytes + kStages * kStageBytes + (kInRegisters ? 1 : 2) * kScoreBytes;
+  static_assert(kKeyBytes % 16 == 0 && kQueryBytes % 16 == 0 && kScoreBytes % 16 == 0);
+
+  static int shared_bytes(const AttentionProblem& problem) {
+    const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
+    return kBytes + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+
+  __device__ static void run(const BackwardArguments& arguments);
+
+ private:
+  using Sums = Accumulator<kSumRows, kSumWidth / 8>;
+
+  // Keys that no sequence owns, in one head: 0.
+  __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
+    Element* const data = static_cast<Element*>(to.data) + head * to.stride[1];
+    for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
+      data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<Element>(0.0f);
+  }
+
+  // Where a warp keeps its sums for others to read.
+  __device__ static float* sums_of_warp(char* shared, int warp) {
+    return reinterpret_cast<float*>(shared) + warp * kSumRows * (kSumWidth / 8) * 128;
+  }
+  // In registers' order: what one warp leaves, another adds.
+  __device__ static void leave(const Sums& d, float* at) {
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kSumWidth / 8; ++j)
+        reinterpret_cast<float4*>(at)[(i * (kSumWidth / 8) + j) * 32 + lane()] =
+            make_float4(d[i][j][0], d[i][j][1], d[i][j][2], d[i][j][3]);
+  }
+  __device__ static void take(Sums& d, const float* at) {
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kSumWidth / 8; ++j) {
+        const float4 x = reinterpret_cast<const float4*>(at)[(i * (kSumWidth / 8) + j) * 32 + lane()];
+        d[i][j][0] += x.x, d[i][j][1] += x.y, d[i][j][2] += x.z, d[i][j][3] += x.w;
+      }
+  }
+  __device__ static void scale_by(Sums& d, float factor) {
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kSumWidth / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[i][j][e] *= factor;
+  }
+};
+
+template <class Kind, int kWidth, bool kEverything>
+__device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kEverything>::run(const BackwardArguments& arguments) {
+  extern __shared__ __align__(16) char shared[];
+  const AttentionProblem& problem = arguments.problem;
+  const AttentionGradients& gradients = arguments.gradients;
+  const bool sums_queries = arguments.query_gradients != QueryGradients::kNone,
+             direct = arguments.query_gradients == QueryGradients::kDirect;
+
+  const BlockPlace place = place_of(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0);
+  const int64_t batch = place.sequence, unit = place.head;
+  const Sequence sequence = sequence_of(problem, batch);
+  const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
+  if (problem.query_starts && place.block == 0) {
+    const auto clear = [&](int64_t n) {
+      const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
+      clear_rows(gradients.grad_key, unit, problem.width, rows);
+      clear_rows(gradients.grad_value, unit, problem.value_width, rows);
+    };
+    clear(batch);
+    if (batch == problem.batch - 1) clear(problem.batch);
+  }
+  if (place.block < 0 || place.block * kKeys >= keys) return;
+  const int key = static_cast<int>(place.block) * kKeys, last_key = min(key + kKeys, keys);
+
+  const WideTile key_tile{reinterpret_cast<Element*>(shared)}, value_tile{reinterpret_cast<Element*>(shared + kKeyBytes)};
+  char* const stages = shared + 2 * kKeyBytes;
+  const auto query_tile = [&](int stage) { return WideTile{reinterpret_cast<Element*>(stages + stage * kStageBytes)}; };
+  const auto grad_out_tile = [&](int stage) {
+    return WideTile{reinterpret_cast<Element*>(stages + stage * kStageBytes + kQueryBytes)};
+  };
+  const auto numbers = [&](int stage) {
+    return RowNumbers<kQueries>{reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
+  };
+  const ScoreTile grad_tile{reinterpret_cast<Element*>(stages + kStages * kStageBytes)},
+      weight_tile{reinterpret_cast<Element*>(stages + kStages * kStageBytes + kScoreBytes)};
+  MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
+
+  // A warp's pieces of the products.
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int score_row = warp / kTile.score_split * (16 * kScoreRows), score_query = warp % kTile.score_split * kScoreQueries;
+  const int sum_row = kInRegisters ? score_row : warp / kSumSplit * (16 * kSumRows),
+            sum_column = kInRegisters ? 0 : warp % kSumSplit * kSumWidth;
+  const int query_row = warp / kQuerySplit * (16 * kQueryRows), query_column = warp % kQuerySplit * kQueryWidth;
+  const bool scores_here = kAllScore || warp < kTile.score_warps * kTile.score_split;
+
+  const int heads = static_cast<int>(problem.heads) / static_cast<int>(arguments.list.heads), first_head = place.head * heads;
+  load<kKeys, kThreads>(key_tile,
+                        HeadRows<Element>(problem.key, batch, first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
+                                          sequence.keys.begin, problem.width),
+                        key, keys);
+  load<kKeys, kThreads>(value_tile,
+                        HeadRows<Element>(problem.value, batch, first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
+                                          sequence.keys.begin, problem.value_width),
+                        key, keys);
+  Sums grad_key, grad_value;
+  clear(grad_key);
+  clear(grad_value);
+
+  const QueryRange range = direct ? QueryRange{0, queries} : queries_of_any(sequence.visible, key, last_key, queries);
+  const int begin = static_cast<int>(min(range.begin, int64_t{queries}) / kQueries),
+            end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
+
+  const QueryRange whole = queries_of_all(sequence.visible, key, key + kKeys, key + kKeys <= keys ? queries : 0);
+  const int whole_begin = static_cast<int>(min(whole.begin, int64_t{queries})), whole_end = static_cast<int>(whole.end);
+
+  for (int head = first_head; head < first_head + heads; ++head) {
+    const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width),
+        grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width);
+    const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
+    const float* const row_numbers = arguments.space.rows + first_block * kRowNumbers;
+    const HeadMask mask(problem, batch, head);
+    const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
+    const Dropout dropout(problem, batch, head);
+    QueryBlocks<kQueries, kKeys> query_blocks(direct ? BlockMap{} : arguments.space.map, batch, head, key, keys, begin, end);
+
+    const auto load_queries = [&](int stage, int block) {
+      load<kQueries, kThreads>(query_tile(stage), query_rows, block * kQueries, queries);
+    };
+    const auto load_grad_out = [&](int stage, int block) {
+      load<kQueries, kThreads>(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
+      numbers(stage).template load<kThreads>(row_numbers, block * kQueries);
+    };
+    bool nothing_hidden, next_nothing_hidden = false;
+    int block = query_blocks.next(nothing_hidden), stage = 0;
+    if (head > first_head) __syncthreads();  // all have done with the head before
+    if (block < end) {
+      load_queries(0, block);
+      load_grad_out(0, block);
+    }
+    commit_copies();
+
+    for (int next; block < end; block = next, nothing_hidden = next_nothing_hidden, stage = (stage + 1) % kStages) {
+      const int query = block * kQueries;
+      const bool masked = kEverything && mask.data && !nothing_hidden;
+      wait_for_copies();
+      __syncthreads();  // this block is there, and all have done with the one before
+      if (masked) mask_block.load(mask, query, queries, key, keys);
+      commit_copies();
+      next = query_blocks.next(next_nothing_hidden);
+      if (kStages > 1 && next < end) {
+        load_queries((stage + 1) % kStages, next);
+        load_grad_out((stage + 1) % kStages, next);
+      }
+      commit_copies();
+
+      Accumulator<kScoreRows, kScoreColumns> scores, grads;
+      clear(scores);
+      clear(grads);
+      if (scores_here) {
+        multiply_rows<Kind, kWidth>(scores, key_tile, score_row, WideTile{query_tile(stage).row(score_query)});
+        multiply_rows<Kind, kWidth>(grads, value_tile, score_row, WideTile{grad_out_tile(stage).row(score_query)});
+      }
+      if (masked) {
+        wait_for_copies<1>();
+        __syncthreads();  // the mask is there
+      }
+      if (scores_here) {
+        const ScoreBlock here{query + score_query, key, queries, keys, query >= whole_begin && query + kQueries <= whole_end};
+        [[maybe_unused]] unsigned dropped = 0;  // a bit for each weight
+        if (kEverything && dropout) {
+          draw_weights<true, kScoreRows, kScoreColumns>(score_row, dropout, here, [&](int i, int j, unsigned kept) {
+            dropped |= (~kept & 15) << (4 * (i * kScoreColumns + j));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) grads[i][j][e] = kept >> e & 1 ? grads[i][j][e] * arguments.keep_scale : 0;
+          });
+        }
+        const RowNumbers<kQueries> rows{numbers(stage).data + score_query};
+#pragma unroll
+        for (int j = 0; j < kScoreColumns; ++j) {
+          const float2 delta = rows.delta(8 * j + 2 * lane_place());
+#pragma unroll
+          for (int i = 0; i < kScoreRows; ++i) {
+            grads[i][j][0] -= delta.x, grads[i][j][1] -= delta.y;
+            grads[i][j][2] -= delta.x, grads[i][j][3] -= delta.y;
+          }
+        }
+        if (kEverything && rule.bends) bend_scores<true>(scores, score_row, rule, here, sequence.visible, &grads);
+        if (masked)
+          mask_scores<true>(scores, score_row, mask.dtype, LaterQueries<decltype(mask_block)>{mask_block, score_query});
+        if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
+#pragma unroll
+        for (int j = 0; j < kScoreColumns; ++j) {
+          const float2 high = rows.high(8 * j + 2 * lane_place()), low = rows.low(8 * j + 2 * lane_place());
+#pragma unroll
+          for (int i = 0; i < kScoreRows; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float& x = scores[i][j][e];
+              const float h = e % 2 ? high.y : high.x, l = e % 2 ? low.y : low.x;
+              x = FastBinary::exp((kEverything && rule.bends ? x - h : fmaf(x, rule.scale, -h)) - l);
+              grads[i][j][e] *= x;
+              if (kEverything && dropped >> (4 * (i * kScoreColumns + j) + e) & 1) x = 0;
+            }
+        }
+      }
+      const LeftOperand<Kind, kScoreRows, kScoreColumns> weight_operand(scores), grad_operand(grads);
+      if (scores_here && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
+      if (scores_here && (!kInRegisters || sums_queries)) grad_operand.store(grad_tile, score_row, score_query);
+
+      if constexpr (kInRegisters) {
+        multiply_operand(grad_value, weight_operand, WideTile{grad_out_tile(stage).row(score_query)});
+        __syncthreads();  // the scores' gradients are there, and all have done with the gradients of outputs
+      } else {
+        __syncthreads();  // the weights and the scores' gradients are there
+        multiply_rows_by_columns<Kind, kQueries>(grad_value, weight_tile, sum_row, grad_out_tile(stage), sum_column);
+        if (kStages == 1) __syncthreads();  // all have done with the gradients of outputs
+      }
+      if (kStages == 1) {
+        if (next < end) load_grad_out(0, next);
+        commit_copies();
+      }
+      if constexpr (kInRegisters)
+        multiply_operand(grad_key, grad_operand, WideTile{query_tile(stage).row(score_query)});
+      else
+        multiply_rows_by_columns<Kind, kQueries>(grad_key, grad_tile, sum_row, query_tile(stage), sum_column);
+      if (kStages == 1) {
+        __syncthreads();  // all have done with the queries
+        if (next < end) load_queries(0, next);
+        commit_copies();
+      }
+
+      if (sums_queries) {
+        Accumulator<kQueryRows, kQueryWidth / 8> grad_query;
+        clear(grad_query);
+        multiply_columns<Kind, kKeys>(grad_query, grad_tile, query_row, key_tile, query_column);
+        if (direct) {
+          const MutableView4& view = gradients.grad_query;
+          store_accumulators(grad_query, static_cast<float>(problem.scale),
+                             static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1], view.stride[2],
+                             view.stride[3], query + query_row, query_column, queries, static_cast<int>(problem.width));
+        } else {
+          float* const sums = arguments.space.sums + first_block * (kRowBlock * kWidth);
+#pragma unroll
+          for (int i = 0; i < kQueryRows; ++i)
+#pragma unroll
+            for (int j = 0; j < kQueryWidth / 8; ++j)
+              add_to_sum(sums + (int64_t{query + query_row} / 16 + i) * (16 * kWidth) + (query_column / 8 + j) * 128, lane(),
+                         grad_query[i][j]);
+        }
+      }
+    }
+  }
+  wait_for_copies();
+  __syncthreads();  // all have done with shared memory
+
+  const float scale = static_cast<float>(problem.scale);
+  scale_by(grad_key, scale);
+  if (kEverything) scale_by(grad_value, arguments.keep_scale);
+  if constexpr (kInRegisters && kTile.score_split > 1) {
+    static_assert(kTile.score_split == 2 && kTile.warps * kSumRows * kSumWidth * 16 * static_cast<int>(sizeof(float)) <= kBytes);
+    const int slot = warp / 2 * 2;
+    if (warp % 2 == 1) {
+      leave(grad_key, sums_of_warp(shared, slot));
+      leave(grad_value, sums_of_warp(shared, slot + 1));
+    }
+    __syncthreads();
+    if (warp % 2 == 0) {
+      take(grad_key, sums_of_warp(shared, slot));
+      take(grad_value, sums_of_warp(shared, slot + 1));
+    }
+    __syncthreads();
+    if (warp % 2 == 1) return;
+  }
+  const auto store = [&](const Sums& d, WideTile at, const MutableView4& view, int64_t width) {
+    Element* const to = static_cast<Element*>(view.data) + batch * view.stride[0] + unit * view.stride[1] +
+                        (sequence.keys.begin + key) * view.stride[2] + sum_column * view.stride[3];
+    store_rows<Kind>(d, WideTile{at.data + sum_column}, sum_row, to, view.stride[2], view.stride[3], last_key - key,
+                     static_cast<int>(width) - sum_column);
+  };
+  store(grad_key, key_tile, gradients.grad_key, problem.width);
+  store(grad_value, value_tile, gradients.grad_value, problem.value_width);
+}
+
+template <class Kind, int kWidth, bool kEverything, class Body = BackwardOnSm80<Kind, kWidth, kEverything>>
+__global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
+    attention_backward_sm80(const __grid_constant__ BackwardArguments arguments) {
+  Body::run(arguments);
+}
+
+// Calls f(Type<Kind>, bool_constant<kEverything>) with what a problem needs.
+template <int kWidth, class F>
+void visit_backward_sm80(const AttentionProblem& problem, F&& f) {
+  const auto visit_half = [&]<class Element>(Type<Element> element) {
+    if constexpr (kWidth <= 256)
+      if (!ScoreRule(problem).bends && problem.dropout == 0 &&
+          BackwardOnSm80<Element, kWidth, false>::kBytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>())
+        return f(element, std::false_type{});
+    f(element, std::true_type{});
+  };
+  switch (problem.dtype) {
+    case DType::kFloat16: return visit_half(Type<__half>{});
+    case DType::kBFloat16: return visit_half(Type<__nv_bfloat16>{});
+    default: f(Type<float>{}, std::true_type{});
+  }
+}
+
+template <int kWidth>
+QueryGradients query_gradients_on_sm80(const AttentionProblem& problem, bool deterministic) {
+  int tile_keys = 0;
+  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
+    tile_keys = BackwardOnSm80<Kind, kWidth, kEverything>::kKeys;
+  });
+  if (problem.keys == 0) return QueryGradients::kSum;  // of nothing
+  if (!problem.query_starts && problem.keys <= tile_keys) return QueryGradients::kDirect;
+  return deterministic ? QueryGradients::kNone : QueryGradients::kSum;
+}
+
+template <int kWidth>
+BackwardSpace backward_sm80_space(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
+                                  void* workspace) {
+  return BackwardSpace(problem, gradients, kWidth,
+                       query_gradients_on_sm80<kWidth>(problem, deterministic) == QueryGradients::kSum,
+                       mask_gradient_parts(problem, gradients), workspace);
+}
+
+template <class Kind, int kWidth, bool kEverything>
+void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                          QueryGradients query_gradients, CUstream_st* stream) {
+  using Body = BackwardOnSm80<Kind, kWidth, kEverything>;
+  const BackwardArguments arguments{problem,
+                                    gradients,
+                                    space,
+                                    BlockList::of(problem, true, gradients.units, Body::kKeys),
+                                    ScoreRule(problem),
+                                    problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
+                                    query_gradients};
+  if (arguments.list.count() > 0)
+    launch<attention_backward_sm80<Kind, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
+                                                               Body::shared_bytes(problem), stream);
+}
+
+template <int kWidth>
+int64_t backward_sm80_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  return backward_sm80_space<kWidth>(problem, gradients, deterministic, nullptr).bytes;
+}
+
+template <int kWidth>
+void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                   CUstream_st* stream) {
+  const BackwardSpace space = backward_sm80_space<kWidth>(problem, gradients, deterministic, workspace);
+  const QueryGradients query_gradients = query_gradients_on_sm80<kWidth>(problem, deterministic);
+  fill_block_map(problem, space.map, stream);
+  prepare_backward(problem, gradients, space, stream);
+  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
+    launch_backward_sm80<Kind, kWidth, kEverything>(problem, gradients, space, query_gradients, stream);
+  });
+  if (query_gradients == QueryGradients::kSum) finish_queries(problem, gradients, space, stream);
+  if (query_gradients == QueryGradients::kNone) backward_queries_sm80<kWidth>(problem, gradients, space, stream);
+  if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
+  if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
+}
+
+template <int kWidth>
+const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
+  const char* reason = nullptr;
+  visit_backward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
+    if (BackwardOnSm80<Kind, kWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
+      reason = "the GPU has too little shared memory for this head dim";
+  });
+  return reason;
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,59 @@
+// What attention's backward passes need of a row of queries beside its elements, and the workspace that holds it: made once, ahead
+// of the passes. At the end of them, the sums that are the gradients of queries, and of sinks.
+#pragma once
+
+#include "block_map.cuh"
+#include "schedule.cuh"
+
+namespace flash_online::cuda {
+
+constexpr int kRowBlock = 64;  // queries, whose numbers lie together
+
+// [list.count()] blocks of three rows of kRowBlock numbers: a query's lse in base 2 as the sum of two floats, +inf (so that weights
+// are 0) for one that sees nothing or does not exist; and what its scores' gradients have in common.
+constexpr int kRowNumbers = 3 * kRowBlock;
+
+// The workspace of a backward pass. Its pieces begin at multiples of 16 bytes.
+struct BackwardSpace {
+  BlockList list;          // of all queries
+  float* rows = nullptr;   // [list.count()][kRowNumbers]
+  float* sums = nullptr;   // [list.count()][kRowBlock * width], in tiles of 16 x 8; null: nobody adds to gradients of queries
+  double* sinks = nullptr; // [list.count()]: parts of the gradient of sinks; null: not wanted
+  float* mask_parts = nullptr;  // of the mask's gradient
+  BlockMap map;
+  int64_t width = 0;       // of a tile
+  int64_t bytes = 0;
+
+  BackwardSpace(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t tile_width, bool with_sums,
+                int64_t mask_part_count, void* workspace)
+      : list(BlockList::of(problem, false, problem.heads, kRowBlock)), map(block_map_of(problem)), width(tile_width) {
+    const auto carve = [&]<class T>(T*& pointer, int64_t count) {
+      pointer = count > 0 ? reinterpret_cast<T*>(static_cast<char*>(workspace) + bytes) : nullptr;
+      bytes += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
+    };
+    carve(rows, list.count() * kRowNumbers);
+    carve(sums, with_sums ? list.count() * kRowBlock * width : 0);
+    carve(sinks, gradients.grad_sinks ? list.count() : 0);
+    carve(mask_parts, mask_part_count);
+    carve(map.data, map.count());
+  }
+};
+
+// The number of a sequence's first block in one head's part of a list of all queries' blocks.
+__device__ __forceinline__ int64_t first_row_block(const AttentionProblem& problem, const BlockList& list, int64_t sequence,
+                                                   int64_t head) {
+  if (!problem.query_starts) return (sequence * list.heads + head) * list.blocks;
+  return head * list.blocks + clamp(problem.query_starts[sequence], 0, problem.total_queries) / kRowBlock + sequence;
+}
+
+// Fills space.rows and space.sinks, clears space.sums, and the gradients of queries that no sequence owns.
+void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                      CUstream_st* stream);
+// space.sums into the gradients of queries.
+void finish_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                    CUstream_st* stream);
+// space.sinks into the gradients of sinks.
+void finish_sinks(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                  CUstream_st* stream);
+
+}  // namespace flash_online::cuda

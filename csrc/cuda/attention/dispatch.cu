@@ -1,0 +1,199 @@
+// Which kernel runs: candidates in order, each with its reasons to refuse. The one place that knows families and head dims.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
+
+#include "../../core/philox.h"
+#include "../hw/launch.h"
+#include "attention.h"
+#include "block_map.cuh"
+#include "families.h"
+#include "head_dims.h"
+#include "refusal_sm90.h"
+
+namespace flash_online::cuda {
+
+namespace {
+
+// Calls f(std::integral_constant) with the smallest of these head dims that holds the problem's. False if there is none.
+template <int... kHeadDims, class F>
+bool visit_head_dim(std::integer_sequence<int, kHeadDims...>, const AttentionProblem& problem, F&& f) {
+  const int64_t width = std::max(problem.width, problem.value_width);
+  return ((width <= kHeadDims && (f(std::integral_constant<int, kHeadDims>{}), true)) || ...);
+}
+
+Gpu current_gpu() {
+  return {device_attribute<cudaDevAttrComputeCapabilityMajor>(), device_attribute<cudaDevAttrComputeCapabilityMinor>(),
+          device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()};
+}
+
+constexpr const char* kTooWide = "the head dim is larger than those of this build";
+
+// Forward and backward pass of a family: why it does not take a problem (null: it does), and its launch.
+struct Forward {
+  const char* name;
+  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  void (*run)(const AttentionProblem& problem, void* workspace, CUstream_st* stream);
+  int64_t (*workspace)(const AttentionProblem& problem);
+};
+
+constexpr Forward kForwardOnSm90{
+    .name = "sm90",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const bool fits = visit_head_dim(HopperHeadDims{}, problem, [](auto) {});
+          const char* const reason = forward_sm90_refusal(problem, gpu);
+          return reason || fits ? reason : kTooWide;
+        },
+    .run =
+        [](const AttentionProblem& problem, void*, CUstream_st* stream) {
+          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, stream); });
+        },
+    .workspace = [](const AttentionProblem&) { return int64_t{0}; },
+};
+
+constexpr Forward kForwardOnSm80{
+    .name = "sm80",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const char* reason = kTooWide;
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = forward_sm80_refusal<width()>(problem, gpu); });
+          return reason;
+        },
+    .run =
+        [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+          BlockMap map = block_map_of(problem);
+          if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
+          fill_block_map(problem, map, stream);
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
+        },
+    .workspace = [](const AttentionProblem& problem) { return block_map_of(problem).count(); },
+};
+
+struct Backward {
+  const char* name;
+  const char* (*refusal)(const AttentionProblem& problem, const Gpu& gpu);
+  void (*run)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+              CUstream_st* stream);
+  int64_t (*workspace)(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+};
+
+constexpr Backward kBackwardOnSm80{
+    .name = "sm80",
+    .refusal =
+        [](const AttentionProblem& problem, const Gpu& gpu) {
+          const char* reason = kTooWide;
+          visit_head_dim(HeadDims{}, problem, [&](auto width) { reason = backward_sm80_refusal<width()>(problem, gpu); });
+          return reason;
+        },
+    .run =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+           CUstream_st* stream) {
+          visit_head_dim(HeadDims{}, problem, [&](auto width) {
+            backward_sm80<width()>(problem, gradients, deterministic, workspace, stream);
+          });
+        },
+    .workspace =
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+          int64_t bytes = 0;
+          visit_head_dim(HeadDims{}, problem,
+                         [&](auto width) { bytes = backward_sm80_workspace<width()>(problem, gradients, deterministic); });
+          return bytes;
+        },
+};
+
+// The best first.
+constexpr Forward kForward[] = {kForwardOnSm90, kForwardOnSm80};
+constexpr Backward kBackward[] = {kBackwardOnSm80};
+
+// The reason not to take a family; null: none. FLASH_ONLINE_KERNEL, read once, forces one.
+template <class Family>
+const char* refusal(const Family& family, const AttentionProblem& problem, const Gpu& gpu) {
+  static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
+  if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
+  return family.refusal(problem, gpu);
+}
+
+template <class Family, size_t kCount>
+const Family& choose(const Family (&families)[kCount], const AttentionProblem& problem) {
+  const Gpu gpu = current_gpu();
+  std::string reasons;
+  for (const Family& family : families) {
+    const char* const reason = refusal(family, problem, gpu);
+    if (!reason) return family;
+    reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
+  }
+  throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
+}
+
+bool has_no_queries(const AttentionProblem& problem) {
+  return problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.batch * problem.queries) == 0;
+}
+
+__global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
+  const Philox random(problem.rng[0], problem.rng[1]);
+  const uint64_t threshold = drop_threshold(problem.dropout);
+  const int64_t groups = (problem.keys + 3) / 4, count = problem.batch * problem.heads * problem.queries * groups;
+  for (int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; index < count; index += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t group = index % groups, row = index / groups, query = row % problem.queries, plane = row / problem.queries;
+    uint32_t words[4];
+    random.words(problem.batch_begin + plane / problem.heads, plane % problem.heads, problem.query_begin + query, group, words);
+    for (int n = 0; n < 4 && group * 4 + n < problem.keys; ++n)
+      problem.keep[row * problem.keys + group * 4 + n] = words[n] >= threshold;
+  }
+}
+
+}  // namespace
+
+Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
+  Candidates list;
+  const auto ask = [&](const auto& families) {
+    for (const auto& family : families) {
+      const char* const reason = refusal(family, problem, gpu);
+      list.emplace_back(family.name, reason ? reason : "");
+    }
+  };
+  backward ? ask(kBackward) : ask(kForward);
+  return list;
+}
+
+int64_t attention_forward_workspace(const AttentionProblem& problem) {
+  return has_no_queries(problem) ? 0 : choose(kForward, problem).workspace(problem);
+}
+
+void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+  if (!has_no_queries(problem)) choose(kForward, problem).run(problem, workspace, stream);
+}
+
+int64_t attention_backward_units(const AttentionProblem& problem) {
+  constexpr int64_t kKeys = 128;  // about what a block of threads takes
+  const int64_t least = std::lcm(problem.key_heads, problem.value_heads),
+                blocks = problem.query_starts ? problem.total_keys / kKeys + problem.batch
+                                              : problem.batch * ((problem.keys + kKeys - 1) / kKeys);
+  int64_t units = least;
+  for (int64_t more = least; units * blocks < multiprocessors() && more <= problem.heads; more += least)
+    if (problem.heads % more == 0) units = more;
+  return units;
+}
+
+int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  return choose(kBackward, problem).workspace(problem, gradients, deterministic);
+}
+
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                        CUstream_st* stream) {
+  if (problem.batch > 0 || problem.query_starts)
+    choose(kBackward, problem).run(problem, gradients, deterministic, workspace, stream);
+}
+
+void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {
+  constexpr int kThreads = 256;
+  const int64_t count = problem.batch * problem.heads * problem.queries * ((problem.keys + 3) / 4);
+  if (count > 0) launch<dropout_mask>(problem, grid_for((count + kThreads - 1) / kThreads, 8), kThreads, 0, stream);
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,32 @@
+// The kernel families as dispatch.cu knows them: function templates, of which CMake stamps an instance for each head dim
+// out of instance.cu.in.
+#pragma once
+
+#include "../../core/problem.h"
+#include "attention.h"
+
+namespace flash_online::cuda {
+
+struct BlockMap;
+
+// forward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
+template <int kWidth>
+void forward_sm90(const AttentionProblem& problem, CUstream_st* stream);
+
+// forward_sm80.cuh. Head dims are at most kWidth; there are queries and heads.
+template <int kWidth>
+void forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream);
+// Why this kernel does not take a problem; null: it does.
+template <int kWidth>
+const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+
+// backward_sm80.cuh, likewise.
+template <int kWidth>
+int64_t backward_sm80_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+template <int kWidth>
+void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                   CUstream_st* stream);
+template <int kWidth>
+const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+
+}  // namespace flash_online::cuda

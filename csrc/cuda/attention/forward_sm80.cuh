@@ -1,0 +1,249 @@
+// Attention forward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
+// (arXiv 2307.08691). docs/attention_sm80.md draws it.
+//
+// A block of threads owns a block of one head's queries; each warp 16 * row_tiles of them, with their scores, weights and outputs
+// in its registers. The keys pass by in blocks: while scores are made the block's values and mask arrive, while its weights and
+// outputs are made the next keys do.
+#pragma once
+
+#include "../../core/visit.h"
+#include "block_map.cuh"
+#include "families.h"
+#include "load.cuh"
+#include "schedule.cuh"
+#include "scores.cuh"
+#include "tiles.h"
+
+namespace flash_online::cuda {
+
+struct ForwardArguments {
+  AttentionProblem problem;
+  BlockList list;
+  BlockMap map;
+  ScoreRule rule;
+  float keep_scale;  // of dropout: 1 / (1 - p)
+};
+
+// kEverything: with softcap, ALiBi, masks, dropout and any scale; without it ranges of keys alone.
+template <class Kind, int kWidth, bool kEverything>
+struct ForwardOnSm80 {
+  using Element = typename ElementOf<Kind>::type;
+  static constexpr ForwardSm80 kTile = forward_sm80_tile(sizeof(Element), kWidth, kEverything);
+  static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
+  static constexpr int kValueWidth = kTile.value_width, kRows = kTile.row_tiles;
+  using QueryTile = SharedTile<Kind, kWidth>;
+  using ValueTile = SharedTile<Kind, kValueWidth>;
+  static constexpr int kQueryBytes = QueryTile::bytes(kQueries), kKeyBytes = QueryTile::bytes(kKeys),
+                       kValueBytes = ValueTile::bytes(kKeys);
+  static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
+
+  static int shared_bytes(const AttentionProblem& problem) {
+    const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
+    return kQueryBytes + kKeyBytes + kValueBytes + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+
+  __device__ static void run(const ForwardArguments& arguments);
+
+ private:
+  // Rows that no sequence owns, in the head that a block of threads works on: 0, and an lse of -inf.
+  __device__ static void clear_rows(const AttentionProblem& problem, int64_t head, Rows rows) {
+    Element* const out = static_cast<Element*>(problem.out.data) + head * problem.out.stride[1];
+    for (int64_t n = threadIdx.x; n < rows.count * problem.value_width; n += kThreads)
+      out[(rows.begin + n / problem.value_width) * problem.out.stride[2] + n % problem.value_width * problem.out.stride[3]] =
+          narrow<Element>(0.0f);
+    for (int64_t n = threadIdx.x; n < rows.count; n += kThreads) {
+      static_cast<float*>(problem.lse)[head * problem.lse_stride[1] + rows.begin + n] = lowest<float>();
+      static_cast<float*>(problem.lse_low)[head * problem.lse_stride[1] + rows.begin + n] = 0;
+    }
+  }
+};
+
+template <class Kind, int kWidth, bool kEverything>
+__device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(const ForwardArguments& arguments) {
+  extern __shared__ __align__(16) char shared[];
+  const AttentionProblem& problem = arguments.problem;
+
+  // Where: an outer list of pieces of the values' columns, each with the list of blocks.
+  const int64_t blocks = arguments.list.count(), piece = blockIdx.x / blocks;
+  const BlockPlace place =
+      place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
+  const int64_t batch = place.sequence, head = place.head;
+  if (problem.query_starts && place.block == 0 && piece == 0) {
+    const auto clear_before = [&](int64_t n) {
+      clear_rows(problem, head, unowned_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries));
+    };
+    clear_before(batch);
+    if (batch == problem.batch - 1) clear_before(problem.batch);
+  }
+  const Sequence sequence = sequence_of(problem, batch);
+  const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
+  if (place.block < 0 || place.block * kQueries >= queries) return;
+  const int query = static_cast<int>(place.block) * kQueries, last_query = min(query + kQueries, queries);
+
+  // In shared memory: queries, keys, values, mask.
+  const QueryTile query_tile{reinterpret_cast<Element*>(shared)}, key_tile{reinterpret_cast<Element*>(shared + kQueryBytes)};
+  const ValueTile value_tile{reinterpret_cast<Element*>(shared + kQueryBytes + kKeyBytes)};
+  MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kQueryBytes + kKeyBytes + kValueBytes);
+
+  const int64_t key_head = head / (problem.heads / problem.key_heads), value_head = head / (problem.heads / problem.value_heads);
+  const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width);
+  const HeadRows<Element> key_rows(problem.key, batch, key_head, sequence.keys.begin, problem.width);
+  const HeadRows<Element> value_rows(problem.value, batch, value_head, sequence.keys.begin, problem.value_width,
+                                     piece * kValueWidth);
+  const HeadMask mask(problem, batch, head);
+  const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
+  const Dropout dropout(problem, batch, head);
+  const float scale = kEverything && rule.bends ? 1.0f : rule.scale;
+  const int row = static_cast<int>(threadIdx.x) / 32 * 16 * kRows;  // the warp's first, in the block
+
+  const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
+  const int end = range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0;
+  KeyBlocks<kQueries, kKeys> key_blocks(arguments.map, batch, head, query, queries, static_cast<int>(range.begin / kKeys),
+                                          end);
+  bool nothing_hidden, next_nothing_hidden = false;
+  int block = key_blocks.next(nothing_hidden);
+
+  Accumulator<kRows, kValueWidth / 8> out;
+  clear(out);
+  ScoreState state[kRows][2];
+  load<kQueries, kThreads>(query_tile, query_rows, query, queries);
+  if (block < end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
+  commit_copies();
+
+  for (int next; block < end; block = next, nothing_hidden = next_nothing_hidden) {
+    const int key = block * kKeys;
+    const bool masked = kEverything && mask.data && !nothing_hidden;
+    wait_for_copies();
+    __syncthreads();  // the keys are there, and all have done with the values and the mask before
+    load<kKeys, kThreads>(value_tile, value_rows, key, keys);
+    if (masked) mask_block.load(mask, query, queries, key, keys);
+    commit_copies();
+
+    Accumulator<kRows, kKeys / 8> scores;
+    clear(scores);
+    multiply_rows<Kind, kWidth>(scores, query_tile, row, key_tile);
+    next = key_blocks.next(next_nothing_hidden);
+    wait_for_copies();
+    __syncthreads();  // the values are there, and all have done with the keys
+    if (next < end) load<kKeys, kThreads>(key_tile, key_rows, next * kKeys, keys);
+    commit_copies();
+
+    const ScoreBlock here{query, key, queries, keys,
+                          all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
+    if (kEverything && rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible);
+    if (masked) mask_scores<false>(scores, row, mask.dtype, mask_block);
+    if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
+
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = lowest<float>();
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j) most = fmaxf(most, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float factor = state[i][half].raise_beyond(kScoreSlack, most * scale);
+        if (__any_sync(~0u, factor != 1)) {
+#pragma unroll
+          for (int j = 0; j < kValueWidth / 8; ++j) {
+            out[i][j][2 * half] *= factor;
+            out[i][j][2 * half + 1] *= factor;
+          }
+        }
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = scores[i][j][2 * half + e];
+            x = state[i][half].weight_of_product(x, scale);
+            sum += x;
+          }
+        state[i][half].add(sum);
+      }
+    if (kEverything && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
+    multiply_accumulators<Kind>(out, scores, value_tile);
+  }
+  wait_for_copies();
+  __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
+
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ScoreState& own = state[i][half];
+      own.sum += __shfl_xor_sync(~0u, own.sum, 1);
+      own.sum += __shfl_xor_sync(~0u, own.sum, 2);
+      const float factor = problem.sinks ? own.absorb(static_cast<const float*>(problem.sinks)[head] * kLog2E) : 1.0f;
+      const float last = factor * own.inverse_sum_or_zero() * arguments.keep_scale;
+#pragma unroll
+      for (int j = 0; j < kValueWidth / 8; ++j) {
+        out[i][j][2 * half] *= last;
+        out[i][j][2 * half + 1] *= last;
+      }
+      const int at = query + row + 16 * i + 8 * half + lane_group();
+      if (piece == 0 && lane_place() == 0 && at < queries) {
+        const double lse = (static_cast<double>(own.max) + ::log2(static_cast<double>(own.sum))) * kLn2;
+        const int64_t number = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + at;
+        const float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
+        static_cast<float*>(problem.lse)[number] = high;
+        static_cast<float*>(problem.lse_low)[number] = low - low == 0 ? low : 0;
+      }
+    }
+  Element* const to = static_cast<Element*>(problem.out.data) + batch * problem.out.stride[0] + head * problem.out.stride[1] +
+                      (sequence.queries.begin + query) * problem.out.stride[2] + piece * kValueWidth * problem.out.stride[3];
+  store_rows<Kind>(out, ValueTile{query_tile.data}, row, to, problem.out.stride[2], problem.out.stride[3],
+                   last_query - query,
+                   static_cast<int>(min(problem.value_width - piece * kValueWidth, int64_t{kValueWidth})));
+}
+
+template <class Kind, int kWidth, bool kEverything, class Body = ForwardOnSm80<Kind, kWidth, kEverything>>
+__global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
+    attention_forward_sm80(const __grid_constant__ ForwardArguments arguments) {
+  Body::run(arguments);
+}
+
+// Calls f(Type<Kind>, bool_constant<kEverything>) with what a problem needs.
+template <int kWidth, class F>
+void visit_forward_sm80(const AttentionProblem& problem, F&& f) {
+  const auto visit_half = [&]<class Element>(Type<Element> element) {
+    if constexpr (kWidth <= 256)
+      if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0) return f(element, std::false_type{});
+    f(element, std::true_type{});
+  };
+  switch (problem.dtype) {
+    case DType::kFloat16: return visit_half(Type<__half>{});
+    case DType::kBFloat16: return visit_half(Type<__nv_bfloat16>{});
+    default: f(Type<float>{}, std::true_type{});
+  }
+}
+
+template <class Kind, int kWidth, bool kEverything>
+void launch_forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {
+  using Body = ForwardOnSm80<Kind, kWidth, kEverything>;
+  const ForwardArguments arguments{problem, BlockList::of(problem, false, problem.heads, Body::kQueries), map, ScoreRule(problem),
+                                   problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
+  const int64_t pieces = (problem.value_width + Body::kValueWidth - 1) / Body::kValueWidth;
+  launch<attention_forward_sm80<Kind, kWidth, kEverything>>(arguments, arguments.list.count() * (pieces > 0 ? pieces : 1),
+                                                            Body::kThreads, Body::shared_bytes(problem), stream);
+}
+
+template <int kWidth>
+void forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {
+  visit_forward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
+    launch_forward_sm80<Kind, kWidth, kEverything>(problem, map, stream);
+  });
+}
+
+template <int kWidth>
+const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
+  const char* reason = nullptr;
+  visit_forward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
+    if (ForwardOnSm80<Kind, kWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
+      reason = "the GPU has too little shared memory for this head dim";
+  });
+  return reason;
+}
+
+}  // namespace flash_online::cuda

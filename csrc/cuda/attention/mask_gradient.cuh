@@ -1,0 +1,15 @@
+// The gradient of a float mask, in the mask's own shape: no memory but its own, or where that is little, a few times that.
+#pragma once
+
+#include "delta.cuh"
+
+namespace flash_online::cuda {
+
+// How many parts the sum over all that the mask is broadcast along is cut into, so that there is work for the whole device.
+int64_t mask_gradient_splits(const AttentionProblem& problem, const AttentionGradients& gradients);
+// The floats of space.mask_parts; 0 without splits.
+int64_t mask_gradient_parts(const AttentionProblem& problem, const AttentionGradients& gradients);
+void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                   CUstream_st* stream);
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,248 @@
+// From products to scores in base 2, for a warp's accumulators: softcap, ALiBi, the mask, visibility, dropout. Accumulators are
+// [query][key], or transposed [key][query].
+#pragma once
+
+#include "../../core/mask.h"
+#include "../../core/online_softmax.h"
+#include "../../core/philox.h"
+#include "../hw/fragment.cuh"
+#include "../hw/math.cuh"
+#include "mask_block.cuh"
+
+namespace flash_online::cuda {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr double kLn2 = 0.693147180559945309417;
+
+struct FastBinary {
+  FLASH_ONLINE_HD static float exp(float x) {
+#ifdef __CUDA_ARCH__
+    return exp2_flushed(x);
+#else
+    return ::exp2f(x);
+#endif
+  }
+  FLASH_ONLINE_HD static float log(float x) { return ::log2f(x); }
+};
+
+using ScoreState = OnlineSoftmax<float, FastBinary>;
+
+// How far above its point of reference a row's maximum may grow before sums and outputs are moved: weights reach 2^8.
+constexpr float kScoreSlack = 8;
+
+// Calls f(x, query, key) for every accumulator of a warp, whose rows (of 16 * kRows) begin at `row` of the block.
+template <bool kTransposed, int kRows, int kColumns, class F>
+__device__ __forceinline__ void for_each_score(Accumulator<kRows, kColumns>& d, int row, F&& f) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int r = row + 16 * i + lane_group() + e / 2 * 8, c = 8 * j + 2 * lane_place() + e % 2;
+        f(d[i][j][e], kTransposed ? c : r, kTransposed ? r : c);
+      }
+}
+
+// What a head's scores are made by.
+struct ScoreRule {
+  float scale;     // of a product, log2(e) included; of one under a softcap, that over the softcap
+  float cap;       // softcap * log2(e), 0: none
+  float slope;     // ALiBi's, times log2(e), 0: none
+  bool bends;      // whether scores are made, or the product and its scale stand for them (scale > 0)
+
+  // What all heads share; on the host, since it takes doubles.
+  explicit ScoreRule(const AttentionProblem& problem)
+      : scale(static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * 1.4426950408889634074)),
+        cap(static_cast<float>(problem.softcap * 1.4426950408889634074)),
+        slope(0),
+        // A scale of 0, NaN or below would turn the order of the products.
+        bends(problem.softcap > 0 || problem.alibi_slopes || problem.mask.data || !(scale > 0 && scale < 1e30f)) {}
+
+  __device__ ScoreRule of_head(const AttentionProblem& problem, int64_t batch, int64_t head) const {
+    ScoreRule rule = *this;
+    if (problem.alibi_slopes)
+      rule.slope = kLog2E * static_cast<const float*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] +
+                                                                            head * problem.alibi_stride[1]];
+    return rule;
+  }
+
+  // What a score that came out of this rule is multiplied by.
+  __device__ float remaining_scale() const { return bends ? 1.0f : scale; }
+};
+
+// A block of scores, [queries from `query` on][keys from `key` on] of a sequence.
+struct ScoreBlock {
+  int query, key;
+  int queries, keys;  // of the sequence
+  bool whole;             // every query of the block sees every key by arithmetic, and all of both exist
+};
+
+// Softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative of a softcap.
+template <bool kTransposed, int kRows, int kColumns>
+__device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int row, const ScoreRule& rule,
+                                            const ScoreBlock& block, const Visibility& visible,
+                                            Accumulator<kRows, kColumns>* gradients = nullptr) {
+  if (rule.cap > 0) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float bent = tanhf(d[i][j][e] * rule.scale);
+          if (gradients) (*gradients)[i][j][e] *= 1 - bent * bent;
+          d[i][j][e] = rule.cap * bent;
+        }
+  } else {
+    for_each_score<kTransposed>(d, row, [&](float& x, int, int) { x *= rule.scale; });
+  }
+  if (rule.slope != 0) {
+    const int between = static_cast<int>(block.query + visible.offset - block.key);
+    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) {
+      x -= rule.slope * fabsf(static_cast<float>(between + query - key));
+    });
+  }
+}
+
+// Adds a float mask, hides by a bool one.
+template <bool kTransposed, int kRows, int kColumns, class Mask>
+__device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, const Mask& mask) {
+  visit_mask(dtype, [&]<class T>(T) {
+    using Value = std::conditional_t<std::is_same_v<T, bool>, unsigned char, T>;
+    const auto apply = [](float& x, Value value) {
+      if constexpr (std::is_same_v<T, bool>)
+        x = value ? x : lowest<float>();
+      else
+        x = fmaf(widen(value), kLog2E, x);
+    };
+    if constexpr (!kTransposed) {
+      if (mask.template has_pairs<Value>()) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const auto pair =
+                  mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
+              apply(d[i][j][2 * half], pair.value[0]);
+              apply(d[i][j][2 * half + 1], pair.value[1]);
+            }
+        return;
+      }
+    }
+    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) { apply(x, mask.template at<Value>(query, key)); });
+  });
+}
+
+// Hides what is out of a query's range. With kTransposed also queries that do not exist.
+template <bool kTransposed, int kRows, int kColumns>
+__device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int row, const ScoreBlock& block,
+                                            const Visibility& visible) {
+  if constexpr (!kTransposed) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const KeyRange range = keys_of(visible, block.query + row + 16 * i + 8 * half + lane_group(), block.keys);
+        const int begin = static_cast<int>(max(range.begin - block.key, int64_t{0})),
+                  end = static_cast<int>(max(min(range.end - block.key, int64_t{kColumns * 8}), int64_t{0}));
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int key = 8 * j + 2 * lane_place() + e;
+            float& x = d[i][j][2 * half + e];
+            x = key >= begin && key < end ? x : lowest<float>();
+          }
+      }
+  } else {
+    // A key's queries: those whose position is in [key - right, key + left].
+    const int queries = min(block.queries - block.query, kColumns * 8);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t key = block.key + row + 16 * i + 8 * half + lane_group(), at = key - visible.offset - block.query;
+        const int begin = visible.right < 0 || visible.right >= at ? 0
+                          : static_cast<int>(min(at - visible.right, int64_t{kColumns * 8}));
+        const int64_t last = visible.left < 0 || visible.left >= queries - 1 - at ? queries - 1 : at + visible.left;
+        const int end = key < block.keys ? static_cast<int>(max(last, int64_t{-1})) + 1 : 0;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int query = 8 * j + 2 * lane_place() + e;
+            float& x = d[i][j][2 * half + e];
+            x = query >= begin && query < end ? x : lowest<float>();
+          }
+      }
+  }
+}
+
+// Dropout of one head.
+struct Dropout {
+  Philox random;
+  uint64_t threshold;
+  int64_t batch, head;
+
+  __device__ Dropout(const AttentionProblem& problem, int64_t sequence, int64_t head_)
+      : random(problem.rng ? problem.rng[0] : 0, problem.rng ? problem.rng[1] : 0),
+        threshold(problem.rng ? drop_threshold(problem.dropout) : 0),
+        batch(problem.batch_begin + sequence),
+        head(head_) {}
+
+  __device__ explicit operator bool() const { return threshold > 0; }
+
+  // Bit n: whether the weight of key 4 * group + n is kept.
+  __device__ unsigned kept(int64_t query, int64_t group) const {
+    uint32_t words[4];
+    random.words(batch, head, query, group, words);
+    return (words[0] >= threshold) | (words[1] >= threshold) << 1 | (words[2] >= threshold) << 2 | (words[3] >= threshold) << 3;
+  }
+};
+
+// Calls f(i, j, kept) for each piece of 16 x 8 of an accumulator's shape: bit e of `kept` says whether the weight at [i][j][e] is.
+// Four neighbouring keys share a draw, and the lanes that hold them share the work: block.key must be a multiple of 4, and `row`
+// where accumulators are transposed.
+template <bool kTransposed, int kRows, int kColumns, class F>
+__device__ __forceinline__ void draw_weights(int row, const Dropout& dropout, const ScoreBlock& block, F&& f) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      if constexpr (!kTransposed) {
+        // A pair of lanes holds four keys of the rows `group` and `group` + 8: each draws for one of the two.
+        const int odd = lane() & 1;
+        const unsigned own = dropout.kept(block.query + row + 16 * i + lane_group() + 8 * odd,
+                                          (block.key + 8 * j) / 4 + lane_place() / 2);
+        const unsigned other = __shfl_xor_sync(~0u, own, 1);
+        const unsigned upper = odd ? other >> 2 : own, lower = odd ? own >> 2 : other;
+        f(i, j, (upper & 3) | (lower & 3) << 2);
+      } else {
+        // Four lanes of one `place` hold four keys, and four more behind eight, of two queries: each draws one of these four.
+        const int own = lane_group() % 4, key = row + 16 * i + lane_group() / 4 * 4 + own / 2 * 8;
+        const unsigned bits =
+            dropout.kept(block.query + 8 * j + 2 * lane_place() + own % 2, (block.key + key) / 4);
+        unsigned kept = 0;  // bit n: key `group` of the n-th draw
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          kept |= (__shfl_sync(~0u, bits, (lane_group() / 4 * 4 + n) * 4 + lane_place()) >> own & 1) << n;
+        f(i, j, kept);
+      }
+    }
+}
+
+// Calls drop(x) for every accumulator that dropout drops.
+template <bool kTransposed, int kRows, int kColumns, class Drop>
+__device__ __forceinline__ void drop_weights(Accumulator<kRows, kColumns>& d, int row, const Dropout& dropout,
+                                             const ScoreBlock& block, Drop&& drop) {
+  draw_weights<kTransposed, kRows, kColumns>(row, dropout, block, [&](int i, int j, unsigned kept) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (!(kept >> e & 1)) drop(d[i][j][e]);
+  });
+}
+
+}  // namespace flash_online::cuda

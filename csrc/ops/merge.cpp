@@ -1,0 +1,81 @@
+// attention_merge and its backward pass: checks -> problem -> kernels.
+#include "../cpu/kernels.h"
+#include "tensor.h"
+
+namespace flash_online::ops {
+namespace {
+
+// The parts of a merge, checked and flattened; `rows` and `width` come with them.
+struct Parts {
+  std::vector<Tensor> keep;  // what the pointers point into
+  std::vector<MergePart> part;
+  MergeProblem problem;
+
+  Parts(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
+    check(!outs.empty(), "outs: expected at least one partial result, got none");
+    check(outs.size() == lses.size(), "lses: ", lses.size(), " tensors, expected one for each of the ", outs.size(), " outs");
+    const Tensor& first = outs[0];
+    check_floating(first, "outs");
+    check(first.dim() >= 1, "outs: expected [..., width], got ", shape_of(first));
+    problem.dtype = dtype_of(first);
+    problem.width = first.size(first.dim() - 1);
+    problem.rows = 1;
+    for (int64_t i = 0; i + 1 < first.dim(); ++i) problem.rows *= first.size(i);
+    problem.parts = static_cast<int64_t>(outs.size());
+    std::vector<int64_t> leading = sizes_of(first);
+    leading.pop_back();
+    for (size_t n = 0; n < outs.size(); ++n) {
+      check(sizes_of(outs[n]) == sizes_of(first) && outs[n].scalar_type() == first.scalar_type(), "outs[", n,
+            "]: expected shape ", shape_of(first), " and dtype of outs[0], got ", shape_of(outs[n]));
+      check(sizes_of(lses[n]) == leading && lses[n].scalar_type() == accumulator_of(first.scalar_type()), "lses[", n,
+            "]: expected outs' shape without its last dimension and float32 (float64 for float64 outs), got ",
+            shape_of(lses[n]));
+      keep.push_back(torch::stable::contiguous(outs[n]));
+      keep.push_back(torch::stable::contiguous(lses[n]));
+      part.push_back(
+          {.out = keep[2 * n].data_ptr(), .row_stride = problem.width, .column_stride = 1, .lse = keep[2 * n + 1].data_ptr()});
+    }
+    problem.part = part.data();
+  }
+};
+
+std::tuple<Tensor, Tensor> attention_merge_cpu(std::vector<Tensor> outs, std::vector<Tensor> lses) {
+  Parts parts(outs, lses);
+  Tensor out = empty(sizes_of(outs[0]), outs[0].scalar_type(), outs[0]),
+         lse = empty(sizes_of(lses[0]), lses[0].scalar_type(), lses[0]);
+  parts.problem.out = out.data_ptr();
+  parts.problem.lse = lse.data_ptr();
+  cpu::kernels().attention.merge(parts.problem, CpuExecutor(parts.problem.rows, {}, out));
+  return {out, lse};
+}
+
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward_cpu(const Tensor& grad_out,
+                                                                                  const Tensor& grad_lse,
+                                                                                  std::vector<Tensor> outs,
+                                                                                  std::vector<Tensor> lses) {
+  Parts parts(outs, lses);
+  check(sizes_of(grad_out) == sizes_of(outs[0]) && grad_out.scalar_type() == outs[0].scalar_type(),
+        "grad_out: expected outs' shape ", shape_of(outs[0]), " and dtype, got ", shape_of(grad_out));
+  check(sizes_of(grad_lse) == sizes_of(lses[0]) && grad_lse.scalar_type() == lses[0].scalar_type(),
+        "grad_lse: expected lses' shape ", shape_of(lses[0]), " and dtype, got ", shape_of(grad_lse));
+  const Tensor out_cotangent = torch::stable::contiguous(grad_out), lse_cotangent = torch::stable::contiguous(grad_lse);
+  std::vector<Tensor> grad_outs, grad_lses;
+  for (size_t n = 0; n < outs.size(); ++n) {
+    grad_outs.push_back(empty(sizes_of(outs[n]), outs[n].scalar_type(), outs[n]));
+    grad_lses.push_back(empty(sizes_of(lses[n]), lses[n].scalar_type(), lses[n]));
+    parts.part[n].grad_out = grad_outs[n].data_ptr();
+    parts.part[n].grad_lse = grad_lses[n].data_ptr();
+  }
+  cpu::kernels().attention.merge_backward(parts.problem,
+                                          {.grad_out = out_cotangent.data_ptr(), .grad_lse = lse_cotangent.data_ptr()},
+                                          CpuExecutor(parts.problem.rows, {}, grad_out));
+  return {grad_outs, grad_lses};
+}
+
+}  // namespace
+}  // namespace flash_online::ops
+
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
+  m.impl("attention_merge", TORCH_BOX(&flash_online::ops::attention_merge_cpu));
+  m.impl("attention_merge_backward", TORCH_BOX(&flash_online::ops::attention_merge_backward_cpu));
+}
