@@ -23,6 +23,15 @@ FLASH_ONLINE_HD KeyRange keys_of(const Visibility& visible, int64_t query, int64
   return {begin, end < 0 ? 0 : end};
 }
 
+// The same as if there were keys before the first and behind the last, held between -far and far: both bounds grow by one with
+// the query, so that a tile asks once, and cuts what it gets to [0, keys).
+FLASH_ONLINE_HD KeyRange band_of(const Visibility& visible, int64_t query, int64_t far) {
+  const int64_t position = query + visible.offset;
+  const int64_t begin = visible.left < 0 || visible.left >= position + far ? -far : position - visible.left;
+  const int64_t end = visible.right < 0 || visible.right >= far - position - 1 ? far : position + visible.right + 1;
+  return {begin > far ? far : begin, end < -far ? -far : end};
+}
+
 // For the queries [first, last): the keys that any of them sees. Both bounds of keys_of grow with the query.
 FLASH_ONLINE_HD KeyRange keys_of_any(const Visibility& visible, int64_t first, int64_t last, int64_t keys) {
   return {keys_of(visible, first, keys).begin, keys_of(visible, last - 1, keys).end};

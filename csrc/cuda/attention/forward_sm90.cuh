@@ -1,7 +1,9 @@
-// Attention's forward pass on Hopper: TMA loads, wgmma products, docs/forward_sm90.md. One warp loads; two or three warpgroups
-// of 64 queries each compute. A block of threads takes one tile of queries after another (it stays for the whole launch).
+// Attention's forward pass on Hopper (compute capability 9.0): TMA loads and wgmma products; docs/forward_sm90.md draws it. A
+// block of threads stays for the whole launch and takes one tile of queries after another: a warp plans them, a warp loads, two
+// or three warpgroups of 64 queries each compute.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
@@ -16,12 +18,13 @@
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
 #include "../hw/tma.cuh"
-#include "../hw/vector.cuh"
 #include "../hw/wgmma.cuh"
 #include "families.h"
 #include "tiles_sm90.h"
 
 namespace flash_online::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
 
 struct ForwardSm90Arguments {
   CUtensorMap query, key, value, out_map;
@@ -29,14 +32,20 @@ struct ForwardSm90Arguments {
   int heads_a_query, heads_a_key, heads_a_value;
   int query_batch_step, key_batch_step, value_batch_step;
   int batch, heads, queries, keys, value_width;
-  int row_tiles;      // of a head
-  bool uneven;        // tiles differ in work
+  int row_tiles;  // of a head
+  bool uneven;  // tiles differ in work
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
-  float scale;        // times log2(e): the scores' exponentials are to the base 2
+  float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
+  float score_scale;  // of adjust(): the problem's times log2(e)
+  float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
+  const float* sinks;
+  const float* alibi_slopes;
+  int64_t alibi_stride[2];
   void* out;
   int64_t out_stride[3];
   float *lse, *lse_low;
+  int64_t lse_stride[2];
 };
 
 // The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
@@ -68,25 +77,13 @@ struct TileWalk {
   }
 };
 
-// The blocks of keys, `kKeys` each, that some of the queries [first, last] see: at least one, so that every tile has a result.
-template <int kKeys>
-struct KeyBlocks {
-  int begin, end;
-
-  __device__ __forceinline__ KeyBlocks(const ForwardSm90Arguments& a, int first, int last) {
-    const KeyRange seen = keys_of_any(a.visible, first, last + 1, a.keys);
-    const bool none = seen.end <= seen.begin;
-    begin = none ? 0 : static_cast<int>(seen.begin) / kKeys;
-    end = none ? 1 : (static_cast<int>(seen.end) + kKeys - 1) / kKeys;
-  }
-};
-
-// Tile: a type whose kTile is the row of kForwardSm90.
+// Tile: a ForwardSm90Tile.
 template <class T, class Tile>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
   static constexpr int kGroups = kTile.warpgroups, kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kRows = 64;  // of a warpgroup
+  static constexpr int kQueries = kTile.query_buffers;
   static constexpr int kWidthBoxes = (kTile.width + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kValueBoxes = (kTile.value_width + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kWidthSteps = kTile.width / 16, kKeySteps = kKeys / 16;
@@ -96,7 +93,7 @@ struct ForwardSm90Kernel {
   static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
 
   struct alignas(kBoxAlignment) Query {
-    T box[kGroups][kWidthBoxes][kRows][kBoxColumns];
+    T box[kWidthBoxes][kRows][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Key {
     T box[kWidthBoxes][kKeys][kBoxColumns];
@@ -105,28 +102,30 @@ struct ForwardSm90Kernel {
     T box[kValueBoxes][kKeys][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Out {
-    T box[4 * kGroups][kTile.out_boxes > 0 ? kTile.out_boxes : 1][kOutRows][kBoxColumns];
+    T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   struct Nothing {};
-  // What a tile is to the warps that work on it: keys are counted in blocks, and visited from the last to the first.
+  // What a tile is to the warps that work on it. Keys are counted in blocks.
   struct Job {
     int batch, head, first_query;  // batch -1: no more
-    int begin, end;                // blocks that any query sees
+    int band_begin, band_end;  // band_of the first query
+    int begin, end;  // blocks that any query sees
     struct {
-      int end;                      // this warpgroup's: its rows may see fewer of the last
-      int whole_begin, whole_end;   // blocks that all its rows see all of
+      int begin, end;  // this warpgroup's: its rows may see fewer of the first and of the last
+      int whole_begin, whole_end;  // blocks that all its rows see all of
     } group[kGroups];
   };
-  static constexpr int kJobs = 2;
+  static constexpr int kJobs = 4;
+  static constexpr int kFar = 1 << 30;  // behind the last key
 
   struct Shared {
-    Query query[kTile.query_stages];
+    Query query[kQueries];
     Key key[kStages];
     Value value[kStages];
-    [[no_unique_address]] std::conditional_t<(kTile.out_boxes > 0), Out, Nothing> out;
+    [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
     Job job[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
-    uint64_t query_full[kTile.query_stages], query_empty[kTile.query_stages];
+    uint64_t query_full[kQueries], query_empty[kQueries];
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
   };
   static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
@@ -143,22 +142,34 @@ struct ForwardSm90Kernel {
       const TileWalk::Place next = walk.next(a);
       more = next.batch >= 0;
       const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), a.queries) - 1;
-      const KeyBlocks<kKeys> all(a, first, last);
+      const KeyRange band = band_of(a.visible, first, kFar);
+      const int band_begin = static_cast<int>(band.begin), band_end = static_cast<int>(band.end);
+      // Blocks that the queries between the tile's rows r and s see some of; the whole tile at least one, so that it has a
+      // result.
+      const auto begin_of = [&](int r) { return max(band_begin + r, 0) / kKeys; };
+      const auto end_of = [&](int s) { return (min(band_end + s, a.keys) + kKeys - 1) / kKeys; };
+      const int rows = last - first + 1;
+      int begin = begin_of(0), end = end_of(rows - 1);
+      if (end <= begin) begin = 0, end = 1;
       wait(&shared.job_empty[place.stage], place.parity ^ 1);
       Job& job = shared.job[place.stage];
       if (lane < kGroups) {
-        const int first_row = min(first + lane * kRows, last), last_row = min(first_row + kRows - 1, last);
-        const KeyBlocks<kKeys> mine(a, first_row, last_row);
-        job.group[lane].end = min(max(mine.end, all.begin + 1), all.end);
-        job.group[lane].whole_begin = (static_cast<int>(keys_of(a.visible, last_row, a.keys).begin) + kKeys - 1) / kKeys;
-        job.group[lane].whole_end = static_cast<int>(keys_of(a.visible, first_row, a.keys).end) / kKeys;
+        // A warpgroup behind the last query takes one block, for the sake of uniformity.
+        const int first_row = lane * kRows, last_row = min(first_row + kRows, rows) - 1;
+        const int mine = first_row < rows ? min(begin_of(first_row), end - 1) : begin;
+        job.group[lane].begin = mine;
+        job.group[lane].end = first_row < rows ? min(max(end_of(last_row), mine + 1), end) : mine + 1;
+        job.group[lane].whole_begin = (max(band_begin + last_row, 0) + kKeys - 1) / kKeys;
+        job.group[lane].whole_end = min(band_end + first_row, a.keys) / kKeys;
       }
       if (lane == 0) {
         job.batch = next.batch;
         job.head = next.head;
         job.first_query = first;
-        job.begin = all.begin;
-        job.end = all.end;
+        job.band_begin = band_begin;
+        job.band_end = band_end;
+        job.begin = begin;
+        job.end = end;
       }
       __syncwarp();
       if (lane == 0) arrive(&shared.job_full[place.stage]);
@@ -167,53 +178,74 @@ struct ForwardSm90Kernel {
 
   // ---- the loading warp: one thread of it
 
-  __device__ static void load(const ForwardSm90Arguments& a, Shared& shared) {
+  struct Loader {
+    const ForwardSm90Arguments& a;
+    Shared& shared;
     RingPlace<kJobs> next;
-    RingPlace<kTile.query_stages> query;
+    RingPlace<kQueries> query;
     RingPlace<kStages> place;
-    while (true) {
+    int batch, head, first_query, begin, end;  // of the tile whose queries are loaded or being loaded
+    int group;  // the first whose queries are not
+
+    __device__ void fetch() {
       wait(&shared.job_full[next.stage], next.parity);
       const Job& job = shared.job[next.stage];
-      const int batch = job.batch, head = job.head, first_query = job.first_query, begin = job.begin, end = job.end;
+      batch = job.batch;
+      head = job.head;
+      first_query = job.first_query;
+      begin = job.begin;
+      end = job.end;
       arrive(&shared.job_empty[next.stage]);
       next.advance();
-      if (batch < 0) return;
-      const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
-      const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
-      const auto load_query = [&] {
+      group = batch < 0 ? kGroups : 0;
+    }
+    // The tile's queries, as far as their buffers are free, or all of them.
+    __device__ void load_queries(bool all) {
+#pragma unroll 1
+      for (; group < kGroups; ++group) {
+        if (!all && !is_over(&shared.query_empty[query.stage], query.parity ^ 1)) return;
         wait(&shared.query_empty[query.stage], query.parity ^ 1);
         arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group)
-#pragma unroll
-          for (int box = 0; box < kWidthBoxes; ++box)
-            load_box(shared.query[query.stage].box[group][box], a.query,
-                     {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
-                     &shared.query_full[query.stage]);
-        query.advance();
-      };
-      // The queries come before the first keys, unless it is the keys' buffer that is free earlier.
-      constexpr bool kQueryFirst = kTile.held_query || kTile.query_stages > 1;
-      if constexpr (kQueryFirst) load_query();
-#pragma unroll 1
-      for (int block = end - 1; block >= begin; --block) {
-        wait(&shared.key_empty[place.stage], place.parity ^ 1);
-        arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
-#pragma unroll
         for (int box = 0; box < kWidthBoxes; ++box)
-          load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
-                   &shared.key_full[place.stage]);
-        if (!kQueryFirst && block == end - 1) load_query();
-        wait(&shared.value_empty[place.stage], place.parity ^ 1);
-        arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
-#pragma unroll
-        for (int box = 0; box < kValueBoxes; ++box)
-          load_box(shared.value[place.stage].box[box], a.value, {box * kBoxColumns, block * kKeys, value_head, value_batch},
-                   &shared.value_full[place.stage]);
-        place.advance();
+          load_box(shared.query[query.stage].box[box], a.query,
+                   {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
+                   &shared.query_full[query.stage]);
+        query.advance();
       }
     }
-  }
+    __device__ void run() {
+      fetch();
+      while (batch >= 0) {
+        const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
+        const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
+        const int first_block = begin, end_block = end;
+#pragma unroll 1
+        for (int block = first_block; block < end_block; ++block) {
+          wait(&shared.key_empty[place.stage], place.parity ^ 1);
+          arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+#pragma unroll
+          for (int box = 0; box < kWidthBoxes; ++box)
+            load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
+                     &shared.key_full[place.stage]);
+          // This tile's queries behind its first keys, the next tile's as early as they find a buffer.
+          if (block == first_block) {
+            load_queries(true);
+            fetch();
+          } else {
+            load_queries(false);
+          }
+          wait(&shared.value_empty[place.stage], place.parity ^ 1);
+          arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
+#pragma unroll
+          for (int box = 0; box < kValueBoxes; ++box)
+            load_box(shared.value[place.stage].box[box], a.value, {box * kBoxColumns, block * kKeys, value_head, value_batch},
+                     &shared.value_full[place.stage]);
+          place.advance();
+        }
+      }
+    }
+  };
 
   // ---- a computing warpgroup
 
@@ -224,24 +256,23 @@ struct ForwardSm90Kernel {
   static constexpr float kLargestSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
 
   struct Group {
-    struct Place {
-      int batch, head, first_row;  // of this warp
-    };
     const ForwardSm90Arguments& a;
     Shared& shared;
     int group;  // the warpgroup's number
     int warp, lane;
     RingPlace<kJobs> next;
-    RingPlace<kTile.query_stages> query;
+    RingPlace<kQueries> query;
     RingPlace<kStages> key, value;
-    int batch, head, first_query;                    // the tile
-    int block, begin, skipped, whole_begin, whole_end;  // the block at hand; Job's numbers
+    int job;  // the tile's place among the jobs
+    int block, end, whole_begin, whole_end;  // the block at hand, and this warpgroup's numbers in the job
+    int skipped,
+        behind = 0;  // blocks that only other warpgroups see: before the next of this one's, and behind the tile's last
     float out[kOuts];
     float score[kScores];
     unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
     unsigned held[kTile.held_query ? kWidthSteps : 1][4];
-    Row row[2];                    // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
-    bool accumulate;               // whether `out` holds something of this tile
+    Row row[2];  // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
+    bool accumulate;  // whether `out` holds something of this tile
 
     __device__ __forceinline__ void take_turn() {
       if constexpr (kTile.in_turn) sync_named(kTurn + group, 256);
@@ -260,7 +291,7 @@ struct ForwardSm90Kernel {
     }
 
     __device__ __forceinline__ void hold_query() {
-      const unsigned base = shared_address(shared.query[query.stage].box[group]);
+      const unsigned base = shared_address(shared.query[query.stage].box);
 #pragma unroll
       for (int step = 0; step < kWidthSteps; ++step)
         load_matrices(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
@@ -275,7 +306,7 @@ struct ForwardSm90Kernel {
           WarpgroupProduct<T, kKeys>::template registers_shared<false>(
               score, held[step], keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
       } else {
-        const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box[group]));
+        const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
 #pragma unroll
         for (int step = 0; step < kWidthSteps; ++step)
           WarpgroupProduct<T, kKeys>::template shared_shared<false>(
@@ -302,22 +333,56 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void hide() {
       const bool left = block < whole_begin, right = block >= whole_end;
       if (!left && !right) return;
+      const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
+      const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
+      const int all_from = band_begin + 15 - first, all_to = min(band_end, a.keys) - first;
+      if (right) {
+        const int to[2] = {min(band_end + lane / 4, a.keys) - mine, min(band_end + lane / 4 + 8, a.keys) - mine};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const KeyRange seen = keys_of(a.visible, first_query + group * kRows + 16 * warp + lane / 4 + 8 * r, a.keys);
-        const int first = block * kKeys + lane % 4 * 2;
-        const int from = static_cast<int>(seen.begin) - first, to = static_cast<int>(seen.end) - first;
-        if (right) {
+        for (int step = 0; step < kKeySteps; ++step) {
+          if (16 * step + 16 <= all_to) continue;
 #pragma unroll
-          for (int i = 0; i < kScores / 2; ++i)
-            if (i / 2 * 8 + i % 2 >= to) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
-        }
-        if (left) {
-#pragma unroll
-          for (int i = 0; i < kScores / 2; ++i)
-            if (i / 2 * 8 + i % 2 < from) score[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+          for (int i = 0; i < 8; ++i)
+            if (16 * step + i / 4 * 8 + i % 2 >= to[i / 2 % 2]) score[8 * step + i] = -INFINITY;
         }
       }
+      if (left) {
+        const int from[2] = {band_begin + lane / 4 - mine, band_begin + lane / 4 + 8 - mine};
+#pragma unroll
+        for (int step = 0; step < kKeySteps; ++step) {
+          if (16 * step >= all_from) continue;
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            if (16 * step + i / 4 * 8 + i % 2 < from[i / 2 % 2]) score[8 * step + i] = -INFINITY;
+        }
+      }
+    }
+
+    // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
+    __device__ __forceinline__ void adjust() {
+      if (a.softcap > 0) {
+        // cap tanh(s / cap), tanh(x) being 1 - 2 / (1 + exp(2 x)).
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+          score[i] = fmaf(-2 * a.softcap, reciprocal(1 + exp2_flushed(score[i] * a.softcap_scale)), a.softcap);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) score[i] *= a.score_scale;
+      }
+      if (a.alibi_slopes) {
+        const Job& tile = shared.job[job];
+        const float slope = a.alibi_slopes[tile.batch * a.alibi_stride[0] + tile.head * a.alibi_stride[1]] * kLog2E;
+        const int row = tile.first_query + group * kRows + 16 * warp + lane / 4;
+        const float distance = static_cast<float>(row + a.visible.offset - block * kKeys - lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+          score[i] = fmaf(-slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
+      }
+    }
+
+    __device__ __forceinline__ void settle_scores() {
+      if constexpr (Tile::kAdjusted) adjust();
+      hide();
     }
 
     // Raises the rows' maxima to the block's; returns in factor what was accumulated before must be multiplied by.
@@ -376,7 +441,7 @@ struct ForwardSm90Kernel {
       if (any_astray) {
         start_scores();
         wait_for_products<0>();
-        hide();
+        settle_scores();
         float factor[2];
         raise(factor);
 #pragma unroll
@@ -387,24 +452,29 @@ struct ForwardSm90Kernel {
       row[1].add(sum[1]);
     }
 
-    // The tile's rows, divided by their sums, and the rows' lse.
-    __device__ __forceinline__ void finish(const Place& tile) {
-      float inverse[2];
+    // The rows' lse, and what their results are to be multiplied by.
+    __device__ __forceinline__ void finish_rows(int of_job, float (&inverse)[2]) {
+      const Job& tile = shared.job[of_job];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 1);
         row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 2);
-        inverse[r] = row[r].inverse_sum_or_zero();
+        float factor = 1;
+        if (a.sinks) {
+          const float sink = a.sinks[tile.head] * kLog2E;
+          factor = row[r].raise(sink);
+          row[r].add(row[r].weight(sink));
+        }
+        inverse[r] = row[r].sum == 0 ? 0 : factor * reciprocal(row[r].sum);
       }
-      store_out(tile, inverse);
-      // Behind the stores of out, whose fence would wait for these. Two lanes of a row's four write its logarithm.
+      // Two lanes of a row's four write its logarithm.
       const bool second = lane % 4 == 1;
       Row mine;
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
-      const int query_row = tile.first_row + lane / 4 + (second ? 8 : 0);
+      const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
       if (lane % 4 < 2 && query_row < a.queries) {
-        const int64_t at = (int64_t{tile.batch} * a.heads + tile.head) * a.queries + query_row;
+        const int64_t at = tile.batch * a.lse_stride[0] + tile.head * a.lse_stride[1] + query_row;
         // From the base 2, in two floats.
         constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
         const float high = mine.lse(), lse = high * kLn2;
@@ -415,30 +485,29 @@ struct ForwardSm90Kernel {
       __syncwarp();
     }
 
-    __device__ __forceinline__ void store_out(const Place& tile, const float (&inverse)[2]) {
-      const int first = tile.first_row;
-      if constexpr (kTile.out_boxes > 0) {
+    __device__ __forceinline__ void store_out(int of_job, const float (&inverse)[2]) {
+      const Job& tile = shared.job[of_job];
+      const int first = tile.first_query + group * kRows + 16 * warp;
+      if constexpr (kTile.staged_out) {
+        if (lane == 0) wait_for_store_reads();
+        __syncwarp();
 #pragma unroll
-        for (int box = 0; box < kValueBoxes; ++box) {
-          auto& to = shared.out.box[4 * group + warp][box % kTile.out_boxes];
-          if (lane == 0) wait_for_store_reads<kTile.out_boxes - 1>();
-          __syncwarp();
-          constexpr int kSteps = kBoxColumns / 16;
+        for (int step = 0; step < kOuts / 8; ++step) {
+          unsigned words[4];
 #pragma unroll
-          for (int step = box * kSteps; step < min((box + 1) * kSteps, kOuts / 8); ++step) {
-            unsigned words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
-            store_matrices(words, shared_address(to) + matrix_place(0, step % kSteps * 2));
-          }
-          publish_to_engines();
-          __syncwarp();
-          if (lane == 0) {
-            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, to);
-            commit_stores();
-          }
+          for (int i = 0; i < 4; ++i)
+            words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
+          store_matrices(words, shared_address(shared.out.box[4 * group + warp][step / 4]) + matrix_place(0, step % 4 * 2));
         }
+        publish_to_engines();
+        __syncwarp();
+        if (lane == 0) {
+#pragma unroll
+          for (int box = 0; box < kValueBoxes; ++box)
+            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, shared.out.box[4 * group + warp][box]);
+          commit_stores();
+        }
+        __syncwarp();
       } else {
         // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
         static_assert(kTile.value_width % 32 == 0);
@@ -469,35 +538,28 @@ struct ForwardSm90Kernel {
               *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
           }
         }
+        __syncwarp();
       }
     }
 
     // The next tile, or false if there is none.
     __device__ __forceinline__ bool fetch() {
       wait(&shared.job_full[next.stage], next.parity);
-      const Job& job = shared.job[next.stage];
-      batch = job.batch;
-      head = job.head;
-      first_query = job.first_query;
-      begin = job.begin;
-      skipped = job.end - job.group[group].end;
-      block = job.group[group].end - 1;
-      whole_begin = job.group[group].whole_begin;
-      whole_end = job.group[group].whole_end;
-      __syncwarp();
-      release(&shared.job_empty[next.stage]);
+      job = next.stage;
       next.advance();
-      return batch >= 0;
+      const Job& of = shared.job[job];
+      skipped = behind;
+      if (of.batch < 0) return false;
+      block = of.group[group].begin;
+      end = of.group[group].end;
+      skipped += block - of.begin;
+      behind = of.end - end;
+      whole_begin = of.group[group].whole_begin;
+      whole_end = of.group[group].whole_end;
+      return true;
     }
 
-    // The first block's scores: started here, turned into weights by first_weights().
-    __device__ __forceinline__ void start_tile() {
-      wait(&shared.query_full[query.stage], query.parity);
-      if constexpr (kTile.held_query) {
-        hold_query();
-        __syncwarp();
-        release(&shared.query_empty[query.stage]);
-      }
+    __device__ __forceinline__ void skip_blocks() {
 #pragma unroll 1
       for (; skipped > 0; --skipped) {
         wait(&shared.key_full[key.stage], key.parity);
@@ -506,6 +568,17 @@ struct ForwardSm90Kernel {
         release_value();
         take_turn();
         pass_turn();
+      }
+    }
+
+    // The first block's scores: started here, turned into weights by first_weights().
+    __device__ __forceinline__ void start_tile() {
+      skip_blocks();  // first of all: others' last scores, and with them the queries' buffers, may wait for these releases
+      wait(&shared.query_full[query.stage], query.parity);
+      if constexpr (kTile.held_query) {
+        hold_query();
+        __syncwarp();
+        release(&shared.query_empty[query.stage]);
       }
       wait(&shared.key_full[key.stage], key.parity);
       take_turn();
@@ -516,7 +589,7 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void first_weights() {
       row[0] = row[1] = Row{};
       accumulate = false;
-      hide();
+      settle_scores();
       float unused[2], sum[2];
       raise(unused);
       weigh(sum);
@@ -525,10 +598,11 @@ struct ForwardSm90Kernel {
       release_key();
       release_query();
       pack_weights();
-      --block;
+      ++block;
     }
 
     __device__ void run() {
+      query.advance(group);
       if (kTile.in_turn && group == kGroups - 1) pass_turn();
       if (!fetch()) return;
       start_tile();
@@ -536,7 +610,7 @@ struct ForwardSm90Kernel {
       first_weights();
       while (true) {
 #pragma unroll 1
-        for (; block >= begin; --block) {
+        for (; block < end; ++block) {
           wait(&shared.key_full[key.stage], key.parity);
           take_turn();
           start_scores();
@@ -544,37 +618,47 @@ struct ForwardSm90Kernel {
           start_out();
           pass_turn();
           wait_for_products<1>();
-          hide();
+          settle_scores();
           next_weights();
           release_key();
           release_query();
           pack_weights();
         }
-        query.advance();
-        const Place last{batch, head, first_query + group * kRows + 16 * warp};
+        query.advance(kGroups);
+        const int last = job;
         const bool more = fetch();
-        // The tile's last product, and the next tile's first, which runs while this tile is finished. The blocks that are
-        // skipped in between find buffers, though this one's values are not released.
-        static_assert((kTile.queries() - kRows + kKeys - 1) / kKeys < kStages);
+        // The tile's last product, and the next tile's first, which runs while this tile is finished.
         wait(&shared.value_full[value.stage], value.parity);
+        float inverse[2];
         if (!more) {
           start_out();
+          finish_rows(last, inverse);
           wait_for_products<0>();
-          finish(last);
+          store_out(last, inverse);
+          release(&shared.value_empty[value.stage]);
+          value.advance();
+          skip_blocks();
           break;
         }
         start_out();
+        finish_rows(last, inverse);
         uint64_t* const last_value = &shared.value_empty[value.stage];
         value.advance();
+        const bool skips = skipped > 0;  // then others' values may need this one's buffer
+        if (skips) {
+          wait_for_products<0>();
+          release(last_value);
+        }
         start_tile();
         wait_for_products<1>();
         settle(out);
-        release(last_value);
-        finish(last);
+        if (!skips) release(last_value);
+        store_out(last, inverse);
+        release(&shared.job_empty[last]);
         wait_for_products<0>();
         first_weights();
       }
-      if constexpr (kTile.out_boxes > 0)
+      if constexpr (kTile.staged_out)
         if (lane == 0) wait_for_stores();
     }
 
@@ -588,7 +672,7 @@ struct ForwardSm90Kernel {
     }
     // Behind the tile's last scores.
     __device__ __forceinline__ void release_query() {
-      if (!kTile.held_query && block == begin) release(&shared.query_empty[query.stage]);
+      if (!kTile.held_query && block == end - 1) release(&shared.query_empty[query.stage]);
     }
   };
 
@@ -600,9 +684,9 @@ struct ForwardSm90Kernel {
         init_barrier(&shared.job_full[i], 1);
         init_barrier(&shared.job_empty[i], kReaders + 1);
       }
-      for (int i = 0; i < kTile.query_stages; ++i) {
+      for (int i = 0; i < kQueries; ++i) {
         init_barrier(&shared.query_full[i], 1);
-        init_barrier(&shared.query_empty[i], kReaders);
+        init_barrier(&shared.query_empty[i], 4);
       }
       for (int i = 0; i < kStages; ++i) {
         init_barrier(&shared.key_full[i], 1);
@@ -615,7 +699,7 @@ struct ForwardSm90Kernel {
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
-      if (threadIdx.x == 0) load(a, shared);
+      if (threadIdx.x == 0) Loader{a, shared}.run();
       if (warp == 1) plan(a, shared, lane);
     } else {
       grow_registers<kTile.registers>();
@@ -628,12 +712,29 @@ struct ForwardSm90Kernel {
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
     attention_forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
   using Kernel = ForwardSm90Kernel<T, Tile>;
   extern __shared__ unsigned char dynamic[];
   const unsigned base = shared_address(dynamic), skip = (kBoxAlignment - base % kBoxAlignment) % kBoxAlignment;
   Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
 #endif
+}
+
+// How many heads' tiles are dealt out together, where tiles differ in work: what fills `least_rounds` rounds of `blocks` tiles,
+// or some more if that fills them better. The keys and values of those at work together should stay in the L2 cache.
+inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_tiles, int64_t head_bytes, int64_t blocks,
+                             int64_t least_rounds) {
+  constexpr int64_t kCacheBytes = 48 << 20;  // of an H200's 60 MiB
+  const int64_t most = std::max(kCacheBytes / head_bytes, int64_t{1});
+  int64_t best = 1, best_tiles = 0, best_places = 1;
+  for (int64_t rounds = least_rounds; rounds < least_rounds + 8; ++rounds) {
+    int64_t n = std::max(std::min({rounds * blocks / row_tiles, most, heads}), int64_t{1});
+    if (n > heads_a_key) n -= n % heads_a_key;  // heads of the same keys together
+    const int64_t tiles = n * row_tiles, places = (tiles + blocks - 1) / blocks * blocks;
+    if (tiles * best_places * 100 <= best_tiles * places * 101) continue;
+    best = n, best_tiles = tiles, best_places = places;
+  }
+  return best;
 }
 
 template <class T, class Tile>
@@ -656,7 +757,7 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.query = map(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width, Kernel::kRows);
   a.key = map(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width, Kernel::kKeys);
   a.value = map(p.value.data, p.value.stride, p.batch, p.value_heads, p.keys, p.value_width, Kernel::kKeys);
-  if constexpr (kTile.out_boxes > 0)
+  if constexpr (kTile.staged_out)
     a.out_map = map(p.out.data, p.out.stride, p.batch, p.heads, p.queries, p.value_width, Kernel::kOutRows);
   const auto group = [&](const int64_t (&stride)[4], int64_t heads) {
     return static_cast<int>(stride[1] == 0 ? p.heads : p.heads / heads);
@@ -673,29 +774,57 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.keys = static_cast<int>(p.keys);
   a.value_width = static_cast<int>(p.value_width);
   a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
-  // Tiles that differ in work are taken from many heads at a time, but not from more than have their keys and values in the L2
-  // cache, of which this is half an H200's.
-  constexpr int64_t kCacheBytes = 32 << 20;
   a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
   const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
-  a.section_heads =
-      static_cast<int>(a.uneven ? std::min(std::max(kCacheBytes / head_bytes, int64_t{1}) * a.heads_a_key, heads) : heads);
+  a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key + 1,
+                                                              multiprocessors(), kTile.section_rounds)
+                                              : heads);
   a.visible = p.visible;
-  a.scale = static_cast<float>(p.scale * 1.4426950408889634);
+  constexpr double kToBase2 = 1.4426950408889634;
+  a.score_scale = static_cast<float>(p.scale * kToBase2);
+  a.scale = Tile::kAdjusted ? 1 : a.score_scale;
+  a.softcap = static_cast<float>(p.softcap * kToBase2);
+  a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
+  a.sinks = static_cast<const float*>(p.sinks);
+  a.alibi_slopes = static_cast<const float*>(p.alibi_slopes);
+  a.alibi_stride[0] = p.alibi_stride[0];
+  a.alibi_stride[1] = p.alibi_stride[1];
   a.out = p.out.data;
   for (int i = 0; i < 3; ++i) a.out_stride[i] = p.out.stride[i];
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
+  for (int i = 0; i < 2; ++i) a.lse_stride[i] = p.lse_stride[i];
   const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
   launch_shared(attention_forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
   check_launch("attention_forward_sm90");
 }
 
+template <class T, int kRow>
+void launch_forward_sm90_row(const AttentionProblem& problem, cudaStream_t stream) {
+  if constexpr (kForwardSm90[kRow].width <= kWidestAdjustedSm90)
+    if (problem.softcap > 0 || problem.alibi_slopes)
+      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true>>(problem, stream);
+  launch_forward_sm90<T, ForwardSm90Tile<kRow, false>>(problem, stream);
+}
+
+// In the first row of this width that holds the values, from kRow on.
+template <int kWidth, int kRow = 0>
+void forward_sm90_in_row(const AttentionProblem& problem, cudaStream_t stream) {
+  static_assert(kRow < kForwardSm90Rows, "no row in kForwardSm90");
+  constexpr ForwardSm90 kTile = kForwardSm90[kRow];
+  if constexpr (kTile.width != kWidth) {
+    forward_sm90_in_row<kWidth, kRow + 1>(problem, stream);
+  } else {
+    if constexpr (kTile.value_width < kWidth)
+      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, stream);
+    problem.dtype == DType::kFloat16 ? launch_forward_sm90_row<__half, kRow>(problem, stream)
+                                     : launch_forward_sm90_row<__nv_bfloat16, kRow>(problem, stream);
+  }
+}
+
 template <int kWidth>
 void forward_sm90(const AttentionProblem& problem, CUstream_st* stream) {
-  using Tile = ForwardSm90Tile<kWidth, kWidth>;
-  problem.dtype == DType::kFloat16 ? launch_forward_sm90<__half, Tile>(problem, stream)
-                                   : launch_forward_sm90<__nv_bfloat16, Tile>(problem, stream);
+  forward_sm90_in_row<kWidth>(problem, stream);
 }
 
 }  // namespace flash_online::cuda

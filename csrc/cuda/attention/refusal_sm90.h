@@ -1,17 +1,19 @@
 // What the kernels for compute capability 9.0 do not take.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "attention.h"
+#include "tiles_sm90.h"
 
 namespace flash_online::cuda {
 
 // Whether the copy engine can walk a tensor [batch, heads, rows, width] of 16-bit elements.
 inline bool is_copied_in_boxes(const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows,
                                int64_t width) {
-  constexpr int64_t kMost = int64_t{1} << 38;  // bytes in a step are below 2^40
-  const auto walkable = [](int64_t step, int64_t size) { return size == 1 || (step % 8 == 0 && step >= 0 && step < kMost); };
+  constexpr int64_t kFar = int64_t{1} << 39;  // elements: 2^40 bytes
+  const auto walkable = [](int64_t step, int64_t size) { return size == 1 || (step % 8 == 0 && step >= 0 && step < kFar); };
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && walkable(stride[0], batch) && walkable(stride[1], heads) &&
          walkable(stride[2], rows) && (rows == 1 || stride[2] > 0) && (stride[3] == 1 || width == 1);
 }
@@ -25,12 +27,12 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (p.width % 8 != 0 || p.value_width % 8 != 0) return "a head dim that is no multiple of 8";
   if (p.keys == 0) return "there are no keys";
   if (p.query_starts) return "packed sequences";
-  if (p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost / 1024) return "a size beyond 32-bit indices";
+  if (p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost || p.batch * p.heads * (p.queries / 128 + 1) > kMost)
+    return "a size beyond 32-bit indices";
   if (!(p.scale > 0 && p.scale < 1e30)) return "a scale that is not positive";
   if (p.mask.data) return "a mask";
-  if (p.alibi_slopes) return "ALiBi slopes";
-  if (p.sinks) return "sinks";
-  if (p.softcap != 0) return "a softcap";
+  if ((p.alibi_slopes || p.softcap != 0) && std::max(p.width, p.value_width) > kWidestAdjustedSm90)
+    return "ALiBi or a softcap with a head dim over 192";
   if (p.dropout != 0) return "dropout";
   if (!is_copied_in_boxes(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width))
     return "query's rows are not whole multiples of 16 bytes apart";

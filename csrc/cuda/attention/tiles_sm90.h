@@ -2,8 +2,6 @@
 // in the next larger tile, which the copy engine fills up with zeros.
 #pragma once
 
-#include <cstdint>
-
 namespace flash_online::cuda {
 
 // A block of threads: `warpgroups` that compute, 64 queries each, and one that loads, `keys` at a time.
@@ -11,10 +9,11 @@ struct ForwardSm90 {
   int width, value_width;
   int warpgroups, keys;
   int stages;              // buffers of keys, and as many of values
-  int query_stages;        // buffers of queries
+  int query_buffers;       // of 64 queries each
   bool held_query;         // as the products' left operand in registers, so that its buffer is free at once
-  int out_boxes;  // 64 columns each that a warp's results leave through, by the copy engine; 0: straight from registers
-  bool in_turn;  // warpgroups start their products one after another
+  bool staged_out;         // results leave through shared memory of their own and the copy engine, not from registers
+  bool in_turn;            // warpgroups start their products one after another
+  int section_rounds;  // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
   int registers, loader_registers;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -22,16 +21,26 @@ struct ForwardSm90 {
 };
 
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 2, false, 1, true, 160, 32},
-    {128, 128, 2, 128, 2, 1, true, 2, true, 232, 40},
-    {256, 256, 2, 64, 2, 1, false, 2, true, 232, 40},
+    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},   {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},  {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
+    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40}, {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
 };
 
-consteval ForwardSm90 forward_sm90_tile(int width, int value_width) {
-  for (const ForwardSm90& tile : kForwardSm90)
-    if (tile.width == width && tile.value_width == value_width) return tile;
-  throw "no row in kForwardSm90";
-}
+inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
+
+inline constexpr int kWidestAdjustedSm90 = 192;  // softcap and ALiBi at head dim 256 do not fit the registers
+
+// A row, and whether scores are adjusted (softcap, ALiBi), which takes registers from the block of keys.
+template <int kRow, bool kWithAdjusted>
+struct ForwardSm90Tile {
+  static constexpr bool kAdjusted = kWithAdjusted;
+  static constexpr ForwardSm90 kTile = [] {
+    ForwardSm90 tile = kForwardSm90[kRow];
+    const int most = tile.width > 128 ? 64 : 96;
+    if (kAdjusted && tile.keys > most) tile.keys = most;
+    return tile;
+  }();
+};
 
 // backward_sm90.cuh: a block of threads is two warpgroups of 64 keys each and a warp that loads, `queries` at a time.
 struct BackwardSm90 {
@@ -55,10 +64,5 @@ consteval BackwardSm90 backward_sm90_tile(int width, bool everything) {
     if (tile.width == width && tile.everything == everything) return tile;
   throw "no row in kBackwardSm90";
 }
-
-template <int kWidth, int kValueWidth>
-struct ForwardSm90Tile {
-  static constexpr ForwardSm90 kTile = forward_sm90_tile(kWidth, kValueWidth);
-};
 
 }  // namespace flash_online::cuda

@@ -34,6 +34,19 @@ __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
+// Whether the phase of this parity is over, without waiting.
+__device__ __forceinline__ bool is_over(uint64_t* barrier, unsigned parity) {
+  unsigned over;
+  asm volatile(
+      "{.reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, over;}"
+      : "=r"(over)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // The place in a ring of kStages buffers, each with its barriers.
 template <int kStages>
 struct RingPlace {
@@ -42,6 +55,11 @@ struct RingPlace {
 
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  // By `n` <= kStages.
+  __device__ __forceinline__ void advance(int n) {
+    stage += n;
+    if (stage >= kStages) stage -= kStages, parity ^= 1;
   }
 };
 

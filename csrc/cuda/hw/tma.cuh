@@ -6,7 +6,6 @@
 #include <cudaTypedefs.h>
 
 #include <cstdint>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -46,10 +45,6 @@ inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64
   return map;
 }
 
-__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 struct BoxPlace {
   int column, row, head, batch;
 };
@@ -81,11 +76,8 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, BoxPlace at, c
 }
 // The thread's stores so far become a group.
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// All but the thread's last kPending groups have read their shared memory, which may be written again.
-template <int kPending>
-__device__ __forceinline__ void wait_for_store_reads() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
+// The thread's groups have read their shared memory, which may be written again.
+__device__ __forceinline__ void wait_for_store_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // They are done.
 __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -67,16 +67,12 @@ struct WarpgroupProduct;
 #define FO_R11 FO_R10 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define FO_R15 FO_R11 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define FO_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FO_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+    "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FO_D3 FO_D(0), FO_D(8), FO_D(16), FO_D(24)
-#define FO_D4 FO_D3, FO_D(32)
-#define FO_D5 FO_D4, FO_D(40)
-#define FO_D6 FO_D5, FO_D(48)
-#define FO_D7 FO_D6, FO_D(56)
-#define FO_D8 FO_D7, FO_D(64)
-#define FO_D9 FO_D8, FO_D(72)
-#define FO_D10 FO_D9, FO_D(80)
-#define FO_D11 FO_D10, FO_D(88)
+#define FO_D5 FO_D3, FO_D(32), FO_D(40)
+#define FO_D7 FO_D5, FO_D(48), FO_D(56)
+#define FO_D11 FO_D7, FO_D(64), FO_D(72), FO_D(80), FO_D(88)
 #define FO_D15 FO_D11, FO_D(96), FO_D(104), FO_D(112), FO_D(120)
 
 // i0 to i6: the numbers of the operands behind the accumulators.
@@ -103,13 +99,8 @@ struct WarpgroupProduct;
   };
 #define FO_PRODUCTS(T, TYPE)                                             \
   FO_PRODUCT(T, TYPE, 64, 3, 32, 33, 34, 35, 36, 37, 38)                 \
-  FO_PRODUCT(T, TYPE, 80, 4, 40, 41, 42, 43, 44, 45, 46)                 \
   FO_PRODUCT(T, TYPE, 96, 5, 48, 49, 50, 51, 52, 53, 54)                 \
-  FO_PRODUCT(T, TYPE, 112, 6, 56, 57, 58, 59, 60, 61, 62)                \
   FO_PRODUCT(T, TYPE, 128, 7, 64, 65, 66, 67, 68, 69, 70)                \
-  FO_PRODUCT(T, TYPE, 144, 8, 72, 73, 74, 75, 76, 77, 78)                \
-  FO_PRODUCT(T, TYPE, 160, 9, 80, 81, 82, 83, 84, 85, 86)                \
-  FO_PRODUCT(T, TYPE, 176, 10, 88, 89, 90, 91, 92, 93, 94)               \
   FO_PRODUCT(T, TYPE, 192, 11, 96, 97, 98, 99, 100, 101, 102)            \
   FO_PRODUCT(T, TYPE, 256, 15, 128, 129, 130, 131, 132, 133, 134)
 FO_PRODUCTS(__nv_bfloat16, "bf16")
@@ -129,13 +120,8 @@ FO_PRODUCTS(__half, "f16")
 #undef FO_R15
 #undef FO_D
 #undef FO_D3
-#undef FO_D4
 #undef FO_D5
-#undef FO_D6
 #undef FO_D7
-#undef FO_D8
-#undef FO_D9
-#undef FO_D10
 #undef FO_D11
 #undef FO_D15
 #undef FO_PRODUCT
