@@ -181,7 +181,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
         out[i][j][2 * half + 1] *= last;
       }
       const int at = query + row + 16 * i + 8 * half + lane_group();
-      if (piece == 0 && lane_place() == 0 && at < queries) {
+      if (piece == 0 && lane_place() == 0 && at < queries && problem.lse) {
         const double lse = (static_cast<double>(own.max) + ::log2(static_cast<double>(own.sum))) * kLn2;
         const int64_t number = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + at;
         const float high = static_cast<float>(lse), low = static_cast<float>(lse - high);

@@ -473,14 +473,14 @@ struct ForwardSm90Kernel {
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
       const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
-      if (lane % 4 < 2 && query_row < a.queries) {
+      if (lane % 4 < 2 && query_row < a.queries && a.lse) {
         const int64_t at = tile.batch * a.lse_stride[0] + tile.head * a.lse_stride[1] + query_row;
         // From the base 2, in two floats.
         constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
         const float high = mine.lse(), lse = high * kLn2;
         const float low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, mine.lse_low() * kLn2);
         a.lse[at] = lse;
-        if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
+        a.lse_low[at] = low - low == 0 ? low : 0;
       }
       __syncwarp();
     }
@@ -794,9 +794,8 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
   for (int i = 0; i < 2; ++i) a.lse_stride[i] = p.lse_stride[i];
-  const unsigned blocks = static_cast<unsigned>(std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()}));
-  launch_shared(attention_forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
-  check_launch("attention_forward_sm90");
+  const int64_t blocks = std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()});
+  launch<attention_forward_sm90<T, Tile>>(a, blocks, kTile.threads(), Kernel::kSharedBytes, stream);
 }
 
 template <class T, int kRow>
