@@ -26,6 +26,8 @@
 
 namespace flash_online::cuda {
 
+constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums
+
 struct BackwardSm90Arguments {
   HeadBoxes query, key, value, grad_out;
   AttentionProblem problem;
@@ -46,7 +48,7 @@ struct BackwardOnSm90 {
   static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   // The gradients of a block's queries are two pieces of 64 x 64: side by side, or one above the other.
-  static constexpr int kPiece = 64;
+  static constexpr int kPiece = kSumPieceSm90;
   static constexpr bool kSideBySide = kQueries == kPiece;
   static_assert(kSideBySide ? kWidth == 2 * kPiece : kQueries == 2 * kPiece && kWidth == kPiece);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
@@ -252,10 +254,12 @@ struct BackwardOnSm90 {
     }
 
     __device__ __forceinline__ void add_queries(const float (&d)[kPiece / 2]) {
-      if (rows < 0) return;
+      // Columns that only the tile has are nobody's.
+      if (rows < 0 || (kSideBySide && group() * kPiece >= static_cast<int>(a.space.width))) return;
+      const int width = kSideBySide ? static_cast<int>(a.space.width) : kWidth;
       constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPiece / 8 : 0;
-      float* const sums = a.space.sums + int64_t{rows} * (kRowBlock * kWidth) +
-                          ((group() * kBelow + warp()) * (kWidth / 8) + group() * kBeside) * 128;
+      float* const sums = a.space.sums + int64_t{rows} * (kRowBlock * width) +
+                          ((group() * kBelow + warp()) * (width / 8) + group() * kBeside) * 128;
 #pragma unroll
       for (int j = 0; j < kPiece / 8; ++j) add_to_sum(sums + j * 128, lane(), reinterpret_cast<const float (&)[4]>(d[4 * j]));
     }
@@ -566,7 +570,7 @@ __global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   const auto visit = [&]<class T>(Type<T> element) {
-    if (ScoreRule(problem).bends || problem.dropout != 0)
+    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)
       f(element, std::true_type{}, std::integral_constant<int, 128>{});
     else
       f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
@@ -576,9 +580,8 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
 
 template <int kWidth>
 BackwardSpace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
-  int64_t width = 0;
-  visit_backward_sm90<kWidth>(problem, [&](auto, auto, auto tile_width) { width = tile_width(); });
-  return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
+  const int64_t pieces = (problem.width + kSumPieceSm90 - 1) / kSumPieceSm90;  // a tile may have more, filled up
+  return BackwardSpace(problem, gradients, pieces * kSumPieceSm90, true, mask_gradient_parts(problem, gradients), workspace);
 }
 
 template <class T, int kWidth, bool kEverything>
