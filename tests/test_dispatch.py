@@ -239,13 +239,30 @@ def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), width=64, pac
 
 
 def test_the_general_cuda_kernel_takes_what_the_others_refuse():
-    mask = ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))
-    for options in ({}, {"dtype": "float32"}, {"mask": mask}, {"packed": True}, {"width": 36}, {"gpu": (8, 0, 163 << 10)}):
+    mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
+    for options, reason in (
+        ({"dtype": "float32"}, "dtype"),
+        ({"mask": ("float32", mask)}, "float32"),
+        ({"mask": ("bfloat16", ((1, 1, 512, 512), (0, 0, 1, 512), 0))}, "mask's rows"),
+        ({"mask": ("bool", mask), "width": 256}, "192"),
+        ({"packed": True}, "packed"),
+        ({"width": 36}, "multiple of 8"),
+        ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
+    ):
         found = candidates(**options)
-        assert found["sm80"] == ""
-        assert all(reason for name, reason in found.items() if name != "sm80") or not options
-    assert "compute capability" in candidates(gpu=(8, 0, 163 << 10))["sm90"]
+        assert found["sm80"] == "" and reason in found["sm90"]
     assert "head dim" in candidates(width=1024)["sm80"]
+
+
+def test_what_hoppers_forward_pass_takes():
+    mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
+    for options in (
+        {},
+        {"mask": ("bool", mask)},
+        {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 1, 512), 0))},
+        {"mask": ("bfloat16", mask)},
+    ):
+        assert candidates(**options) == {"sm80": "", "sm90": ""}
 
 
 def test_what_hoppers_backward_pass_takes():

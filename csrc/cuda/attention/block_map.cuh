@@ -29,6 +29,27 @@ struct BlockMap {
 BlockMap block_map_of(const AttentionProblem& problem);
 void fill_block_map(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream);
 
+// A bool mask as warps hold the scores of 16 queries by 64 keys, a word a lane: bit 4 j + e is the lane's accumulator e of
+// columns 8 j to 8 j + 7 (wgmma.cuh), set where the mask shows the key. [batch, heads, queries / 16, keys / 64, 32], 1 where
+// the mask is broadcast.
+constexpr int kBitRows = 16;
+struct MaskBits {
+  unsigned* data = nullptr;
+  int64_t size[4] = {};
+  int64_t count() const { return size[0] * size[1] * size[2] * size[3] * kWarp; }
+};
+
+// What forward_sm90 reads of a mask beside the mask.
+struct MaskTables {
+  MaskBits bits;
+  BlockMap map;
+  int64_t bytes() const { return bits.count() * static_cast<int64_t>(sizeof(unsigned)) + map.count(); }
+};
+
+// In a workspace of as many bytes() as the tables of a problem take; null: sizes alone.
+MaskTables mask_tables_of(const AttentionProblem& problem, void* workspace);
+void fill_mask_tables(const AttentionProblem& problem, const MaskTables& tables, CUstream_st* stream);
+
 // Blocks of kSize queries or keys in the order of a range, those that the mask hides passed over. A whole warp asks; all get
 // the same answer.
 template <int kSize, bool kAlongKeys>

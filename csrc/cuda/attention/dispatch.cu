@@ -50,10 +50,12 @@ constexpr Forward kForwardOnSm90{
           return reason || fits ? reason : kTooWide;
         },
     .run =
-        [](const AttentionProblem& problem, void*, CUstream_st* stream) {
-          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, stream); });
+        [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+          const MaskTables tables = mask_tables_of(problem, workspace);
+          fill_mask_tables(problem, tables, stream);
+          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, tables, stream); });
         },
-    .workspace = [](const AttentionProblem&) { return int64_t{0}; },
+    .workspace = [](const AttentionProblem& problem) { return mask_tables_of(problem, nullptr).bytes(); },
 };
 
 constexpr Forward kForwardOnSm80{

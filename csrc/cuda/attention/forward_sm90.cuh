@@ -4,12 +4,14 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
 #include "../../core/mask.h"
 #include "../../core/online_softmax.h"
+#include "../../core/philox.h"
 #include "../../core/problem.h"
 #include "../hw/launch.h"
 #include "../hw/math.cuh"
@@ -18,7 +20,9 @@
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
 #include "../hw/tma.cuh"
+#include "../hw/vector.cuh"
 #include "../hw/wgmma.cuh"
+#include "block_map.cuh"
 #include "families.h"
 #include "tiles_sm90.h"
 
@@ -26,11 +30,19 @@ namespace flash_online::cuda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
+// How a mask reaches the scores.
+enum class MaskWay {
+  kNone,
+  kBits,  // bool: by MaskBits
+  kHalves,  // 16-bit: in boxes, with the keys, into shared memory
+  kBFloats,
+};
+
 struct ForwardSm90Arguments {
-  CUtensorMap query, key, value, out_map;
+  CUtensorMap query, key, value, out_map, mask_boxes;
   // Boxes start at (0, row, head / heads_a_..., batch * ..._batch_step): a broadcast dimension has size 1 in its map.
   int heads_a_query, heads_a_key, heads_a_value;
-  int query_batch_step, key_batch_step, value_batch_step;
+  int query_batch_step, key_batch_step, value_batch_step, mask_batch_step, mask_head_step;
   int batch, heads, queries, keys, value_width;
   int row_tiles;  // of a head
   bool uneven;  // tiles differ in work
@@ -44,6 +56,20 @@ struct ForwardSm90Arguments {
   int64_t alibi_stride[2];
   void* out;
   int64_t out_stride[3];
+  MaskWay mask_way;
+  int mask_rows;  // of a box: 64, or 1 that all queries share
+  // Bytes from one block of the map to the next, 0 where it is broadcast.
+  const uint8_t* map;
+  int64_t map_batch_step, map_head_step;
+  int map_row_step, map_column_step;
+  // Words likewise.
+  const unsigned* bits;
+  int64_t bits_batch_step, bits_head_step, bits_row_step;
+  int bits_last_row, bits_last_unit;
+  const int64_t* rng;  // null: no dropout
+  uint32_t drop_threshold;  // a weight is kept where its word is at least this
+  int64_t batch_begin;  // of dropout's counter
+  float keep_scale;  // of dropout: 1 / (1 - p)
   float *lse, *lse_low;
   int64_t lse_stride[2];
 };
@@ -81,6 +107,7 @@ struct TileWalk {
 template <class T, class Tile>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
+  static constexpr bool kEverything = Tile::kEverything;
   static constexpr int kGroups = kTile.warpgroups, kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kQueries = kTile.query_buffers;
@@ -90,6 +117,10 @@ struct ForwardSm90Kernel {
   static constexpr int kScores = kKeys / 2, kOuts = kTile.value_width / 2;  // registers of a thread
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   static constexpr int kOutRows = 16;  // of a warp: it stores its rows by itself
+  // What the warpgroups take must be there: the block has what all threads were launched with, in eights, else they wait for
+  // good.
+  static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers <=
+                (65536 / kTile.threads() / 8 * 8) * (kTile.warpgroups + 1));
   static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
 
   struct alignas(kBoxAlignment) Query {
@@ -104,7 +135,25 @@ struct ForwardSm90Kernel {
   struct alignas(kBoxAlignment) Out {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
+  static constexpr int kMaskBoxes = kKeys / kHalfBoxColumns;  // beside each other
+  struct alignas(kBoxAlignment) Mask {
+    uint16_t box[kGroups][kMaskBoxes][kRows][kHalfBoxColumns];
+  };
+  struct Masks {
+    Mask stage[kStages];  // of the key's stage
+  };
   struct Nothing {};
+  // What a mask is to a tile: a bit for each 2^shift of its blocks.
+  static constexpr int kMapWords = 16, kMapBits = 32 * kMapWords;
+  struct Map {
+    int shift;
+    unsigned seen[kMapWords];  // whether it is read at all; one of each warpgroup's blocks is
+    unsigned plain[kMapWords];  // whether the mask neither hides nor adds anything
+  };
+  // Blocks that are read for the sake of other warpgroups: before and behind those of this one.
+  struct Others {
+    int before, behind;
+  };
   // What a tile is to the warps that work on it. Keys are counted in blocks.
   struct Job {
     int batch, head, first_query;  // batch -1: no more
@@ -113,7 +162,9 @@ struct ForwardSm90Kernel {
     struct {
       int begin, end;  // this warpgroup's: its rows may see fewer of the first and of the last
       int whole_begin, whole_end;  // blocks that all its rows see all of
+      [[no_unique_address]] std::conditional_t<kEverything, Others, Nothing> others;
     } group[kGroups];
+    [[no_unique_address]] std::conditional_t<kEverything, Map, Nothing> map;
   };
   static constexpr int kJobs = 4;
   static constexpr int kFar = 1 << 30;  // behind the last key
@@ -122,6 +173,7 @@ struct ForwardSm90Kernel {
     Query query[kQueries];
     Key key[kStages];
     Value value[kStages];
+    [[no_unique_address]] std::conditional_t<kEverything, Masks, Nothing> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
     Job job[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
@@ -133,7 +185,83 @@ struct ForwardSm90Kernel {
   // Named barriers.
   static constexpr int kVote = 1, kTurn = 1 + kGroups;
 
+  // The first block from `block` on that is read; `end` if there is none.
+  __device__ static int next_seen(const Job& job, int block, int end) {
+    if constexpr (kEverything) {
+#pragma unroll 1
+      while (block < end) {
+        const int bit = (block - job.begin) >> job.map.shift;
+        const unsigned rest = job.map.seen[bit / 32] >> bit % 32;
+        if (rest & 1) return block;
+        block = job.begin + ((rest ? bit + __ffs(rest) - 1 : bit / 32 * 32 + 32) << job.map.shift);
+      }
+      return end;
+    }
+    return block;
+  }
+  __device__ static int count_seen(const Job& job, int block, int end) {
+    int count = 0;
+#pragma unroll 1
+    while ((block = next_seen(job, block, end)) < end) ++block, ++count;
+    return count;
+  }
+  __device__ static bool is_plain(const Job& job, int block) {
+    const int bit = (block - job.begin) >> job.map.shift;
+    return job.map.plain[bit / 32] >> bit % 32 & 1;
+  }
+
   // ---- the planning warp: what comes next, off everybody's path
+
+  // The mask's map of a tile whose other numbers are there.
+  __device__ static void plan_mask(const ForwardSm90Arguments& a, Job& job, int rows, int lane) {
+    const int first = job.first_query / kMapBlock;
+    const uint8_t* const kinds =
+        a.map + job.batch * a.map_batch_step + job.head * a.map_head_step + int64_t{first} * a.map_row_step;
+    const int map_rows = a.map_row_step == 0 ? 1 : (job.first_query + rows - 1) / kMapBlock - first + 1;
+    const auto look = [&](int block, bool& seen, bool& plain) {
+      if (!a.map) {
+        seen = true;
+        plain &= a.mask_way == MaskWay::kNone;
+        return;
+      }
+      const int from = block * kKeys / kMapBlock, to = (min((block + 1) * kKeys, a.keys) - 1) / kMapBlock;
+#pragma unroll 1
+      for (int row = 0; row < map_rows; ++row)
+#pragma unroll 1
+        for (int column = from; column <= to; ++column) {
+          const auto kind = static_cast<MaskKind>(kinds[row * a.map_row_step + column * a.map_column_step]);
+          seen |= kind != MaskKind::kHidden;
+          plain &= kind == MaskKind::kNothing;
+        }
+    };
+    int shift = 0;
+    while (job.end - job.begin > kMapBits << shift) ++shift;
+#pragma unroll 1
+    for (int word = 0; word < kMapWords && word * 32 << shift < job.end - job.begin; ++word) {
+      bool seen = false, plain = true;
+      const int block = job.begin + ((word * 32 + lane) << shift);
+#pragma unroll 1
+      for (int n = 0; n < 1 << shift; ++n)
+        if (block + n < job.end) look(block + n, seen, plain);
+      const unsigned all_seen = __ballot_sync(~0u, seen), all_plain = __ballot_sync(~0u, plain);
+      if (lane == 0) {
+        job.map.seen[word] = all_seen;
+        job.map.plain[word] = all_plain;
+      }
+    }
+    if (lane == 0) job.map.shift = shift;
+    __syncwarp();
+    // A warpgroup of which the mask hides all takes one block, for the sake of uniformity.
+    const bool counts = lane < kGroups;
+    const int begin = counts ? job.group[lane].begin : 0, end = counts ? job.group[lane].end : 0;
+    if (counts && next_seen(job, begin, end) == end) {
+      const int bit = (begin - job.begin) >> shift;
+      atomicOr(&job.map.seen[bit / 32], 1u << bit % 32);
+    }
+    __syncwarp();
+    if (counts) job.group[lane].others = {count_seen(job, job.begin, begin), count_seen(job, end, job.end)};
+    __syncwarp();
+  }
 
   __device__ static void plan(const ForwardSm90Arguments& a, Shared& shared, int lane) {
     RingPlace<kJobs> place;
@@ -172,6 +300,8 @@ struct ForwardSm90Kernel {
         job.end = end;
       }
       __syncwarp();
+      if constexpr (kEverything)
+        if (more) plan_mask(a, job, rows, lane);
       if (lane == 0) arrive(&shared.job_full[place.stage]);
     }
   }
@@ -184,7 +314,7 @@ struct ForwardSm90Kernel {
     RingPlace<kJobs> next;
     RingPlace<kQueries> query;
     RingPlace<kStages> place;
-    int batch, head, first_query, begin, end;  // of the tile whose queries are loaded or being loaded
+    int batch, head, first_query, begin, end, stage;  // of the tile whose queries are loaded or being loaded
     int group;  // the first whose queries are not
 
     __device__ void fetch() {
@@ -195,7 +325,8 @@ struct ForwardSm90Kernel {
       first_query = job.first_query;
       begin = job.begin;
       end = job.end;
-      arrive(&shared.job_empty[next.stage]);
+      stage = next.stage;
+      if (!kEverything) arrive(&shared.job_empty[stage]);
       next.advance();
       group = batch < 0 ? kGroups : 0;
     }
@@ -219,11 +350,28 @@ struct ForwardSm90Kernel {
       while (batch >= 0) {
         const int key_head = head / a.heads_a_key, value_head = head / a.heads_a_value;
         const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
-        const int first_block = begin, end_block = end;
+        const int end_block = end, tile = stage;
+        const Job& job = shared.job[tile];
+        const int first_block = next_seen(job, begin, end);
+        const bool has_boxes = kEverything && (a.mask_way == MaskWay::kHalves || a.mask_way == MaskWay::kBFloats);
+        const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step, mask_query = first_query;
 #pragma unroll 1
-        for (int block = first_block; block < end_block; ++block) {
+        for (int block = first_block; block < end_block; block = next_seen(job, block + 1, end_block)) {
           wait(&shared.key_empty[place.stage], place.parity ^ 1);
-          arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+          if constexpr (kEverything) {
+            const bool with_mask = has_boxes && !is_plain(job, block);
+            arrive_and_expect(&shared.key_full[place.stage],
+                              sizeof(Key) + (with_mask ? sizeof(Mask) / kRows * a.mask_rows : 0));
+            if (with_mask)
+#pragma unroll 1
+              for (int box = 0; box < kGroups * kMaskBoxes; ++box)
+                load_box(shared.mask.stage[place.stage].box[box / kMaskBoxes][box % kMaskBoxes], a.mask_boxes,
+                         {block * kKeys + box % kMaskBoxes * kHalfBoxColumns,
+                          a.mask_rows == 1 ? 0 : mask_query + box / kMaskBoxes * kRows, mask_head, mask_batch},
+                         &shared.key_full[place.stage]);
+          } else {
+            arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+          }
 #pragma unroll
           for (int box = 0; box < kWidthBoxes; ++box)
             load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
@@ -243,6 +391,7 @@ struct ForwardSm90Kernel {
                      &shared.value_full[place.stage]);
           place.advance();
         }
+        if (kEverything) arrive(&shared.job_empty[tile]);
       }
     }
   };
@@ -271,6 +420,9 @@ struct ForwardSm90Kernel {
     float score[kScores];
     unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
     unsigned held[kTile.held_query ? kWidthSteps : 1][4];
+    static constexpr int kBitWords = (kScores + 31) / 32;
+    // A bit a score, score i's being bit i % 32 of word i / 32: what a bool mask shows, and what dropout keeps.
+    [[no_unique_address]] std::conditional_t<kEverything, unsigned[2][kBitWords], Nothing> bits;
     Row row[2];  // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
     bool accumulate;  // whether `out` holds something of this tile
 
@@ -331,7 +483,9 @@ struct ForwardSm90Kernel {
 
     // -inf for the keys that a row does not see, in a block that not all rows see all of.
     __device__ __forceinline__ void hide() {
-      const bool left = block < whole_begin, right = block >= whole_end;
+      // With everything, registers are too few to hold these.
+      const bool left = block < (kEverything ? shared.job[job].group[group].whole_begin : whole_begin),
+                 right = block >= (kEverything ? shared.job[job].group[group].whole_end : whole_end);
       if (!left && !right) return;
       const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
       const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
@@ -380,8 +534,99 @@ struct ForwardSm90Kernel {
       }
     }
 
+    // ---- masks and dropout
+
+    __device__ __forceinline__ int first_row() const { return shared.job[job].first_query + group * kRows + 16 * warp; }
+
+    // Beside the product of the block's scores: the bits that they and their weights will be met with.
+    __device__ __forceinline__ void fetch_bits() {
+      if constexpr (kEverything) {
+        if (a.mask_way == MaskWay::kBits) {
+          const Job& tile = shared.job[job];
+          const unsigned* const words = a.bits + tile.batch * a.bits_batch_step + tile.head * a.bits_head_step +
+                                        min(first_row() / kBitRows, a.bits_last_row) * a.bits_row_step + lane;
+          const int last = a.bits_last_unit, unit = block * kKeys / kMapBlock;
+          unsigned word[2];
+#pragma unroll
+          for (int n = 0; n < kBitWords; ++n) word[n] = __ldg(words + min(unit + n, last) * kWarp);
+          if (kKeys % kMapBlock != 0 && block % 2 != 0) {
+            static_assert(kKeys % kMapBlock == 0 || kKeys == kMapBlock + kMapBlock / 2);
+            word[0] = __funnelshift_r(word[0], word[1], 16);
+            word[1] >>= 16;
+          }
+#pragma unroll
+          for (int n = 0; n < kBitWords; ++n) bits[0][n] = word[n];
+        }
+        if (a.rng) draw();
+      }
+    }
+
+    // Four neighbouring keys share a draw, and two lanes hold them, in two rows: each draws for one of these.
+    __device__ __forceinline__ void draw() {
+      constexpr int kDraws = 2;  // side by side: what the registers hold
+      static_assert(kScores % (4 * kDraws) == 0 && kScores <= 64);
+      const Job& tile = shared.job[job];
+      const Philox random(a.rng[0], a.rng[1]);
+      const int odd = lane % 2, query = first_row() + lane / 4 + 8 * odd, draws = block * (kKeys / 4) + lane % 4 / 2;
+      const int64_t batch = a.batch_begin + tile.batch;
+      uint64_t kept = 0;  // of the lane's own row
+#pragma unroll 1
+      for (int n = 0; n < kScores / 4; n += kDraws) {
+        unsigned part = 0;
+#pragma unroll
+        for (int m = 0; m < kDraws; ++m) {
+          uint32_t words[4];
+          random.words(batch, tile.head, query, draws + 2 * (n + m), words);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (words[i] >= a.drop_threshold) part |= 1u << (4 * m + i);
+        }
+        kept = kept >> 4 * kDraws | uint64_t{part} << (64 - 4 * kDraws);
+      }
+      kept >>= 64 - kScores;
+#pragma unroll
+      for (int n = 0; n < kBitWords; ++n) {
+        const unsigned own = static_cast<unsigned>(kept >> 32 * n), other = __shfl_xor_sync(~0u, own, 1);
+        const unsigned upper = odd ? other : own, lower = odd ? own : other;
+        constexpr unsigned kPairs = 0x33333333;
+        bits[1][n] = (upper >> 2 * odd & kPairs) | (lower >> 2 * odd & kPairs) << 2;
+      }
+    }
+
+    template <class Element>
+    __device__ __forceinline__ void add_boxes() {
+      const int box_row = a.mask_rows == 1 ? 0 : 16 * warp + lane % 16;
+      const unsigned base = shared_address(shared.mask.stage[key.stage].box[group]) + box_row * kHalfBoxRowBytes;
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+        unsigned words[4];
+        load_matrices(words,
+                      base + step / 2 * kRows * kHalfBoxRowBytes + ((step % 2 * 2 + lane / 16) ^ (box_row / 2 % 4)) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 values = unpair<Element>(words[i]);
+          score[8 * step + 2 * i] = fmaf(values.x, kLog2E, score[8 * step + 2 * i]);
+          score[8 * step + 2 * i + 1] = fmaf(values.y, kLog2E, score[8 * step + 2 * i + 1]);
+        }
+      }
+    }
+
+    __device__ __forceinline__ void mask_scores() {
+      if (a.mask_way == MaskWay::kNone || is_plain(shared.job[job], block)) return;
+      if (a.mask_way == MaskWay::kBits) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+          if (!(bits[0][i / 32] >> i % 32 & 1)) score[i] = -INFINITY;
+      } else {
+        a.mask_way == MaskWay::kHalves ? add_boxes<__half>() : add_boxes<__nv_bfloat16>();
+      }
+    }
+
     __device__ __forceinline__ void settle_scores() {
-      if constexpr (Tile::kAdjusted) adjust();
+      if constexpr (kEverything) {
+        adjust();
+        mask_scores();
+      }
       hide();
     }
 
@@ -402,9 +647,16 @@ struct ForwardSm90Kernel {
       }
     }
 
+    // What weights are measured from. Under a mask a row without a reference yet may stay so for many blocks: measured from
+    // the lowest number, what it sees is infinite, and what it does not see is 0.
+    __device__ __forceinline__ static float reference(float max) {
+      if constexpr (kEverything) return max == -INFINITY ? -FLT_MAX : max;
+      return pivot(max);
+    }
+
     // Scores to weights, in place; sums of a thread's.
     __device__ __forceinline__ void weigh(float (&sum)[2]) {
-      const float pivots[2] = {pivot(row[0].max), pivot(row[1].max)};
+      const float pivots[2] = {reference(row[0].max), reference(row[1].max)};
       sum[0] = sum[1] = 0;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -415,6 +667,13 @@ struct ForwardSm90Kernel {
     }
 
     __device__ __forceinline__ void pack_weights() {
+      if constexpr (kEverything) {
+        if (a.rng) {
+#pragma unroll
+          for (int i = 0; i < kScores; ++i)
+            if (!(bits[1][i / 32] >> i % 32 & 1)) score[i] = 0;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) weight[i] = pair(score[2 * i], score[2 * i + 1]);
     }
@@ -433,7 +692,8 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void next_weights() {
       float sum[2];
       weigh(sum);
-      const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) || row[0].max == -INFINITY || row[1].max == -INFINITY;
+      const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) ||
+                          (!kEverything && (row[0].max == -INFINITY || row[1].max == -INFINITY));
       // Asked before the wait, or the compiler puts the weights' work behind it.
       const bool any_astray = any_named(kVote + group, 128, astray);
       wait_for_products<0>();
@@ -466,6 +726,7 @@ struct ForwardSm90Kernel {
           row[r].add(row[r].weight(sink));
         }
         inverse[r] = row[r].sum == 0 ? 0 : factor * reciprocal(row[r].sum);
+        if constexpr (kEverything) inverse[r] *= a.keep_scale;
       }
       // Two lanes of a row's four write its logarithm.
       const bool second = lane % 4 == 1;
@@ -552,8 +813,14 @@ struct ForwardSm90Kernel {
       if (of.batch < 0) return false;
       block = of.group[group].begin;
       end = of.group[group].end;
-      skipped += block - of.begin;
-      behind = of.end - end;
+      if constexpr (kEverything) {
+        block = next_seen(of, block, end);
+        skipped += of.group[group].others.before;
+        behind = of.group[group].others.behind;
+      } else {
+        skipped += block - of.begin;
+        behind = of.end - end;
+      }
       whole_begin = of.group[group].whole_begin;
       whole_end = of.group[group].whole_end;
       return true;
@@ -584,6 +851,7 @@ struct ForwardSm90Kernel {
       take_turn();
       start_scores();
       pass_turn();
+      fetch_bits();
     }
 
     __device__ __forceinline__ void first_weights() {
@@ -598,7 +866,7 @@ struct ForwardSm90Kernel {
       release_key();
       release_query();
       pack_weights();
-      ++block;
+      block = next_seen(shared.job[job], block + 1, end);
     }
 
     __device__ void run() {
@@ -610,13 +878,14 @@ struct ForwardSm90Kernel {
       first_weights();
       while (true) {
 #pragma unroll 1
-        for (; block < end; ++block) {
+        for (; block < end; block = next_seen(shared.job[job], block + 1, end)) {
           wait(&shared.key_full[key.stage], key.parity);
           take_turn();
           start_scores();
           wait(&shared.value_full[value.stage], value.parity);
           start_out();
           pass_turn();
+          fetch_bits();
           wait_for_products<1>();
           settle_scores();
           next_weights();
@@ -672,7 +941,7 @@ struct ForwardSm90Kernel {
     }
     // Behind the tile's last scores.
     __device__ __forceinline__ void release_query() {
-      if (!kTile.held_query && block == end - 1) release(&shared.query_empty[query.stage]);
+      if (!kTile.held_query && next_seen(shared.job[job], block + 1, end) == end) release(&shared.query_empty[query.stage]);
     }
   };
 
@@ -738,20 +1007,20 @@ inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_til
 }
 
 template <class T, class Tile>
-void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
+void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Tile>;
   constexpr ForwardSm90 kTile = Tile::kTile;
   constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
   // A dimension of stride 0 or size 1 gets size 1, and any stride.
   const auto map = [&](const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows, int64_t width,
-                       int box_rows) {
+                       int box_rows, int box_columns = kBoxColumns) {
     const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(stride[i] == 0 ? 1 : n); };
     const auto step = [&](int i, int64_t n) {
       return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T);
     };
-    return tensor_map(data, kElement,
-                      {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
-                      {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
+    return tensor_map(
+        data, kElement, {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+        {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows), static_cast<uint32_t>(box_columns));
   };
   ForwardSm90Arguments a;
   a.query = map(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width, Kernel::kRows);
@@ -782,13 +1051,44 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
   a.score_scale = static_cast<float>(p.scale * kToBase2);
-  a.scale = Tile::kAdjusted ? 1 : a.score_scale;
+  a.scale = Tile::kEverything ? 1 : a.score_scale;
   a.softcap = static_cast<float>(p.softcap * kToBase2);
   a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
   a.sinks = static_cast<const float*>(p.sinks);
   a.alibi_slopes = static_cast<const float*>(p.alibi_slopes);
   a.alibi_stride[0] = p.alibi_stride[0];
   a.alibi_stride[1] = p.alibi_stride[1];
+  if constexpr (Tile::kEverything) {
+    const auto step = [](const int64_t (&size)[4], int i, int64_t of_size) { return size[i] == 1 ? int64_t{0} : of_size; };
+    const auto& map_size = tables.map.size;
+    a.map = tables.map.data;
+    a.map_batch_step = step(map_size, 0, map_size[1] * map_size[2] * map_size[3]);
+    a.map_head_step = step(map_size, 1, map_size[2] * map_size[3]);
+    a.map_row_step = static_cast<int>(step(map_size, 2, map_size[3]));
+    a.map_column_step = static_cast<int>(step(map_size, 3, 1));
+    const auto& bits_size = tables.bits.size;
+    a.bits = tables.bits.data;
+    a.bits_row_step = bits_size[3] * kWarp;
+    a.bits_batch_step = step(bits_size, 0, bits_size[1] * bits_size[2] * a.bits_row_step);
+    a.bits_head_step = step(bits_size, 1, bits_size[2] * a.bits_row_step);
+    a.bits_last_row = static_cast<int>(bits_size[2]) - 1;
+    a.bits_last_unit = static_cast<int>(bits_size[3]) - 1;
+    a.mask_way = MaskWay::kNone;
+    if (p.mask.data && p.mask_dtype == DType::kBool) {
+      a.mask_way = MaskWay::kBits;
+    } else if (p.mask.data) {
+      a.mask_way = p.mask_dtype == DType::kFloat16 ? MaskWay::kHalves : MaskWay::kBFloats;
+      a.mask_batch_step = p.mask.stride[0] != 0;
+      a.mask_head_step = p.mask.stride[1] != 0;
+      a.mask_rows = p.mask.stride[2] == 0 ? 1 : Kernel::kRows;
+      a.mask_boxes = map(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys,
+                         a.mask_rows, kHalfBoxColumns);
+    }
+    a.rng = p.dropout > 0 ? p.rng : nullptr;
+    a.drop_threshold = static_cast<uint32_t>(std::min(drop_threshold(p.dropout), uint64_t{0xffffffff}));
+    a.batch_begin = p.batch_begin;
+    a.keep_scale = p.dropout < 1 ? static_cast<float>(1 / (1 - p.dropout)) : 0.0f;  // the weights of 1 are all dropped
+  }
   a.out = p.out.data;
   for (int i = 0; i < 3; ++i) a.out_stride[i] = p.out.stride[i];
   a.lse = static_cast<float*>(p.lse);
@@ -799,31 +1099,31 @@ void launch_forward_sm90(const AttentionProblem& p, cudaStream_t stream) {
 }
 
 template <class T, int kRow>
-void launch_forward_sm90_row(const AttentionProblem& problem, cudaStream_t stream) {
-  if constexpr (kForwardSm90[kRow].width <= kWidestAdjustedSm90)
-    if (problem.softcap > 0 || problem.alibi_slopes)
-      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true>>(problem, stream);
-  launch_forward_sm90<T, ForwardSm90Tile<kRow, false>>(problem, stream);
+void launch_forward_sm90_row(const AttentionProblem& problem, const MaskTables& tables, cudaStream_t stream) {
+  if constexpr (kForwardSm90[kRow].width <= kWidestEverythingSm90)
+    if (problem.softcap > 0 || problem.alibi_slopes || problem.mask.data || problem.dropout != 0)
+      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true>>(problem, tables, stream);
+  launch_forward_sm90<T, ForwardSm90Tile<kRow, false>>(problem, tables, stream);
 }
 
 // In the first row of this width that holds the values, from kRow on.
 template <int kWidth, int kRow = 0>
-void forward_sm90_in_row(const AttentionProblem& problem, cudaStream_t stream) {
+void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tables, cudaStream_t stream) {
   static_assert(kRow < kForwardSm90Rows, "no row in kForwardSm90");
   constexpr ForwardSm90 kTile = kForwardSm90[kRow];
   if constexpr (kTile.width != kWidth) {
-    forward_sm90_in_row<kWidth, kRow + 1>(problem, stream);
+    forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, stream);
   } else {
     if constexpr (kTile.value_width < kWidth)
-      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, stream);
-    problem.dtype == DType::kFloat16 ? launch_forward_sm90_row<__half, kRow>(problem, stream)
-                                     : launch_forward_sm90_row<__nv_bfloat16, kRow>(problem, stream);
+      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, stream);
+    problem.dtype == DType::kFloat16 ? launch_forward_sm90_row<__half, kRow>(problem, tables, stream)
+                                     : launch_forward_sm90_row<__nv_bfloat16, kRow>(problem, tables, stream);
   }
 }
 
 template <int kWidth>
-void forward_sm90(const AttentionProblem& problem, CUstream_st* stream) {
-  forward_sm90_in_row<kWidth>(problem, stream);
+void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, CUstream_st* stream) {
+  forward_sm90_in_row<kWidth>(problem, tables, stream);
 }
 
 }  // namespace flash_online::cuda

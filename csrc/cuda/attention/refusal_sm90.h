@@ -30,10 +30,13 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost || p.batch * p.heads * (p.queries / 128 + 1) > kMost)
     return "a size beyond 32-bit indices";
   if (!(p.scale > 0 && p.scale < 1e30)) return "a scale that is not positive";
-  if (p.mask.data) return "a mask";
-  if ((p.alibi_slopes || p.softcap != 0) && std::max(p.width, p.value_width) > kWidestAdjustedSm90)
-    return "ALiBi or a softcap with a head dim over 192";
-  if (p.dropout != 0) return "dropout";
+  if ((p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0) &&
+      std::max(p.width, p.value_width) > kWidestEverythingSm90)
+    return "ALiBi, a softcap, a mask or dropout with a head dim over 192";
+  if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";
+  if (p.mask.data && p.mask_dtype != DType::kBool &&
+      !is_copied_in_boxes(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys))
+    return "the mask's rows are not whole multiples of 16 bytes apart";
   if (!is_copied_in_boxes(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width))
     return "query's rows are not whole multiples of 16 bytes apart";
   if (!is_copied_in_boxes(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width))

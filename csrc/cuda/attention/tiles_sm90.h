@@ -28,16 +28,22 @@ inline constexpr ForwardSm90 kForwardSm90[] = {
 
 inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
 
-inline constexpr int kWidestAdjustedSm90 = 192;  // softcap and ALiBi at head dim 256 do not fit the registers
+inline constexpr int kWidestEverythingSm90 = 192;
 
-// A row, and whether scores are adjusted (softcap, ALiBi), which takes registers from the block of keys.
-template <int kRow, bool kWithAdjusted>
+// A row, and whether with everything (softcap, ALiBi, masks, dropout), which takes registers and shared memory from the block
+// of keys.
+template <int kRow, bool kWithEverything>
 struct ForwardSm90Tile {
-  static constexpr bool kAdjusted = kWithAdjusted;
+  static constexpr bool kEverything = kWithEverything;
   static constexpr ForwardSm90 kTile = [] {
     ForwardSm90 tile = kForwardSm90[kRow];
-    const int most = tile.width > 128 ? 64 : 96;
-    if (kAdjusted && tile.keys > most) tile.keys = most;
+    if (kEverything) {
+      const int most = tile.width > 128 ? 64 : 96;
+      if (tile.keys > most) tile.keys = most;
+      tile.stages = 2;
+      tile.registers = tile.warpgroups == 3 ? 152 : 224;  // the planner has a mask's map to read
+      tile.loader_registers = 56;
+    }
     return tile;
   }();
 };
