@@ -391,7 +391,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
           for (int i = 0; i < kQueryRows; ++i)
 #pragma unroll
             for (int j = 0; j < kQueryWidth / 8; ++j)
-              add_to_sum(sums + (int64_t{query + query_row} / 16 + i) * (16 * kWidth) + (query_column / 8 + j) * 128, lane(),
+              add_to_sum(sums + (int64_t{query + query_row} / 16 + i) * (16 * kWidth) + (query_column / 8 + j) * 128 +
+                             place_in_sum(lane(), 0),
                          grad_query[i][j]);
         }
       }

@@ -72,6 +72,20 @@ __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 3
 __device__ __forceinline__ int lane_group() { return lane() / 4; }
 __device__ __forceinline__ int lane_place() { return lane() % 4; }
 
+// Of four lanes of a group: the lane of place p gets the words number p of all four, in the order of their places.
+__device__ __forceinline__ void transpose_places(unsigned (&x)[4]) {
+#pragma unroll
+  for (int step = 2; step > 0; step /= 2) {
+    const bool upper = lane_place() & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const unsigned other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+      (upper ? x[i] : x[i + step]) = other;
+    }
+  }
+}
+
 // How the operands of a product a b lie: "rows" if the dimension that is summed over runs along a row in memory.
 //   left:  rows [m][k], columns [k][m]      right: rows [n][k], columns [k][n]
 // Left fragments are sixteen rows, right ones eight columns; both of kDepth terms of the sum.
