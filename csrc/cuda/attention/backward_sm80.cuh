@@ -125,6 +125,8 @@ struct BackwardOnSm80 {
   static_assert(kScoreRows > 0 && kScoreColumns > 0 && kSumRows > 0 && kQueryRows > 0 && kSumWidth % 16 == 0 &&
                 kQueryWidth % 16 == 0);
   static_assert(kAllScore || !kInRegisters);
+  // A step of a product with weights out of registers is two blocks of eight queries.
+  static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
   using Piece = typename Split<Element>::Piece;
   using WideTile = SharedTile<Element, kWidth>;

@@ -87,7 +87,7 @@ inline constexpr BackwardSm80 kBackwardSm80[] = {
     {4, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},   {4, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
     {4, 512, kAll, 16, 16, 8, 1, 2, 1, 1, 1, 1},   {4, 32, kSmall, 64, 32, 4, 4, 1, 0, 2, 1, 2},
     {4, 64, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},  {4, 96, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},
-    {4, 128, kSmall, 32, 16, 4, 2, 2, 2, 1, 1, 1},
+    {4, 128, kSmall, 32, 16, 4, 2, 2, 1, 1, 1, 1},
 };
 
 // backward_queries_sm80.cuh: a block of threads takes `warps` * 16 queries and sums `columns` of their gradients' columns.
@@ -97,8 +97,8 @@ struct BackwardQueriesSm80 {
 
 inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
     {2, 32, 32, 4, 64},   {2, 64, 64, 4, 64},   {2, 96, 96, 4, 64},   {2, 128, 128, 4, 32}, {2, 192, 192, 4, 64},
-    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {4, 32, 32, 4, 64},   {4, 64, 64, 4, 32},   {4, 96, 96, 4, 32},
-    {4, 128, 128, 4, 32}, {4, 192, 192, 4, 16}, {4, 256, 256, 2, 32}, {4, 512, 256, 1, 16},
+    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {4, 32, 32, 4, 64},   {4, 64, 64, 4, 32},   {4, 96, 96, 2, 32},
+    {4, 128, 128, 2, 16}, {4, 192, 192, 4, 16}, {4, 256, 256, 2, 32}, {4, 512, 256, 1, 16},
 };
 
 consteval bool has_backward_sm80_tile(int bytes, int width, Variant variant) {
