@@ -16,6 +16,13 @@ enum class Variant : signed char {
 
 inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kEverything, kSmall = Variant::kSmall;
 
+template <class Tile, int kCount>
+consteval const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int width, Variant variant) {
+  for (const Tile& tile : tiles)
+    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return &tile;
+  return nullptr;
+}
+
 // forward_sm80.cuh: a block of threads takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
 struct ForwardSm80 {
   int bytes, width;  // of an element; the head dim, of queries and keys
@@ -41,15 +48,11 @@ inline constexpr ForwardSm80 kForwardSm80[] = {
 };
 
 consteval bool has_forward_sm80_tile(int bytes, int width, Variant variant) {
-  for (const ForwardSm80& tile : kForwardSm80)
-    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return true;
-  return false;
+  return find_tile(kForwardSm80, bytes, width, variant) != nullptr;
 }
 
 consteval ForwardSm80 forward_sm80_tile(int bytes, int width, Variant variant) {
-  for (const ForwardSm80& tile : kForwardSm80)
-    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return tile;
-  throw "no row in kForwardSm80";
+  return *find_tile(kForwardSm80, bytes, width, variant);
 }
 
 // backward_sm80.cuh: a block of threads takes `keys` keys and passes over the queries, `queries` at a time. Each product's
@@ -102,15 +105,11 @@ inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
 };
 
 consteval bool has_backward_sm80_tile(int bytes, int width, Variant variant) {
-  for (const BackwardSm80& tile : kBackwardSm80)
-    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return true;
-  return false;
+  return find_tile(kBackwardSm80, bytes, width, variant) != nullptr;
 }
 
 consteval BackwardSm80 backward_sm80_tile(int bytes, int width, Variant variant) {
-  for (const BackwardSm80& tile : kBackwardSm80)
-    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return tile;
-  throw "no row in kBackwardSm80";
+  return *find_tile(kBackwardSm80, bytes, width, variant);
 }
 
 consteval BackwardQueriesSm80 backward_queries_sm80_tile(int bytes, int width) {
