@@ -46,6 +46,7 @@ struct ForwardSm90Arguments {
   int batch, heads, queries, keys, value_width;
   int row_tiles;  // of a head
   bool uneven;  // tiles differ in work
+  bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
   float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
@@ -57,6 +58,7 @@ struct ForwardSm90Arguments {
   void* out;
   int64_t out_stride[3];
   MaskWay mask_way;
+  bool bends;  // scores are more than products: adjust()
   int mask_rows;  // of a box: 64, or 1 that all queries share
   // Bytes from one block of the map to the next, 0 where it is broadcast.
   const uint8_t* map;
@@ -95,7 +97,9 @@ struct TileWalk {
         if (index < heads * a.row_tiles) {
           const int level = a.uneven ? index / heads : index % a.row_tiles;
           const int head = first_head + (a.uneven ? index - level * heads : index / a.row_tiles);
-          return {head / a.heads, head % a.heads, a.row_tiles - 1 - level};
+          const int row_tile = a.row_tiles - 1 - level;
+          if (a.batch_within) return {head % a.batch, head / a.batch, row_tile};
+          return {head / a.heads, head % a.heads, row_tile};
         }
       }
     }
@@ -136,6 +140,7 @@ struct ForwardSm90Kernel {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   static constexpr int kMaskBoxes = kKeys / kHalfBoxColumns;  // beside each other
+  static constexpr int kMaskAhead = 6;  // blocks that a mask's boxes are asked for before they are loaded
   struct alignas(kBoxAlignment) Mask {
     uint16_t box[kGroups][kMaskBoxes][kRows][kHalfBoxColumns];
   };
@@ -345,6 +350,14 @@ struct ForwardSm90Kernel {
         query.advance();
       }
     }
+    // A block's mask into the L2 cache: its rows lie far apart in memory, and the stages cover too little of that latency.
+    __device__ void prefetch_mask(const Job& job, int block, int query_row, int mask_head, int mask_batch) {
+      if (next_seen(job, block, block + 1) != block || is_plain(job, block)) return;
+#pragma unroll 1
+      for (int box = 0; box < (a.mask_rows == 1 ? 1 : kGroups) * kMaskBoxes; ++box)
+        prefetch_box(a.mask_boxes, {block * kKeys + box % kMaskBoxes * kHalfBoxColumns,
+                                    a.mask_rows == 1 ? 0 : query_row + box / kMaskBoxes * kRows, mask_head, mask_batch});
+    }
     __device__ void run() {
       fetch();
       while (batch >= 0) {
@@ -362,6 +375,9 @@ struct ForwardSm90Kernel {
             const bool with_mask = has_boxes && !is_plain(job, block);
             arrive_and_expect(&shared.key_full[place.stage],
                               sizeof(Key) + (with_mask ? sizeof(Mask) / kRows * a.mask_rows : 0));
+            if (has_boxes)
+              for (int ahead = block == first_block ? kStages : kMaskAhead; ahead <= kMaskAhead; ++ahead)
+                if (block + ahead < end_block) prefetch_mask(job, block + ahead, mask_query, mask_head, mask_batch);
             if (with_mask)
 #pragma unroll 1
               for (int box = 0; box < kGroups * kMaskBoxes; ++box)
@@ -514,6 +530,7 @@ struct ForwardSm90Kernel {
 
     // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
     __device__ __forceinline__ void adjust() {
+      if (!a.bends) return;
       if (a.softcap > 0) {
         // cap tanh(s / cap), tanh(x) being 1 - 2 / (1 + exp(2 x)).
 #pragma unroll
@@ -1044,6 +1061,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
   a.value_width = static_cast<int>(p.value_width);
   a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
   a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
+  a.batch_within = false;
   const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
   a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key + 1,
                                                               multiprocessors(), kTile.section_rounds)
@@ -1051,7 +1069,8 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
   a.score_scale = static_cast<float>(p.scale * kToBase2);
-  a.scale = Tile::kEverything ? 1 : a.score_scale;
+  a.bends = p.softcap > 0 || p.alibi_slopes || (p.mask.data && p.mask_dtype != DType::kBool);
+  a.scale = a.bends ? 1 : a.score_scale;
   a.softcap = static_cast<float>(p.softcap * kToBase2);
   a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
   a.sinks = static_cast<const float*>(p.sinks);
@@ -1078,6 +1097,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
       a.mask_way = MaskWay::kBits;
     } else if (p.mask.data) {
       a.mask_way = p.mask_dtype == DType::kFloat16 ? MaskWay::kHalves : MaskWay::kBFloats;
+      a.batch_within = p.mask.stride[0] == 0 && p.mask.stride[1] != 0;
       a.mask_batch_step = p.mask.stride[0] != 0;
       a.mask_head_step = p.mask.stride[1] != 0;
       a.mask_rows = p.mask.stride[2] == 0 ? 1 : Kernel::kRows;
