@@ -16,6 +16,7 @@ from attention.tables import attention_page, attention_summary
 from page import heading, marks_table, number, pair, table, times
 from paper.tables import paper_page
 from summary import DIRECTIONS, OURS, SCHEMA
+from training import training_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -155,7 +156,7 @@ def case_page(record: dict) -> list[str]:
 
 # What a page shows: of which results what.
 PAGES = {
-    ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary},
+    ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary, "training": training_page},
     ROOT / "docs" / "benchmarks.md": {"cpu": case_page, "cuda": case_page},
     ROOT / "docs" / "attention_benchmarks.md": {"attention": attention_page},
     ROOT / "docs" / "paper.md": {"paper": paper_page},

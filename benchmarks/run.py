@@ -45,6 +45,7 @@ from cuda_peers import CUDA_PEERS  # noqa: E402
 from paper import measure as paper  # noqa: E402
 from peers import PEER_TOLERANCE, PEERS, Absent  # noqa: E402
 from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, marks, over_best, ratio, summarize, unrest  # noqa: E402
+from training import run as run_training  # noqa: E402
 from turns import Turns, take_turns  # noqa: E402
 
 from flash_online import _info, reference, testing  # noqa: E402
@@ -415,7 +416,7 @@ def main() -> int:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("device", choices=("cpu", "cuda", "attention", "paper"), nargs="?", default=default)
+    parser.add_argument("device", choices=("cpu", "cuda", "attention", "training", "paper"), nargs="?", default=default)
     parser.add_argument("--json", type=Path, help="where the results go; none: benchmarks/results/<device>.json")
     groups = list(attention_cases.CELLS)
     parser.add_argument("--only", nargs="+", choices=[*sorted(PEERS), *groups], help="functions, or groups; needs --json")
@@ -429,7 +430,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
     parser.add_argument("--note", help="a remark for the record, shown above its tables")
     parser.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
-    parser.add_argument("--fa3", help=f"attention: FlashAttention-3's binary; none: what {attention_peers.FA3_VARIABLE} names")
+    parser.add_argument(
+        "--fa3", help=f"attention, training: FlashAttention-3's binary; none: what {attention_peers.FA3_VARIABLE} names"
+    )
     options = parser.parse_args()
     if (options.only or options.quick or options.match or options.peers) and not (options.json or options.list):
         parser.error("--only, --match, --peers and --quick need --json, since the committed results hold everything")
@@ -444,6 +447,13 @@ def main() -> int:
         if options.only or options.match or options.peers or options.list:
             parser.error("paper has no --only, --match, --peers or --list: it is one table")
         return paper.run(options.quick, lambda: environment("cuda") | facts, path)
+    if options.fa3:
+        os.environ[attention_peers.FA3_VARIABLE] = options.fa3
+    if device == "training":
+        if options.only or options.match or options.peers or options.list:
+            parser.error("training has no --only, --match, --peers or --list: it is one table")
+        where = default if options.quick else "cuda"
+        return run_training(where, lambda: environment(where) | facts, path)
     if device == "attention":
         if set(options.only or ()) - set(groups):
             parser.error(f"attention has the groups {', '.join(groups)} for --only, got {' '.join(options.only)}")
@@ -451,8 +461,6 @@ def main() -> int:
         if options.list:
             print("\n".join(f"{c.group:9} {c.kind:24} {c.label}, {str(c.dtype)[6:]}" for c in cells))
             return 0
-        if options.fa3:
-            os.environ[attention_peers.FA3_VARIABLE] = options.fa3
         if not cells:
             parser.error("no cell of attention is chosen")
         where = default if options.quick else "cuda"

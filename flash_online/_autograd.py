@@ -21,17 +21,15 @@ def transforms_active() -> bool:
 def differentiable(description):
     """Makes the callable `f(*inputs)` from a class with the static methods
 
-    run(*inputs) -> outputs; save(ctx, inputs, outputs), which must keep tensors by `ctx.save_for_backward` alone;
-    backward(ctx, *grads) -> a gradient an input; jvp(ctx, *tangents) -> a tangent an output.
-
-    Under forward-mode AD `save` must also `ctx.save_for_forward` what `jvp` reads; `save_tensors` below does both.
+    run(*inputs) -> outputs; save(ctx, inputs, outputs) -> the tensors (or None) that become `ctx.saved_tensors`, beside what
+    it keeps in ctx itself; backward(ctx, *grads) -> a gradient an input; jvp(ctx, *tangents) -> a tangent an output.
     """
 
     class Eager(Function):
         @staticmethod
         def forward(ctx, *inputs):
             outputs = description.run(*inputs)
-            description.save(ctx, inputs, outputs)
+            ctx.save_for_backward(*description.save(ctx, inputs, outputs))
             return outputs
 
         backward = staticmethod(description.backward)
@@ -39,7 +37,14 @@ def differentiable(description):
     class Transformable(Function):
         generate_vmap_rule = True
         forward = staticmethod(description.run)
-        setup_context = staticmethod(description.save)
+
+        @staticmethod
+        def setup_context(ctx, inputs, outputs):
+            tensors = description.save(ctx, inputs, outputs)
+            ctx.save_for_backward(*tensors)
+            if not torch.compiler.is_compiling():
+                ctx.save_for_forward(*tensors)
+
         backward = staticmethod(description.backward)
         jvp = staticmethod(description.jvp)
 
@@ -65,10 +70,3 @@ def _distinct(inputs):
         again = isinstance(value, torch.Tensor) and any(value is other for other in inputs[:i])
         distinct.append(value.view_as(value) if again else value)
     return distinct
-
-
-def save_tensors(ctx, *tensors):
-    """Keeps tensors (or None) for backward and for jvp."""
-    ctx.save_for_backward(*tensors)
-    if not torch.compiler.is_compiling():
-        ctx.save_for_forward(*tensors)

@@ -161,6 +161,18 @@ def _attention_forward_flops(query, key, value, *args, out_shape=None, **kwargs)
 _register("attention_forward", _attention_forward_fake, _attention_forward_vmap, _attention_forward_flops)
 
 
+def _attention_inference_fake(query, key, value, causal, scale):
+    return _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
+
+
+def _attention_inference_vmap(info, in_dims, *args):
+    front = (_front(tensor, dim, info.batch_size) for tensor, dim in zip(args[:3], in_dims, strict=False))
+    return ops.attention_inference.default(*front, *args[3:]), 0
+
+
+_register("attention_inference", _attention_inference_fake, _attention_inference_vmap, _attention_forward_flops)
+
+
 def _attention_backward_fake(
     grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left, window_right,
     lower_right, scale, softcap, dropout_p, mask_grad, deterministic,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _shapes, plan
-from ._autograd import differentiable, save_tensors, transforms_active
+from ._autograd import differentiable, transforms_active
 from ._ops import InvalidArgument, accumulator_of, ops
 
 
@@ -65,6 +65,11 @@ def attention(
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
+    if mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left":
+        if not (softcap or dropout_p or return_lse):
+            out = usual(query, key, value, bool(causal), scale, True)
+            if out is not None:
+                return out
     _check_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value, mask = _shapes.autocast(query, key, value, mask)
     _shapes.check_kinds(query, key, value, mask)
@@ -90,6 +95,7 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         deterministic=deterministic,
+        return_lse=return_lse,
     )
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
@@ -156,47 +162,53 @@ def _check_options(query, head_dim, causal, window, alignment, softcap, sinks, a
             raise InvalidArgument("alibi_slopes: requires grad; slopes have no gradient, a learned bias is a float mask")
 
 
-_seen: set[torch.device] = set()  # devices that a call which was looked at as a whole has run on
-
-
 def usual(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, groups: bool) -> Tensor | None:
-    """attention's result for the calls that there are most of, without the looks that they do not need; None for another.
+    """attention's result for the calls that there are most of, which the operator alone looks at; None for another.
 
-    Those are of plain tensors of one dtype, on a device that has run a call, of four dimensions without a 0 or anything to
-    broadcast; with `groups` key and value may have fewer heads. It takes 2 microseconds where the whole way takes 20.
+    Those are of plain tensors that it takes as they are; with `groups` key and value may have fewer heads. What it refuses
+    gets its error, or is broadcast, on the whole way, which takes 20 microseconds where this one takes 1.
     """
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or torch.compiler.is_compiling():
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
-    if query.is_nested or key.is_nested or value.is_nested or transforms_active() or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_compiling() or transforms_active() or torch._C._is_any_autocast_enabled():
         return None
-    device, dtype, shape, keys = query.device, query.dtype, query.shape, key.shape
-    if (
-        device not in _seen
-        or key.device != device
-        or value.device != device
-        or key.dtype != dtype
-        or value.dtype != dtype
-        or len(shape) != 4
-        or value.shape != keys
-        or not (keys == shape or (len(keys) == 4 and keys[0] == shape[0] and keys[3] == shape[3] and keys[2] > 0))
-        or 0 in shape
-        or dtype not in _DTYPES[device.type]
-    ):
+    if query.is_meta or key.is_meta or value.is_meta:  # of which the operator makes more of the kind
         return None
-    if keys[1] != shape[1] and not (groups and 0 < keys[1] and shape[1] % keys[1] == 0):
+    try:
+        shape, keys, values = query.shape, key.shape, value.shape
+        if len(shape) < 4 or len(keys) != len(shape) or keys[:-1] != values[:-1] or not (groups or keys[-3] == shape[-3]):
+            return None
+        scale = _default_scale(shape[-1]) if scale is None else float(scale)
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            return _Usual.apply(query, key, value, (-1, 0 if causal else -1, False, scale, 0.0, 0.0))
+        return _run_inference(query, key, value, causal, scale)
+    except RuntimeError:  # nested tensors have no shape; and there may be no kernel
         return None
-    if scale is None:
-        scale = shape[3] ** -0.5
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        options = (-1, 0 if causal else -1, False, float(scale), 0.0, 0.0, deterministic)
-        return _attention(query, key, value, None, None, None, None, *options)[0]
-    return _run(query, key, value, None, None, None, None, -1, 0 if causal else -1, False, float(scale), 0.0, 0.0)[0]
 
 
-_run = ops.attention_forward.default._op
-_HALVES = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = {"cuda": _HALVES, "cpu": (*_HALVES, torch.float64)}
+class _Usual(torch.autograd.Function):
+    """_AttentionOp's output alone, of the call that `usual` takes: autograd looks at inputs and outputs one by one."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, options):
+        out, lse, lse_low = _run(query, key, value, None, None, None, None, *options)
+        ctx.save_for_backward(query, key, value, out, lse, lse_low)
+        ctx.options = (*options, torch.are_deterministic_algorithms_enabled())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, *results = ctx.saved_tensors
+        tensors, options = (grad_out, None, query, key, value, None, None, None, None, *results), ctx.options
+        if torch.is_grad_enabled():
+            gradients = _attention_backward(*tensors, False, *options)
+        else:
+            gradients = _run_backward(*tensors, *options[:-1], False, options[-1])
+        return *gradients[:3], None
+
+
+_run, _run_backward = ops.attention_forward.default._op, ops.attention_backward.default._op
+_run_inference = ops.attention_inference.default._op
 
 
 def _attend(
@@ -214,11 +226,17 @@ def _attend(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of canonical tensors: equal rank >= 4, equal batch dimensions, heads that divide."""
-    _seen.add(query.device)
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of canonical tensors: equal rank >= 4, equal batch dimensions, heads that divide. Without `return_lse` there
+    may be no lse."""
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
+    scale = _default_scale(query.shape[-1]) if scale is None else float(scale)
+    plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
+    if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):
+            return ops.attention_inference.default(query, key, value, causal, scale), None
     out, lse, _ = _attention(
         query,
         key,
@@ -230,7 +248,7 @@ def _attend(
         left,
         0 if causal else right,
         lower_right,
-        _default_scale(query.shape[-1]) if scale is None else float(scale),
+        scale,
         float(softcap),
         float(dropout_p),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
@@ -257,8 +275,8 @@ class _AttentionOp:
     @staticmethod
     def save(ctx, inputs, outputs):
         *tensors, ctx.options = *inputs[:7], inputs[7:]
-        save_tensors(ctx, *tensors, *outputs)
         ctx.set_materialize_grads(False)
+        return *tensors, *outputs
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _):
@@ -296,9 +314,9 @@ class _AttentionBackwardOp:
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        save_tensors(ctx, *inputs[:9])
         ctx.mask_grad, ctx.options = inputs[12], inputs[13:]
         ctx.set_materialize_grads(False)
+        return inputs[:9]
 
     @staticmethod
     def backward(ctx, *cotangents):
@@ -524,7 +542,7 @@ class _MergeOp:
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        save_tensors(ctx, *inputs)
+        return inputs
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):

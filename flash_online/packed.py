@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _shapes, plan
-from ._autograd import differentiable, save_tensors
+from ._autograd import differentiable
 from ._ops import InvalidArgument, accumulator_of, ops
 from .attention import _check_options, _default_scale, _directional_derivative, _draw
 
@@ -110,8 +110,8 @@ class _VarlenOp:
     @staticmethod
     def save(ctx, inputs, outputs):
         ctx.options = inputs[8:]
-        save_tensors(ctx, *inputs[:8], *outputs)
         ctx.set_materialize_grads(False)
+        return *inputs[:8], *outputs
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _):
@@ -139,9 +139,9 @@ class _VarlenBackwardOp:
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        save_tensors(ctx, *inputs[:10])
         ctx.options = inputs[13:]
         ctx.set_materialize_grads(False)
+        return inputs[:10]
 
     @staticmethod
     def backward(ctx, *cotangents):

@@ -213,14 +213,15 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
         if storage._cdata not in kept | given:
             given.add(storage._cdata)
             extra[label] = extra.get(label, 0) + storage.nbytes()
+    asked = [_with_options(name, arguments) for name, arguments in record.operators]
     kernel, refused = "flash_online's CUDA kernel", {}
     if device != "cpu":
-        for name, arguments in record.operators:
+        for name, arguments in asked:
             if name in ("attention_forward", "attention_varlen_forward"):
                 kernel, refused = _cuda_kernel(name, arguments)
     if device == "cpu":
         kernel, refused = _cpu_kernel()
-        scratch = sum(_scratch(name, arguments) for name, arguments in record.operators)
+        scratch = sum(_scratch(name, arguments) for name, arguments in asked)
         if scratch:
             extra["scratch"] = scratch
     for operator, arguments in record.operators:
@@ -352,6 +353,14 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
             return f"{title} ({name})", refused
         refused[f"{title} ({name})"] = reason
     return title, refused
+
+
+def _with_options(operator: str, arguments: tuple) -> tuple[str, tuple]:
+    """attention_inference's call as attention_forward's; other operators' as they are."""
+    if operator != "attention_inference":
+        return operator, arguments
+    *tensors, causal, scale = arguments
+    return "attention_forward", (*tensors, None, None, None, None, -1, 0 if causal else -1, False, scale, 0.0, 0.0)
 
 
 def _scratch(operator: str, arguments: tuple) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import plan
-from ._autograd import differentiable, save_tensors
+from ._autograd import differentiable
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, accumulator_of, ops
 from ._shapes import autocasts
 
@@ -85,7 +85,7 @@ class Softmax:
     def save(ctx, inputs, outputs):
         input, ctx.dim, ctx.log, _ = inputs
         ctx.input_dtype = input.dtype
-        save_tensors(ctx, outputs)
+        return (outputs,)
 
     @staticmethod
     def backward(ctx, grad):
@@ -112,7 +112,7 @@ class SoftmaxBackward:
     @staticmethod
     def save(ctx, inputs, outputs):
         grad, output, ctx.dim, ctx.log, ctx.input_dtype = inputs
-        save_tensors(ctx, grad, output)
+        return grad, output
 
     @staticmethod
     def backward(ctx, v):
@@ -206,7 +206,7 @@ class LogSumExp:
     @staticmethod
     def save(ctx, inputs, outputs):
         input, ctx.dim = inputs
-        save_tensors(ctx, input)
+        return (input,)
 
     @staticmethod
     def backward(ctx, grad):
@@ -230,7 +230,7 @@ class LogSumExpBackward:
     @staticmethod
     def save(ctx, inputs, outputs):
         grad, input, ctx.dim = inputs
-        save_tensors(ctx, grad, input)
+        return grad, input
 
     @staticmethod
     def backward(ctx, v):
@@ -307,7 +307,7 @@ class TopKSoftmax:
     def save(ctx, inputs, outputs):
         input, _, ctx.dim, ctx.renormalize, _ = inputs
         ctx.mark_non_differentiable(outputs[1])
-        save_tensors(ctx, input, *outputs)
+        return input, *outputs
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -335,7 +335,7 @@ class TopKSoftmaxBackward:
     @staticmethod
     def save(ctx, inputs, outputs):
         *tensors, ctx.dim, ctx.renormalize = inputs
-        save_tensors(ctx, *tensors)
+        return tensors
 
     @staticmethod
     def backward(ctx, v):

@@ -42,6 +42,7 @@ def modules(monkeypatch):
         "attention.tables",
         "attention.peers",
         "attention.measure",
+        "training",
     )
     names += ("report", "run")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -475,7 +476,7 @@ def test_every_contestant_solves_the_cells_problem(modules, monkeypatch):
     """The quick cells, with a stand-in for FlashAttention-3, whose layout is another."""
     measure, peers = modules["attention.measure"], modules["attention.peers"]
     monkeypatch.setattr(torch.ops, "flash_attn_3", fake_fa3(), raising=False)
-    monkeypatch.setattr(peers, "_load_fa3", lambda path: None)
+    monkeypatch.setattr(peers, "_load_library", lambda path: None)
     monkeypatch.setenv(peers.FA3_VARIABLE, "fa3.so")
     measured = 0
     for cell in modules["attention.cases"].QUICK:
@@ -634,3 +635,22 @@ def test_report_refuses_another_schema(modules, tmp_path):
 def test_the_pages_show_the_committed_results():
     command = [sys.executable, "benchmarks/report.py", "--check"]
     subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
+
+
+def test_training_step(tmp_path, modules):
+    """One small step of each contestant, beside torch's result; the table of measured ones."""
+    pytest.importorskip("tqdm")
+    path = tmp_path / "training.json"
+    command = [sys.executable, "benchmarks/run.py", "training", "--quick", "--json", path]
+    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, env=without_fa3)
+    record = json.loads(path.read_text())
+    (result,) = record["results"]
+    assert list(result["contestants"]) == ["torch's default", "flash_online"]
+    if torch.cuda.is_available():
+        return
+    record["results"][0]["contestants"] = {
+        "torch's default": {"attention_ms": 9.0, "step_ms": 30.0},
+        "flash_online": {"attention_ms": 6.0, "step_ms": 25.0},
+    }
+    assert modules["training"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"

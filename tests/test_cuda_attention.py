@@ -253,12 +253,13 @@ def test_a_sequence_over_64k(options):
 @pytest.mark.parametrize("hidden", ["bool", "-inf"])
 def test_hidden_blocks_are_passed_over(hidden):
     """NaN in keys and values of blocks that a mask hides as a whole does not reach a result: they are not read."""
-    query, key, value = (gpu(1, 2, 512, 64) for _ in range(3))
-    seen = torch.ones(512, 512, dtype=torch.bool, device="cuda")
-    seen[:, 128:256] = False
+    query, (key, value) = gpu(1, 2, 512, 64), (gpu(1, 2, 1152, 64) for _ in range(2))
+    whole = slice(384, 768)  # blocks of 64, 96 and 128 keys all begin and end there
+    seen = torch.ones(512, 1152, dtype=torch.bool, device="cuda")
+    seen[:, whole] = False
     mask = seen if hidden == "bool" else torch.where(seen, 0.0, -INF).to(torch.bfloat16)
     expected = flash_online.attention(query, key, value, mask=mask)
-    key[:, :, 128:256], value[:, :, 128:256] = math.nan, math.nan
+    key[:, :, whole], value[:, :, whole] = math.nan, math.nan
     assert torch.equal(flash_online.attention(query, key, value, mask=mask), expected)
 
 

@@ -145,6 +145,7 @@ def calls(dtype, layout):
     for everything in (False, True):
         yield RAW.attention_forward, forward_arguments(dtype, layout, everything)
         yield RAW.attention_backward, backward_arguments(dtype, layout, everything)
+        yield RAW.attention_inference, (*forward_arguments(dtype, layout, False)[:3], everything, 0.5)
         yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, everything)
         yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, everything)
     outs, lses = parts(dtype)

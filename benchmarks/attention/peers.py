@@ -84,16 +84,23 @@ def ours_all_visible(problem: Problem) -> Call:
     return ours(dense)
 
 
+def load_fa3() -> None:
+    path = os.environ.get(FA3_VARIABLE)
+    if not path:
+        raise Absent(f"{FA3_VARIABLE} (or --fa3) names no binary of it")
+    _load_library(str(Path(path).resolve()))
+
+
 @functools.cache
-def _load_fa3(path: str) -> None:
+def _load_library(path: str) -> None:
     runtime = Path(path).with_name("libcudart.so.12")  # for a binary built for CUDA 12, where the process has another
     if runtime.is_file():
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(path)
 
 
-class _FA3(torch.autograd.Function):
-    """Its two registered operators; query, key and value [B, L, H, E] or packed [T, H, E]."""
+class FA3Attention(torch.autograd.Function):
+    """Its two registered operators, after load_fa3(); query, key and value [B, L, H, E] or packed [T, H, E]."""
 
     @staticmethod
     def forward(ctx, query, key, value, options, deterministic):
@@ -112,12 +119,9 @@ class _FA3(torch.autograd.Function):
 
 
 def fa3(problem: Problem) -> Call:
-    path = os.environ.get(FA3_VARIABLE)
-    if not path:
-        raise Absent(f"{FA3_VARIABLE} (or --fa3) names no binary of it")
     if problem.mask is not None or problem.slopes is not None or "dropout" in problem.options:
         raise Absent("it has no masks, biases, slopes or dropout")
-    _load_fa3(str(Path(path).resolve()))
+    load_fa3()
     options = {
         "softmax_scale": problem.query.shape[-1] ** -0.5,
         "is_causal": problem.options.get("causal", False),
@@ -133,7 +137,7 @@ def fa3(problem: Problem) -> Call:
         leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves]
         grad, view = grad.transpose(1, 2).contiguous(), _heads_first
     deterministic = problem.options.get("deterministic", False)
-    return Call(problem, lambda: _FA3.apply(*leaves, options, deterministic), leaves, grad, view=view)
+    return Call(problem, lambda: FA3Attention.apply(*leaves, options, deterministic), leaves, grad, view=view)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ struct AttentionProblem {
   double dropout = 0;                // the probability that a weight is dropped
 
   MutableView4 out;                  // [batch, heads, queries, value_width]
-  void* lse = nullptr;               // [batch, heads, queries], accumulator type, strides lse_stride: natural logarithm
+  void* lse = nullptr;  // [batch, heads, queries], accumulator type, strides lse_stride: natural logarithm; null: not wanted
   void* lse_low = nullptr;           // same: what rounding lse dropped
   int64_t lse_stride[2] = {};        // of batch and heads, for all that has a number a query; queries are neighbours
 };

@@ -38,21 +38,21 @@ struct RowProblem {
   void* row_weight = nullptr;
   const void* grad_loss = nullptr;
   const void* grad_lse = nullptr;        // null: zero
-  const void* divisor = nullptr;         // on CUDA; not null: grad_loss is one number of result_dtype, and over this one, a float,
-                                         // that of every row
+  const void* divisor = nullptr;  // on CUDA; not null: grad_loss is one number of result_dtype, and over this one, a float,
+                                  // that of every row
 
   // cross-entropy
-  const int64_t* target = nullptr;       // [outer, inner], contiguous; null: probabilities
-  ConstView3 target_probabilities;       // [outer, classes, inner]
-  MutableView3 grad_target;              // [outer, classes, inner]; no data: not wanted
-  const void* weight = nullptr;          // [classes], accumulator type, contiguous; null: ones
+  const int64_t* target = nullptr;  // [outer, inner], contiguous; null: probabilities
+  ConstView3 target_probabilities;  // [outer, classes, inner]
+  MutableView3 grad_target;  // [outer, classes, inner]; no data: not wanted
+  const void* weight = nullptr;  // [classes], accumulator type, contiguous; null: ones
   int64_t ignore_index = -100;
   double label_smoothing = 0;
 
   // top-k
   int64_t k = 0;
   bool renormalize = false;
-  View3<int64_t*> indices;               // [outer, k, inner]; read by the backward pass
+  View3<int64_t*> indices;  // [outer, k, inner]; read by the backward pass
 
   // One element, -1 before the call: receives the number of the first row that has a target, or an index of the top k, out of
   // range. Nothing is read or written there; the caller reports it.

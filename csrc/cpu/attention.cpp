@@ -246,7 +246,7 @@ void forward_tile(const OneSequence& sequence, const KeyMemory<E>& memory, const
   if (empty) std::fill_n(tile.out, value_rows * kQueries, A(0));
 
   const int64_t number = query.number(problem);
-  for (int64_t i = 0; i < query.rows; ++i) {
+  for (int64_t i = 0; problem.lse && i < query.rows; ++i) {
     // In double, so that lse and lse_low together hold more than the digits of a float.
     const WideState<A> state{tile.has_been_wide[i] ? tile.wide_max[i] : tile.max[i], tile.sum[i]};
     static_cast<A*>(problem.lse)[number + i] = state.lse();

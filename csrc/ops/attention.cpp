@@ -1,4 +1,5 @@
-// attention_forward, attention_varlen_forward, their backward passes and dropout's mask, on the CPU and on CUDA.
+// attention_forward, attention_inference, attention_varlen_forward, their backward passes and dropout's mask, on the CPU and on
+// CUDA.
 #include "../cpu/kernels.h"
 #include "attention_call.h"
 #ifdef FLASH_ONLINE_CUDA
@@ -49,10 +50,14 @@ class Partial {
 template <class Call>
 void backward_on_cuda(const Call& call, Results results, bool deterministic) {
   const Tensor& like = call.inputs().query;
-  if (like.numel() == 0 && results.grad_key->numel() == 0 && results.grad_value->numel() == 0) return;
   AttentionProblem shape = call.shape();
+  if (results.lse->numel() == 0 && (shape.key_heads == 0 || results.grad_key->size(call.dims().rows) == 0)) {
+    for (const Tensor* sum_of_none : {results.grad_mask, results.grad_sinks})
+      if (Tensor zero = sum_of_none ? *sum_of_none : like; sum_of_none) torch::stable::zero_(zero);
+    return;
+  }
   if (shape.heads > 0 && !shape.query_starts)
-    shape.batch = results.lse.numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
+    shape.batch = results.lse->numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
   const int64_t units = shape.heads > 0 ? cuda::attention_backward_units(shape) : 0;
   Partial keys(*results.grad_key, call.dims().heads, units), values(*results.grad_value, call.dims().heads, units);
   results.grad_key = keys.tensor();
@@ -69,28 +74,47 @@ void backward_on_cuda(const Call& call, Results results, bool deterministic) {
 }
 #endif
 
+int64_t count_of(const std::vector<int64_t>& sizes) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) count *= size;
+  return count;
+}
+
 // For float64 on CUDA there is no kernel.
 void check_cuda_dtype(const Tensor& query) {
   check(!query.is_cuda() || query.scalar_type() != ScalarType::Double,
         "query: dtype must be float16, bfloat16 or float32 on CUDA, got float64");
 }
 
+// The results' lse is there or not.
 template <class Call>
-std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
+void forward(const Call& call, const Results& results) {
   const Tensor& query = call.inputs().query;
-  check_cuda_dtype(query);
-  const ScalarType accumulator = accumulator_of(query.scalar_type());
-  Tensor out = empty_in_order(call.out_sizes(), query.scalar_type(), query);
-  Tensor lse = empty(call.lse_sizes(), accumulator, query), lse_low = empty(call.lse_sizes(), accumulator, query);
   const cpu::AttentionKernels& kernels = cpu::kernels().attention;
   std::optional<CpuExecutor> executor;  // one for all problems, which differ in their pointers alone
-  call.for_each_problem({out, lse, lse_low}, [&](const AttentionProblem& problem, const AttentionGradients&) {
+  call.for_each_problem(results, [&](const AttentionProblem& problem, const AttentionGradients&) {
 #ifdef FLASH_ONLINE_CUDA
     if (query.is_cuda()) return forward_on_cuda(problem, query);
 #endif
-    if (!executor) executor.emplace(lse.numel(), kernels.forward_memory(problem), query);
+    if (!executor) executor.emplace(count_of(call.lse_sizes()), kernels.forward_memory(problem), query);
     kernels.forward(problem, *executor);
   });
+}
+
+template <class Call>
+Tensor empty_out(const Call& call) {
+  const Tensor& query = call.inputs().query;
+  check_cuda_dtype(query);
+  return empty_in_order(call.out_sizes(), query.scalar_type(), query);
+}
+
+template <class Call>
+std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
+  const Tensor& query = call.inputs().query;
+  const ScalarType accumulator = accumulator_of(query.scalar_type());
+  Tensor out = empty_out(call);
+  Tensor lse = empty(call.lse_sizes(), accumulator, query), lse_low = empty(call.lse_sizes(), accumulator, query);
+  forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low});
   return {out, lse, lse_low};
 }
 
@@ -123,12 +147,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
   const std::vector<int64_t> sink_sizes = call.sink_sizes();
   Tensor head_sinks = empty(sinks ? sink_sizes : std::vector<int64_t>{0}, accumulator, query);
 
-  int64_t planes = 1;
-  for (const int64_t size : sink_sizes) planes *= size;
-  if (planes == 0 && mask_grad) torch::stable::zero_(grad_mask);  // the one gradient with elements that no work item reaches
+  if (count_of(sink_sizes) == 0 && mask_grad)
+    torch::stable::zero_(grad_mask);  // the one gradient with elements that no work item reaches
   Results results{.out = out,
-                  .lse = lse,
-                  .lse_low = lse_low,
+                  .lse = &lse,
+                  .lse_low = &lse_low,
                   .grad_out = &grad_out,
                   .grad_lse = lse_cotangent ? &*lse_cotangent : nullptr,
                   .grad_query = &grad_query,
@@ -179,6 +202,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p});
   return backward(call, grad_out, grad_lse, out, lse, lse_low, mask_grad, deterministic);
+}
+
+Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale) {
+  const std::optional<Tensor> none;
+  const Inputs in{query, key, value, none, none, none, none};
+  const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale});
+  Tensor out = empty_out(call);
+  forward(call, {.out = out});
+  return out;
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -238,6 +270,7 @@ Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t ba
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&flash_online::ops::attention_forward));
+  m.impl("attention_inference", TORCH_BOX(&flash_online::ops::attention_inference));
   m.impl("attention_backward", TORCH_BOX(&flash_online::ops::attention_backward));
   m.impl("attention_varlen_forward", TORCH_BOX(&flash_online::ops::attention_varlen_forward));
   m.impl("attention_varlen_backward", TORCH_BOX(&flash_online::ops::attention_varlen_backward));
@@ -247,6 +280,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
 #ifdef FLASH_ONLINE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&flash_online::ops::attention_forward));
+  m.impl("attention_inference", TORCH_BOX(&flash_online::ops::attention_inference));
   m.impl("attention_backward", TORCH_BOX(&flash_online::ops::attention_backward));
   m.impl("attention_varlen_forward", TORCH_BOX(&flash_online::ops::attention_varlen_forward));
   m.impl("attention_varlen_backward", TORCH_BOX(&flash_online::ops::attention_varlen_backward));

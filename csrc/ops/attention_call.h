@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <span>
 
 #include "tensor.h"
 
@@ -11,32 +12,18 @@ namespace flash_online::ops {
 // tensor are fused into one; the others are looped over, so that nothing is ever expanded or copied.
 class Batches {
  public:
-  // A mask's own sizes may be 1 in a batch dimension: its stride there is 0.
-  void add(const Tensor& tensor, int64_t batch_dims) {
-    std::vector<int64_t> strides;
-    for (int64_t i = 0; i < batch_dims; ++i) strides.push_back(tensor.size(i) == 1 ? 0 : tensor.stride(i));
-    strides_.push_back(strides);
-  }
-
-  void fuse(std::vector<int64_t> sizes) {
-    sizes_ = std::move(sizes);
-    for (int64_t i = static_cast<int64_t>(sizes_.size()) - 1; i > 0; --i) {
-      const bool one = sizes_[i] == 1 || sizes_[i - 1] == 1;
-      bool walkable = true;
-      for (const auto& strides : strides_) walkable &= one || strides[i - 1] == strides[i] * sizes_[i];
-      if (!walkable) continue;
-      for (auto& strides : strides_) {
-        strides[i - 1] = sizes_[i] == 1 ? strides[i - 1] : strides[i];
-        strides.erase(strides.begin() + i);
-      }
-      sizes_[i - 1] *= sizes_[i];
-      sizes_.erase(sizes_.begin() + i);
-    }
+  // Null: no tensor. A mask's own sizes may be 1 in a batch dimension: its stride there is 0.
+  Batches(std::span<const Tensor* const> tensors, std::vector<int64_t> sizes)
+      : sizes_(std::move(sizes)), dims_(sizes_.size()), strides_(tensors.size() * dims_) {
+    for (size_t n = 0; n < tensors.size(); ++n)
+      for (size_t i = 0; tensors[n] && i < dims_; ++i)
+        if (tensors[n]->size(i) != 1) strides_[n * dims_ + i] = tensors[n]->stride(i);
+    for (size_t i = sizes_.size() - 1; i > 0; --i) fuse(i);
     inner_ = static_cast<int64_t>(sizes_.size()) - 1;
   }
 
   int64_t inner_size() const { return sizes_[inner_]; }
-  int64_t inner_stride(int64_t tensor) const { return strides_[tensor][inner_]; }
+  int64_t inner_stride(int64_t tensor) const { return strides_[tensor * dims_ + inner_]; }
   int64_t outer_count() const {
     int64_t count = 1;
     for (int64_t i = 0; i < inner_; ++i) count *= sizes_[i];
@@ -45,7 +32,7 @@ class Batches {
   int64_t outer_offset(int64_t tensor, int64_t index) const {
     int64_t offset = 0;
     for (int64_t i = inner_ - 1; i >= 0; --i) {
-      offset += index % sizes_[i] * strides_[tensor][i];
+      offset += index % sizes_[i] * strides_[tensor * dims_ + i];
       index /= sizes_[i];
     }
     return offset;
@@ -53,22 +40,36 @@ class Batches {
   // Whether this outer index is the first to touch the tensor's part of it: a gradient there is overwritten, later ones add.
   bool first_visit(int64_t tensor, int64_t index) const {
     for (int64_t i = inner_ - 1; i >= 0; --i) {
-      if (strides_[tensor][i] == 0 && index % sizes_[i] != 0) return false;
+      if (strides_[tensor * dims_ + i] == 0 && index % sizes_[i] != 0) return false;
       index /= sizes_[i];
     }
     return true;
   }
 
  private:
+  // Makes one of dimensions i - 1 and i, if every tensor can walk both with one stride.
+  void fuse(size_t i) {
+    const bool one = sizes_[i] == 1 || sizes_[i - 1] == 1;
+    for (size_t at = i; at < strides_.size(); at += dims_)
+      if (!one && strides_[at - 1] != strides_[at] * sizes_[i]) return;
+    for (size_t at = i; at < strides_.size(); at += dims_) {
+      if (sizes_[i] != 1) strides_[at - 1] = strides_[at];
+      std::copy_n(&strides_[at] + 1, sizes_.size() - 1 - i, &strides_[at]);
+    }
+    sizes_[i - 1] *= sizes_[i];
+    sizes_.erase(sizes_.begin() + i);
+  }
+
   std::vector<int64_t> sizes_;
-  std::vector<std::vector<int64_t>> strides_;  // [tensor][dimension]
+  size_t dims_;                   // before any was fused
+  std::vector<int64_t> strides_;  // [tensor][dims_]
   int64_t inner_ = 0;
 };
 
 struct Options {
   int64_t window_left, window_right;
-  bool lower_right;
-  double scale, softcap, dropout_p;
+  bool lower_right = false;
+  double scale, softcap = 0, dropout_p = 0;
 };
 
 inline bool on_one_device(const Tensor& a, const Tensor& b) {
@@ -147,7 +148,9 @@ inline void check_slopes(const Inputs& in, const std::vector<int64_t>& sizes, co
 
 // What a call reads and writes beside its inputs. Null: there is none.
 struct Results {
-  const Tensor &out, &lse, &lse_low;
+  const Tensor& out;
+  const Tensor* lse = nullptr;
+  const Tensor* lse_low = nullptr;
   const Tensor* grad_out = nullptr;
   const Tensor* grad_lse = nullptr;
   const Tensor* grad_query = nullptr;
@@ -237,8 +240,8 @@ class DenseCall : public Call {
     all[kMask] = in_.mask ? &*in_.mask : nullptr;
     all[kSlopes] = in_.alibi_slopes ? &*in_.alibi_slopes : nullptr;
     all[kOut] = &results.out;
-    all[kLse] = &results.lse;
-    all[kLseLow] = &results.lse_low;
+    all[kLse] = results.lse;
+    all[kLseLow] = results.lse_low;
     all[kGradOut] = results.grad_out;
     all[kGradLse] = results.grad_lse;
     all[kGradQuery] = results.grad_query;
@@ -248,11 +251,9 @@ class DenseCall : public Call {
     all[kGradSinks] = results.grad_sinks;
     all[kDelta] = results.delta;
     all[kWideDelta] = results.wide_delta;
-    Batches batches;
-    for (const Tensor* tensor : all) batches.add(tensor ? *tensor : in_.query, dims_.batch());
     std::vector<int64_t> sizes = sizes_of(in_.query);
     sizes.resize(dims_.batch());
-    batches.fuse(sizes);
+    const Batches batches(all, std::move(sizes));
 
     for (int64_t outer = 0; outer < batches.outer_count(); ++outer) {
       AttentionProblem problem = problem_;
@@ -375,8 +376,8 @@ class PackedCall : public Call {
       for (int64_t i = 0; i < 2; ++i) problem.alibi_stride[i] = in_.alibi_slopes->stride(i);
     }
     place(&results.out, problem.out);
-    problem.lse = start(&results.lse);
-    problem.lse_low = start(&results.lse_low);
+    problem.lse = start(results.lse);
+    problem.lse_low = start(results.lse_low);
     place(results.grad_out, gradients.grad_out);
     gradients.grad_lse = start(results.grad_lse);
     place(results.grad_query, gradients.grad_query);

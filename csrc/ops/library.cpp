@@ -13,6 +13,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
       "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
       "float dropout_p) -> (Tensor out, Tensor lse, Tensor lse_low)");
+  // Its out alone, for a call without gradients and options.
+  m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> Tensor out");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "

@@ -31,12 +31,17 @@ void check(bool condition, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
-inline std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << ']';
-  return text.str();
+// A tensor's shape for a message, which is not made before it is wanted.
+struct Shape {
+  const Tensor& tensor;
+};
+
+inline Shape shape_of(const Tensor& tensor) { return {tensor}; }
+
+inline std::ostream& operator<<(std::ostream& stream, const Shape& shape) {
+  stream << '[';
+  for (int64_t i = 0; i < shape.tensor.dim(); ++i) stream << (i ? ", " : "") << shape.tensor.size(i);
+  return stream << ']';
 }
 
 inline DType dtype_of(ScalarType type) {

@@ -19,12 +19,12 @@ struct BackwardQueriesArguments {
   float keep_scale;  // of dropout: 1 / (1 - p)
 };
 
-template <class Kind, int kWidth>
+template <class Element, int kWidth>
 struct BackwardQueriesOnSm80 {
-  using Element = typename ElementOf<Kind>::type;
   static constexpr BackwardQueriesSm80 kTile = backward_queries_sm80_tile(sizeof(Element), kWidth);
   static constexpr int kThreads = 32 * kTile.warps, kQueries = 16 * kTile.warps, kKeys = kTile.keys, kColumns = kTile.columns;
-  using WideTile = SharedTile<Kind, kWidth>;
+  using Piece = typename Split<Element>::Piece;
+  using WideTile = SharedTile<Element, kWidth>;
   static constexpr int kQueryBytes = WideTile::bytes(kQueries), kKeyBytes = WideTile::bytes(kKeys);
   static constexpr int kBytes = 2 * kQueryBytes + 2 * kKeyBytes;
 
@@ -36,8 +36,8 @@ struct BackwardQueriesOnSm80 {
   __device__ static void run(const BackwardQueriesArguments& arguments);
 };
 
-template <class Kind, int kWidth>
-__device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const BackwardQueriesArguments& arguments) {
+template <class Element, int kWidth>
+__device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(const BackwardQueriesArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
@@ -52,10 +52,9 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
   const int query = static_cast<int>(place.block) * kQueries, last_query = min(query + kQueries, queries);
   const int column = static_cast<int>(piece) * kColumns;
 
-  const WideTile query_tile{reinterpret_cast<Element*>(shared)},
-      grad_out_tile{reinterpret_cast<Element*>(shared + kQueryBytes)},
-      key_tile{reinterpret_cast<Element*>(shared + 2 * kQueryBytes)},
-      value_tile{reinterpret_cast<Element*>(shared + 2 * kQueryBytes + kKeyBytes)};
+  const WideTile query_tile{reinterpret_cast<Piece*>(shared)}, grad_out_tile{reinterpret_cast<Piece*>(shared + kQueryBytes)},
+      key_tile{reinterpret_cast<Piece*>(shared + 2 * kQueryBytes)},
+      value_tile{reinterpret_cast<Piece*>(shared + 2 * kQueryBytes + kKeyBytes)};
   MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
 
   const HeadRows<Element> key_rows(problem.key, batch, head / (problem.heads / problem.key_heads), sequence.keys.begin,
@@ -105,9 +104,9 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
     __syncthreads();  // the block is there
     Accumulator<1, kKeys / 8> scores, grads;
     clear(scores);
-    multiply_rows<Kind, kWidth>(scores, query_tile, row, key_tile);
+    multiply_rows<Element, kWidth>(scores, query_tile, row, key_tile);
     clear(grads);
-    multiply_rows<Kind, kWidth>(grads, grad_out_tile, row, value_tile);
+    multiply_rows<Element, kWidth>(grads, grad_out_tile, row, value_tile);
 
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
     if (dropout) {
@@ -131,7 +130,7 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
         const float x = scores[0][j][e];
         grads[0][j][e] *= FastBinary::exp((rule.bends ? x - high[e / 2] : fmaf(x, rule.scale, -high[e / 2])) - low[e / 2]);
       }
-    multiply_accumulators<Kind>(grad_query, grads, key_tile, column);
+    multiply_accumulators<Element>(grad_query, grads, key_tile, column);
     __syncthreads();  // all have done with the block
     block = key_blocks.next(nothing_hidden);
     load_block();
@@ -145,13 +144,13 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Kind, kWidth>::run(const B
 #pragma unroll
     for (int e = 0; e < 4; ++e) grad_query[0][j][e] *= scale;
   const MutableView4& view = gradients.grad_query;
-  store_rows<Kind>(grad_query, query_tile, row,
-                   static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1] +
-                       (sequence.queries.begin + query) * view.stride[2] + column * view.stride[3],
-                   view.stride[2], view.stride[3], last_query - query, static_cast<int>(problem.width) - column);
+  store_rows<Element>(grad_query, query_tile, 0, row,
+                      static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1] +
+                          (sequence.queries.begin + query) * view.stride[2] + column * view.stride[3],
+                      view.stride[2], view.stride[3], last_query - query, static_cast<int>(problem.width) - column);
 }
 
-template <class Kind, int kWidth, class Body = BackwardQueriesOnSm80<Kind, kWidth>>
+template <class Element, int kWidth, class Body = BackwardQueriesOnSm80<Element, kWidth>>
 __global__ void __launch_bounds__(Body::kThreads)
     attention_backward_queries_sm80(const __grid_constant__ BackwardQueriesArguments arguments) {
   Body::run(arguments);
@@ -169,8 +168,8 @@ void visit_backward_queries_sm80(const AttentionProblem& problem, F&& f) {
 template <int kWidth>
 void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                            CUstream_st* stream) {
-  visit_backward_queries_sm80<kWidth>(problem, [&]<class Kind>(Type<Kind>) {
-    using Body = BackwardQueriesOnSm80<Kind, kWidth>;
+  visit_backward_queries_sm80<kWidth>(problem, [&]<class Element>(Type<Element>) {
+    using Body = BackwardQueriesOnSm80<Element, kWidth>;
     const BackwardQueriesArguments arguments{problem,
                                              gradients,
                                              space,
@@ -179,8 +178,8 @@ void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradi
                                              problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
     const int64_t pieces = (problem.width + Body::kColumns - 1) / Body::kColumns;
     if (arguments.list.count() * pieces == 0) return;
-    launch<attention_backward_queries_sm80<Kind, kWidth>>(arguments, arguments.list.count() * pieces, Body::kThreads,
-                                                          Body::shared_bytes(problem), stream);
+    launch<attention_backward_queries_sm80<Element, kWidth>>(arguments, arguments.list.count() * pieces, Body::kThreads,
+                                                             Body::shared_bytes(problem), stream);
   });
 }
 
@@ -188,7 +187,7 @@ template <int kWidth>
 int backward_queries_sm80_shared_bytes(const AttentionProblem& problem) {
   int bytes = 0;
   visit_backward_queries_sm80<kWidth>(
-      problem, [&]<class Kind>(Type<Kind>) { bytes = BackwardQueriesOnSm80<Kind, kWidth>::shared_bytes(problem); });
+      problem, [&]<class Element>(Type<Element>) { bytes = BackwardQueriesOnSm80<Element, kWidth>::shared_bytes(problem); });
   return bytes;
 }
 

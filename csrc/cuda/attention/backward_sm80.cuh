@@ -103,10 +103,9 @@ __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kCol
     }
 }
 
-template <class Kind, int kWidth, BackwardVariant kVariant>
+template <class Element, int kWidth, Variant kVariant>
 struct BackwardOnSm80 {
-  using Element = typename ElementOf<Kind>::type;
-  static constexpr bool kEverything = kVariant != BackwardVariant::kPlain;
+  static constexpr bool kEverything = kVariant != Variant::kPlain;
   static constexpr BackwardSm80 kTile = backward_sm80_tile(sizeof(Element), kWidth, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
   // Scores: [key][query], so many rows of 16 and columns of 8 a warp.
@@ -126,9 +125,12 @@ struct BackwardOnSm80 {
   static_assert(kScoreRows > 0 && kScoreColumns > 0 && kSumRows > 0 && kQueryRows > 0 && kSumWidth % 16 == 0 &&
                 kQueryWidth % 16 == 0);
   static_assert(kAllScore || !kInRegisters);
+  // A step of a product with weights out of registers is two blocks of eight queries.
+  static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
-  using WideTile = SharedTile<Kind, kWidth>;
-  using ScoreTile = SharedTile<Kind, kQueries>;
+  using Piece = typename Split<Element>::Piece;
+  using WideTile = SharedTile<Element, kWidth>;
+  using ScoreTile = SharedTile<Element, kQueries>;
   static constexpr int kKeyBytes = WideTile::bytes(kKeys), kQueryBytes = WideTile::bytes(kQueries),
                        kScoreBytes = ScoreTile::bytes(kKeys);
   // Keys, values; of each stage queries, gradients of outputs, numbers; gradients of scores; weights; mask.
@@ -185,8 +187,8 @@ struct BackwardOnSm80 {
   }
 };
 
-template <class Kind, int kWidth, BackwardVariant kVariant>
-__device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(const BackwardArguments& arguments) {
+template <class Element, int kWidth, Variant kVariant>
+__device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(const BackwardArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
@@ -209,17 +211,17 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
   if (place.block < 0 || place.block * kKeys >= keys) return;
   const int key = static_cast<int>(place.block) * kKeys, last_key = min(key + kKeys, keys);
 
-  const WideTile key_tile{reinterpret_cast<Element*>(shared)}, value_tile{reinterpret_cast<Element*>(shared + kKeyBytes)};
+  const WideTile key_tile{reinterpret_cast<Piece*>(shared)}, value_tile{reinterpret_cast<Piece*>(shared + kKeyBytes)};
   char* const stages = shared + 2 * kKeyBytes;
-  const auto query_tile = [&](int stage) { return WideTile{reinterpret_cast<Element*>(stages + stage * kStageBytes)}; };
+  const auto query_tile = [&](int stage) { return WideTile{reinterpret_cast<Piece*>(stages + stage * kStageBytes)}; };
   const auto grad_out_tile = [&](int stage) {
-    return WideTile{reinterpret_cast<Element*>(stages + stage * kStageBytes + kQueryBytes)};
+    return WideTile{reinterpret_cast<Piece*>(stages + stage * kStageBytes + kQueryBytes)};
   };
   const auto numbers = [&](int stage) {
     return RowNumbers<kQueries>{reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
   };
-  const ScoreTile grad_tile{reinterpret_cast<Element*>(stages + kStages * kStageBytes)},
-      weight_tile{reinterpret_cast<Element*>(stages + kStages * kStageBytes + kScoreBytes)};
+  const ScoreTile grad_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes)},
+      weight_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes + kScoreBytes)};
   MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
 
   // A warp's pieces of the products.
@@ -263,12 +265,17 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
     const Dropout dropout(problem, batch, head);
     QueryBlocks<kQueries, kKeys> query_blocks(direct ? BlockMap{} : arguments.space.map, batch, head, key, keys, begin, end);
 
+    Incoming<kQueries, kThreads, Element, kWidth> next_queries, next_grad_out;
     const auto load_queries = [&](int stage, int block) {
-      load<kQueries, kThreads>(query_tile(stage), query_rows, block * kQueries, queries);
+      next_queries.start(query_tile(stage), query_rows, block * kQueries, queries);
     };
     const auto load_grad_out = [&](int stage, int block) {
-      load<kQueries, kThreads>(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
+      next_grad_out.start(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
       numbers(stage).template load<kThreads>(row_numbers, block * kQueries);
+    };
+    const auto finish_loads = [&](int stage, int block) {
+      next_queries.finish(query_tile(stage), query_rows, block * kQueries, queries);
+      next_grad_out.finish(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
     };
     bool nothing_hidden, next_nothing_hidden = false;
     int block = query_blocks.next(nothing_hidden), stage = 0;
@@ -276,6 +283,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
     if (block < end) {
       load_queries(0, block);
       load_grad_out(0, block);
+      finish_loads(0, block);
       if (kEverything && mask.data && !nothing_hidden) mask_block.load(mask, block * kQueries, queries, key, keys);
     }
     commit_copies();
@@ -298,8 +306,8 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
       clear(scores);
       clear(grads);
       if (scores_here) {
-        multiply_rows<Kind, kWidth>(scores, key_tile, score_row, WideTile{query_tile(stage).row(score_query)});
-        multiply_rows<Kind, kWidth>(grads, value_tile, score_row, WideTile{grad_out_tile(stage).row(score_query)});
+        multiply_rows<Element, kWidth>(scores, key_tile, score_row, query_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kWidth>(grads, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
       }
       if (scores_here) {
         if (kEverything && dropout) {
@@ -340,7 +348,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
             }
         }
       }
-      const LeftOperand<Kind, kScoreRows, kScoreColumns> weight_operand(scores), grad_operand(grads);
+      const LeftOperand<Element, kScoreRows, kScoreColumns> weight_operand(scores), grad_operand(grads);
       if (scores_here && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
       if (scores_here && (!kInRegisters || sums_queries)) grad_operand.store(grad_tile, score_row, score_query);
 
@@ -348,23 +356,22 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
       const int other = kOwnHalf ? kScoreQueries - score_query : 0;
       constexpr int kOthers = kOwnHalf ? kScoreQueries : kQueries;
       if constexpr (kInRegisters || kOwnHalf)
-        multiply_operand(grad_value, weight_operand, WideTile{grad_out_tile(stage).row(score_query)}, sum_column);
-      if constexpr (kOwnHalf)
-        multiply_operand(grad_key, grad_operand, WideTile{query_tile(stage).row(score_query)}, sum_column);
+        multiply_operand(grad_value, weight_operand, grad_out_tile(stage).from(score_query, 0), sum_column);
+      if constexpr (kOwnHalf) multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0), sum_column);
       __syncthreads();  // weights and scores' gradients are there, and all have done with the mask
       if (kEverything && next < end && mask.data && !next_nothing_hidden)
         mask_block.load(mask, next * kQueries, queries, key, keys);
       if constexpr (!kInRegisters) {
-        multiply_rows_by_columns<Kind, kOthers>(grad_value, ScoreTile{weight_tile.data + other}, sum_row,
-                                                WideTile{grad_out_tile(stage).row(other)}, sum_column);
+        multiply_rows_by_columns<Element, kOthers>(grad_value, weight_tile.from(0, other), sum_row,
+                                                   grad_out_tile(stage).from(other, 0), sum_column);
         if (kStages == 1) __syncthreads();  // all have done with the gradients of outputs
       }
       if (kStages == 1 && next < end) load_grad_out(0, next);
       if constexpr (kInRegisters)
-        multiply_operand(grad_key, grad_operand, WideTile{query_tile(stage).row(score_query)});
+        multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0));
       else
-        multiply_rows_by_columns<Kind, kOthers>(grad_key, ScoreTile{grad_tile.data + other}, sum_row,
-                                                WideTile{query_tile(stage).row(other)}, sum_column);
+        multiply_rows_by_columns<Element, kOthers>(grad_key, grad_tile.from(0, other), sum_row,
+                                                   query_tile(stage).from(other, 0), sum_column);
       if (kStages == 1) {
         __syncthreads();  // all have done with the queries
         if (next < end) load_queries(0, next);
@@ -374,7 +381,7 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
       if (sums_queries) {
         Accumulator<kQueryRows, kQueryWidth / 8> grad_query;
         clear(grad_query);
-        multiply_columns<Kind, kKeys>(grad_query, grad_tile, query_row, key_tile, query_column);
+        multiply_columns<Element, kKeys>(grad_query, grad_tile, query_row, key_tile, query_column);
         if (direct) {
           const MutableView4& view = gradients.grad_query;
           store_accumulators(grad_query, static_cast<float>(problem.scale),
@@ -386,10 +393,12 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
           for (int i = 0; i < kQueryRows; ++i)
 #pragma unroll
             for (int j = 0; j < kQueryWidth / 8; ++j)
-              add_to_sum(sums + (int64_t{query + query_row} / 16 + i) * (16 * kWidth) + (query_column / 8 + j) * 128, lane(),
+              add_to_sum(sums + (int64_t{query + query_row} / 16 + i) * (16 * kWidth) + (query_column / 8 + j) * 128 +
+                             place_in_sum(lane(), 0),
                          grad_query[i][j]);
         }
       }
+      if (next < end) finish_loads((stage + 1) % kStages, next);
     }
   }
   wait_for_copies();
@@ -417,34 +426,34 @@ __device__ __forceinline__ void BackwardOnSm80<Kind, kWidth, kVariant>::run(cons
   const auto store = [&](const Sums& d, WideTile at, const MutableView4& view, int64_t width) {
     Element* const to = static_cast<Element*>(view.data) + batch * view.stride[0] + unit * view.stride[1] +
                         (sequence.keys.begin + key) * view.stride[2] + sum_column * view.stride[3];
-    store_rows<Kind>(d, WideTile{at.data + sum_column}, sum_row, to, view.stride[2], view.stride[3], last_key - key,
-                     static_cast<int>(width) - sum_column);
+    store_rows<Element>(d, at, sum_column, sum_row, to, view.stride[2], view.stride[3], last_key - key,
+                        static_cast<int>(width) - sum_column);
   };
   store(grad_key, key_tile, gradients.grad_key, problem.width);
   store(grad_value, value_tile, gradients.grad_value, problem.value_width);
 }
 
-template <class Kind, int kWidth, BackwardVariant kVariant, class Body = BackwardOnSm80<Kind, kWidth, kVariant>>
+template <class Element, int kWidth, Variant kVariant, class Body = BackwardOnSm80<Element, kWidth, kVariant>>
 __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
     attention_backward_sm80(const __grid_constant__ BackwardArguments arguments) {
   Body::run(arguments);
 }
 
-// Calls f(Type<Kind>, std::integral_constant<BackwardVariant>) with what a problem needs and a GPU with so much shared memory
+// Calls f(Type<Element>, std::integral_constant<Variant>) with what a problem needs and a GPU with so much shared memory
 // for a block has room for. For a problem that finds no room it is the last one.
 template <int kWidth, class F>
 void visit_backward_sm80(const AttentionProblem& problem, F&& f,
                          int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
-  using Everything = std::integral_constant<BackwardVariant, BackwardVariant::kEverything>;
-  const auto visit = [&]<class Kind>(Type<Kind> kind) {
-    using Plain = std::integral_constant<BackwardVariant, BackwardVariant::kPlain>;
-    using Small = std::integral_constant<BackwardVariant, BackwardVariant::kSmall>;
-    if constexpr (has_backward_sm80_tile(sizeof(Kind), kWidth, Plain::value))
+  using Everything = std::integral_constant<Variant, Variant::kEverything>;
+  const auto visit = [&]<class Element>(Type<Element> kind) {
+    using Plain = std::integral_constant<Variant, Variant::kPlain>;
+    using Small = std::integral_constant<Variant, Variant::kSmall>;
+    if constexpr (has_backward_sm80_tile(sizeof(Element), kWidth, Plain::value))
       if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
-          BackwardOnSm80<Kind, kWidth, Plain::value>::shared_bytes(problem) <= room)
+          BackwardOnSm80<Element, kWidth, Plain::value>::shared_bytes(problem) <= room)
         return f(kind, Plain{});
-    if constexpr (has_backward_sm80_tile(sizeof(Kind), kWidth, Small::value))
-      if (BackwardOnSm80<Kind, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{});
+    if constexpr (has_backward_sm80_tile(sizeof(Element), kWidth, Small::value))
+      if (BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{});
     f(kind, Everything{});
   };
   switch (problem.dtype) {
@@ -457,10 +466,10 @@ void visit_backward_sm80(const AttentionProblem& problem, F&& f,
 template <int kWidth>
 QueryGradients query_gradients_on_sm80(const AttentionProblem& problem, bool deterministic) {
   int tile_keys = 0;
-  visit_backward_sm80<kWidth>(
-      problem, [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
-        tile_keys = BackwardOnSm80<Kind, kWidth, kVariant>::kKeys;
-      });
+  visit_backward_sm80<kWidth>(problem,
+                              [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+                                tile_keys = BackwardOnSm80<Element, kWidth, kVariant>::kKeys;
+                              });
   if (problem.keys == 0) return QueryGradients::kSum;  // of nothing
   if (!problem.query_starts && problem.keys <= tile_keys) return QueryGradients::kDirect;
   return deterministic ? QueryGradients::kNone : QueryGradients::kSum;
@@ -474,10 +483,10 @@ BackwardSpace backward_sm80_space(const AttentionProblem& problem, const Attenti
                        mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class Kind, int kWidth, BackwardVariant kVariant>
+template <class Element, int kWidth, Variant kVariant>
 void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                           QueryGradients query_gradients, CUstream_st* stream) {
-  using Body = BackwardOnSm80<Kind, kWidth, kVariant>;
+  using Body = BackwardOnSm80<Element, kWidth, kVariant>;
   const BackwardArguments arguments{problem,
                                     gradients,
                                     space,
@@ -486,8 +495,8 @@ void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradie
                                     problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
                                     query_gradients};
   if (arguments.list.count() > 0)
-    launch<attention_backward_sm80<Kind, kWidth, kVariant>>(arguments, arguments.list.count(), Body::kThreads,
-                                                            Body::shared_bytes(problem), stream);
+    launch<attention_backward_sm80<Element, kWidth, kVariant>>(arguments, arguments.list.count(), Body::kThreads,
+                                                               Body::shared_bytes(problem), stream);
 }
 
 template <int kWidth>
@@ -503,8 +512,8 @@ void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gr
   fill_block_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
   visit_backward_sm80<kWidth>(
-      problem, [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
-        launch_backward_sm80<Kind, kWidth, kVariant>(problem, gradients, space, query_gradients, stream);
+      problem, [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+        launch_backward_sm80<Element, kWidth, kVariant>(problem, gradients, space, query_gradients, stream);
       });
   if (query_gradients == QueryGradients::kSum) finish_queries(problem, gradients, space, stream);
   if (query_gradients == QueryGradients::kNone) backward_queries_sm80<kWidth>(problem, gradients, space, stream);
@@ -517,8 +526,8 @@ const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gp
   const char* reason = nullptr;
   visit_backward_sm80<kWidth>(
       problem,
-      [&]<class Kind, BackwardVariant kVariant>(Type<Kind>, std::integral_constant<BackwardVariant, kVariant>) {
-        if (BackwardOnSm80<Kind, kWidth, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
+      [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+        if (BackwardOnSm80<Element, kWidth, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
       },
       gpu.shared_bytes);

@@ -13,6 +13,7 @@
 #include "../hw/reduce.cuh"
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
+#include "../hw/turns.cuh"
 #include "../hw/wgmma.cuh"
 #include "attention.h"
 #include "block_map.cuh"
@@ -26,11 +27,14 @@
 
 namespace flash_online::cuda {
 
+constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums
+
 struct BackwardSm90Arguments {
   HeadBoxes query, key, value, grad_out;
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardSpace space;
+  int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
   BlockList list;  // of keys; heads are units
   ScoreRule rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
@@ -46,7 +50,7 @@ struct BackwardOnSm90 {
   static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   // The gradients of a block's queries are two pieces of 64 x 64: side by side, or one above the other.
-  static constexpr int kPiece = 64;
+  static constexpr int kPiece = kSumPieceSm90;
   static constexpr bool kSideBySide = kQueries == kPiece;
   static_assert(kSideBySide ? kWidth == 2 * kPiece : kQueries == 2 * kPiece && kWidth == kPiece);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
@@ -78,7 +82,7 @@ struct BackwardOnSm90 {
     int head, query;  // its first; -1: no more blocks
     bool whole;  // all queries see all keys by arithmetic, and all of both exist
     bool nothing_hidden;  // by the mask
-    int rows;  // its first block of kRowBlock, as space.sums counts them
+    int64_t sums;  // its gradients' place in space.sums
   };
   struct Shared {
     Keys key, value;
@@ -87,7 +91,8 @@ struct BackwardOnSm90 {
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
     Place place;
     Job job[kStages];
-    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], grad_score_full[2];
+    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], grad_score_full[2], turn[2],
+        added[2];
   };
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   static int shared_bytes(const AttentionProblem& problem) {
@@ -114,6 +119,9 @@ struct BackwardOnSm90 {
     for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
       data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<T>(0.0f);
   }
+
+  // Columns that only the tile has are nobody's.
+  __device__ static int sum_width(const BackwardSpace& space) { return kEverything ? static_cast<int>(space.width) : kWidth; }
 
   // ---- the loading warp
 
@@ -145,7 +153,8 @@ struct BackwardOnSm90 {
     const int stage = count % 2, query = block * kQueries;
     wait(&shared.empty[stage], count / 2 % 2 ^ 1);
     const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
-    shared.job[stage] = {head, query, all_see_all(place, query), nothing_hidden, first_rows + block * (kQueries / kRowBlock)};
+    shared.job[stage] = {head, query, all_see_all(place, query), nothing_hidden,
+                         (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space))};
     arrive_and_expect(&shared.query_full[stage], sizeof(Queries) + sizeof(shared.rows[stage]));
     load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
     // A block that does not exist is as good as the last that does: its queries are hidden.
@@ -183,34 +192,62 @@ struct BackwardOnSm90 {
     }
   }
 
+  // ---- the warp that waits for other blocks of threads, by one thread
+
+  // A block of queries gets what its last keys add to its gradients first, and so on down. These keys' block of threads
+  // precedes those that wait for it in the grid; under a causal mask it also reaches the queries sooner.
+  __device__ static void keep_turns(const BackwardSm90Arguments& a, Shared& shared) {
+    const Place& place = shared.place;
+    int count = 0;
+    for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
+      int* turn = a.turns + first_row_block(a.problem, a.space.list, place.batch, head) + place.begin * (kQueries / kRowBlock);
+      for (int block = place.begin; block < place.end; ++block, ++count, turn += kQueries / kRowBlock) {
+        const int last_query = min((block + 1) * kQueries, place.queries) - 1,
+                  keys = min(place.keys, last_query + place.offset + place.right + 1),
+                  mine = (keys - 1) / kKeys - place.key / kKeys;
+        while (read_turn(turn) != mine) continue;
+        arrive(&shared.turn[count % 2]);
+        wait(&shared.added[count % 2], count / 2 % 2);
+        pass_turn(turn, mine + 1);
+      }
+    }
+  }
+
   // ---- a computing warpgroup
 
   struct Group {
     const BackwardSm90Arguments& a;
     Shared& shared;
     int thread;  // of those that compute
+    int warp = 0;  // of those that compute: in all lanes the same, as far as the compiler knows
     int count = 0;  // of blocks so far
-    int rows;  // the block before's, as space.sums counts them; negative: this warpgroup's queries do not exist
     Sums grad_key, grad_value;
 
-    __device__ __forceinline__ int group() const { return thread / 128; }
-    __device__ __forceinline__ int warp() const { return thread / kWarp % 4; }
-    __device__ __forceinline__ int lane() const { return thread % kWarp; }
-    __device__ __forceinline__ int score_row() const { return thread / kWarp * 16; }
+    // What follows from the thread's number is computed anew, which takes fewer registers than to keep it.
+    __device__ __forceinline__ void place_anew() {
+      forget(thread);
+      warp = __shfl_sync(~0u, static_cast<unsigned>(thread) / kWarp, 0);
+    }
+    __device__ __forceinline__ int group() const { return warp / 4; }
+    __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarp; }
+    __device__ __forceinline__ int score_row() const { return warp * 16; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
       if (lane() == 0) arrive(barrier);
     }
-    // Of the block at hand; that before it had the others.
-    __device__ __forceinline__ int buffer() const { return count % 2; }
+    // The blocks take the two buffers in turn. What depends on which is a template, so that addresses are constants; kEither
+    // counts, and is for code that would be too long twice.
+    static constexpr int kEither = 2;
+    template <int kBuffer>
+    __device__ __forceinline__ int buffer() const {
+      return kBuffer == kEither ? count % 2 : kBuffer;
+    }
     __device__ __forceinline__ unsigned parity() const { return count / 2 % 2; }
-    __device__ __forceinline__ Stage& stage() { return shared.stage[buffer()]; }
-
-    __device__ __forceinline__ const Job& job() const { return shared.job[buffer()]; }
 
     // Waits for the next block; false: there is none.
+    template <int kBuffer>
     __device__ __forceinline__ bool fetch() {
-      wait(&shared.query_full[buffer()], parity());
-      return job().query >= 0;
+      wait(&shared.query_full[buffer<kBuffer>()], parity());
+      return shared.job[buffer<kBuffer>()].query >= 0;
     }
 
     // Scores, or weights' gradients: [this warpgroup's keys][queries].
@@ -221,8 +258,8 @@ struct BackwardOnSm90 {
 #pragma unroll
       for (int step = 0; step < kWidthSteps; ++step)
         WarpgroupProduct<T, kQueries>::template shared_shared<false>(
-            flat(d), keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep,
-            queries + (step / 4 * kQueries * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
+            flat(d), moved(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32),
+            moved(queries, step / 4 * kQueries * kRowBytes + step % 4 * 32), step > 0);
       commit_products();
     }
 
@@ -232,38 +269,49 @@ struct BackwardOnSm90 {
       begin_products();
 #pragma unroll
       for (int step = 0; step < kQuerySteps; ++step)
-        WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step],
-                                                                     columns + step * 16 * kRowBytes / kDescriptorStep, true);
+        WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step], moved(columns, step * 16 * kRowBytes),
+                                                                     true);
       commit_products();
     }
 
     // The block before's gradients of queries, this warpgroup's piece.
-    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2]) {
-      const int before = (count - 1) % 2;
+    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2], int before) {
       wait(&shared.grad_score_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.grad_score[before].box[kSideBySide ? 0 : group()])),
                      keys = columns_descriptor(shared_address(shared.key.box[kSideBySide ? group() : 0]), kKeys * kRowBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step)
-        WarpgroupProduct<T, kPiece>::template shared_shared<true, true>(
-            d, scores + step * 16 * kRowBytes / kDescriptorStep, keys + step * 16 * kRowBytes / kDescriptorStep, step > 0);
+        WarpgroupProduct<T, kPiece>::template shared_shared<true, true>(d, moved(scores, step * 16 * kRowBytes),
+                                                                        moved(keys, step * 16 * kRowBytes), step > 0);
       commit_products();
     }
 
-    __device__ __forceinline__ void add_queries(const float (&d)[kPiece / 2]) {
-      if (rows < 0) return;
+    // Where the gradients of a block's queries go, from this lane's first on; null: they are nobody's.
+    __device__ __forceinline__ float* sums_of(const Job& job) const {
+      const int width = sum_width(a.space);
       constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPiece / 8 : 0;
-      float* const sums = a.space.sums + int64_t{rows} * (kRowBlock * kWidth) +
-                          ((group() * kBelow + warp()) * (kWidth / 8) + group() * kBeside) * 128;
+      const bool there = kSideBySide ? group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
+      const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
+      return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
+    }
+    __device__ __forceinline__ void add_queries(float* to, const float (&d)[kPiece / 2], int before) {
+      if (a.turns) wait(&shared.turn[before], (count - 1) / 2 % 2);
+      if (to) {
 #pragma unroll
-      for (int j = 0; j < kPiece / 8; ++j) add_to_sum(sums + j * 128, lane(), reinterpret_cast<const float (&)[4]>(d[4 * j]));
+        for (int j = 0; j < kPiece / 8; ++j) add_to_sum(to + j * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+      }
+      if (a.turns) {
+        __syncwarp();
+        release(&shared.added[before]);
+      }
     }
 
     // A pair's two numbers of kind 0 (lse), 1 (lse, low part) or 2 (delta), of the queries 8 j + 2 place and the next.
+    template <int kBuffer>
     __device__ __forceinline__ float2 numbers(int kind, int j) const {
       return *reinterpret_cast<const float2*>(
-          &shared.rows[buffer()][8 * j / kRowBlock][kind * kRowBlock + 8 * j % kRowBlock + lane() % 4 * 2]);
+          &shared.rows[buffer<kBuffer>()][8 * j / kRowBlock][kind * kRowBlock + 8 * j % kRowBlock + lane() % 4 * 2]);
     }
 
     // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros. All threads that compute.
@@ -292,37 +340,50 @@ struct BackwardOnSm90 {
     }
     using Words = unsigned[kQuerySteps][4];  // of 16-bit pairs: a left operand
 
+    // The gradients of the block at hand's weights.
+    template <int kBuffer>
+    __device__ __forceinline__ void start_grad(ScoreSums& grad) {
+      const int now = buffer<kBuffer>();
+      wait(&shared.grad_out_full[now], parity());
+      start_scores(grad, shared.value, shared.stage[now].grad_out);
+    }
+
     // The block at hand's weights; the block before's gradients of queries meanwhile. With kEverything, also the gradients of
     // the weights, less delta.
-    template <bool kFirst>
+    template <bool kFirst, int kBuffer>
     __device__ __forceinline__ void weigh(ScoreSums& score, ScoreSums& grad, Words& weight) {
-      forget(thread);
       const AttentionProblem& problem = a.problem;
       const Place& place = shared.place;
-      const auto here = [&] { return ScoreBlock{job().query, place.key, place.queries, place.keys, job().whole}; };
-      if (problem.query_starts && job().query + kQueries > place.queries) {
-        wait(&shared.grad_out_full[buffer()], parity());
-        clear_tail(stage().query.box, place.queries - job().query);
-        clear_tail(stage().grad_out.box, place.queries - job().query);
+      const int now = buffer<kBuffer>();
+      const Job& job = shared.job[now];
+      Stage& stage = shared.stage[now];
+      const auto here = [&] { return ScoreBlock{job.query, place.key, place.queries, place.keys, job.whole}; };
+      if (problem.query_starts && job.query + kQueries > place.queries) {
+        wait(&shared.grad_out_full[now], parity());
+        clear_tail(stage.query.box, place.queries - job.query);
+        clear_tail(stage.grad_out.box, place.queries - job.query);
         publish_tail();
       }
       QuerySums other;
       QuerySums& grad_query = query_sums(grad, other);
+      [[maybe_unused]] float* sums = nullptr;
       const auto finish_queries = [&] {
         if constexpr (!kFirst) {
           wait_for_products<0>();
           settle(grad_query);
-          add_queries(grad_query);
+          add_queries(sums, grad_query, now ^ 1);
         } else {
           wait(&shared.value_full, 0);
         }
       };
 
-      start_scores(score, shared.key, stage().query);
+      start_scores(score, shared.key, stage.query);
+      const bool whole = job.whole;
       if constexpr (!kFirst) {
-        start_queries(grad_query);
+        start_queries(grad_query, now ^ 1);
+        sums = sums_of(shared.job[now ^ 1]);
         wait_for_products<1>();
-        release(&shared.empty[buffer() ^ 1]);
+        release(&shared.empty[now ^ 1]);
       } else {
         wait_for_products<0>();
       }
@@ -331,20 +392,19 @@ struct BackwardOnSm90 {
       [[maybe_unused]] unsigned dropped = 0;  // a bit for each weight
       if constexpr (kEverything) {
         finish_queries();
-        wait(&shared.grad_out_full[buffer()], parity());
-        start_scores(grad, shared.value, stage().grad_out);
-        const HeadMask mask(problem, place.batch, job().head);
-        const bool masked = mask.data && !job().nothing_hidden;
+        start_grad<kBuffer>(grad);
+        const HeadMask mask(problem, place.batch, job.head);
+        const bool masked = mask.data && !job.nothing_hidden;
         Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
         if (masked) {
-          mask_block.load(mask, job().query, place.queries, place.key, place.keys);
+          mask_block.load(mask, job.query, place.queries, place.key, place.keys);
           commit_copies();
           wait_for_copies();
           sync_named(kAllMath, kMathThreads);
         }
         wait_for_products<0>();
         settle(flat(grad));
-        const Dropout dropout(problem, place.batch, job().head);
+        const Dropout dropout(problem, place.batch, job.head);
         if (dropout) {
           draw_weights<true, 1, kQueries / 8>(score_row(), dropout, here(), [&](int, int j, unsigned kept) {
             dropped |= (~kept & 15) << (4 * j);
@@ -352,17 +412,29 @@ struct BackwardOnSm90 {
             for (int e = 0; e < 4; ++e) grad[0][j][e] = kept >> e & 1 ? grad[0][j][e] * a.keep_scale : 0;
           });
         }
-        forget(thread);
-        subtract_delta(grad);
-        const ScoreRule rule = a.rule.of_head(problem, place.batch, job().head);
+        place_anew();
+        subtract_delta<kBuffer>(grad);
+        const ScoreRule rule = a.rule.of_head(problem, place.batch, job.head);
         if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
         if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
       }
-      if (!job().whole) hide(score);
+      if (!whole) hide(score, job.query);
       const bool bends = kEverything && a.rule.bends;
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 high = numbers(0, j), low = numbers(1, j);
+        // The sums on their way to memory hold registers that the next products need: more weights are made meanwhile, and
+        // the others while those products run.
+        if (!kEverything && j == kQueries / 64 * kTile.add_at) {
+          settle(weight);
+          finish_queries();
+          settle(flat(score));
+        }
+        if (!kEverything && j == kQueries / 64 * kTile.grad_at) {
+          settle(weight);
+          start_grad<kBuffer>(grad);
+          settle(flat(score));
+        }
+        const float2 high = numbers<kBuffer>(0, j), low = numbers<kBuffer>(1, j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = score[0][j][e];
@@ -376,21 +448,20 @@ struct BackwardOnSm90 {
         }
       }
       settle(weight);
-      if constexpr (!kEverything) finish_queries();
     }
 
     // What the weights add to the gradients of values, and of keys; the scores' gradients for those of queries.
+    template <int kBuffer>
     __device__ __forceinline__ void spread(ScoreSums& score, ScoreSums& grad, const Words& weight) {
-      forget(thread);
+      place_anew();
+      const int now = buffer<kBuffer>();
+      Stage& stage = shared.stage[now];
+      if constexpr (!kEverything && kTile.grad_at == 8) start_grad<kBuffer>(grad);
+      start_sums(grad_value, weight, stage.grad_out);
       if constexpr (!kEverything) {
-        wait(&shared.grad_out_full[buffer()], parity());
-        start_scores(grad, shared.value, stage().grad_out);
-        start_sums(grad_value, weight, stage().grad_out);
         wait_for_products<1>();
         settle(flat(grad));
-        subtract_delta(grad);
-      } else {
-        start_sums(grad_value, weight, stage().grad_out);
+        subtract_delta<kBuffer>(grad);
       }
       Words grad_score;
 #pragma unroll
@@ -405,21 +476,20 @@ struct BackwardOnSm90 {
 #pragma unroll
       for (int t = 0; t < kQuerySteps; ++t) {
         const int r = score_row() + lane() % 16;
-        store_matrices(grad_score[t], shared_address(shared.grad_score[buffer()].box[t / 4][r]) +
-                                          ((t % 4 * 2 + lane() / 16) ^ (r % 8)) * static_cast<int>(kVectorBytes));
+        store_matrices(grad_score[t], shared_address(shared.grad_score[now].box[t / 4][r]) +
+                                          ((t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
       }
       publish_to_engines();
       __syncwarp();
-      release(&shared.grad_score_full[buffer()]);
-      start_sums(grad_key, grad_score, stage().query);
-      rows = !kSideBySide && job().query + group() * kPiece >= shared.place.queries ? -1 : job().rows;
+      release(&shared.grad_score_full[now]);
+      start_sums(grad_key, grad_score, stage.query);
       ++count;
     }
 
     // What hide_scores<true> does, in few registers.
-    __device__ __forceinline__ void hide(ScoreSums& score) const {
+    __device__ __forceinline__ void hide(ScoreSums& score, int query) const {
       const Place& place = shared.place;
-      const int first = job().query + lane() % 4 * 2, left_over = place.queries - first;
+      const int first = query + lane() % 4 * 2, left_over = place.queries - first;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = place.key + score_row() + 8 * half + lane() / 4, at = key - place.offset - first;
@@ -434,20 +504,33 @@ struct BackwardOnSm90 {
       }
     }
 
+    template <int kBuffer>
     __device__ __forceinline__ void subtract_delta(ScoreSums& d) const {
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 delta = numbers(2, j);
+        const float2 delta = numbers<kBuffer>(2, j);
         d[0][j][0] -= delta.x, d[0][j][1] -= delta.y;
         d[0][j][2] -= delta.x, d[0][j][3] -= delta.y;
       }
     }
 
+    // What is left of a block, and the next one's weights; false: there is none.
+    template <int kNow, int kNext>
+    __device__ __forceinline__ bool step(ScoreSums& score, ScoreSums& grad, Words& weight) {
+      spread<kNow>(score, grad, weight);
+      place_anew();
+      const bool more = fetch<kNext>();
+      wait_for_products<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
+      if (more) weigh<false, kNext>(score, grad, weight);
+      return more;
+    }
+
     __device__ __forceinline__ void run() {
+      place_anew();
       clear(grad_key);
       clear(grad_value);
       wait(&shared.key_full, 0);
-      if (fetch()) {
+      if (fetch<0>()) {
         const Place& place = shared.place;
         if (a.problem.query_starts && place.key + kKeys > place.keys) {
           wait(&shared.value_full, 0);
@@ -457,19 +540,17 @@ struct BackwardOnSm90 {
         }
         ScoreSums score, grad;
         Words weight;
-        weigh<true>(score, grad, weight);
-        while (true) {
-          spread(score, grad, weight);
-          const bool more = fetch();
-          wait_for_products<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
-          if (!more) break;
-          weigh<false>(score, grad, weight);
+        weigh<true, kEverything ? kEither : 0>(score, grad, weight);
+        if constexpr (kEverything) {
+          while (step<kEither, kEither>(score, grad, weight)) continue;
+        } else {
+          while (step<0, 1>(score, grad, weight) && step<1, 0>(score, grad, weight)) continue;
         }
         QuerySums grad_query;
-        start_queries(grad_query);
+        start_queries(grad_query, (count - 1) % 2);
         wait_for_products<0>();
         settle(grad_query);
-        add_queries(grad_query);
+        add_queries(sums_of(shared.job[(count - 1) % 2]), grad_query, (count - 1) % 2);
       }
       settle(flat(grad_key));
       settle(flat(grad_value));
@@ -490,14 +571,14 @@ struct BackwardOnSm90 {
       const Place& place = shared.place;
       T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
                     (place.sequence.keys.begin + place.key) * view.stride[2];
-      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, score_row(), to, view.stride[2], view.stride[3],
+      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, 0, score_row(), to, view.stride[2], view.stride[3],
                     place.last_key - place.key, static_cast<int>(width));
     }
   };
 
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
     const AttentionProblem& problem = a.problem;
-    const BlockPlace at = place_of(problem, a.list, blockIdx.x, true, kKeys, problem.visible.right < 0);
+    const BlockPlace at = place_of(problem, a.list, blockIdx.x, true, kKeys, a.turns || problem.visible.right < 0);
     Place place;
     place.batch = at.sequence;
     place.unit = at.head;
@@ -538,16 +619,21 @@ struct BackwardOnSm90 {
         init_barrier(&shared.grad_out_full[i], 1);
         init_barrier(&shared.empty[i], kWarps);
       }
-      for (int i = 0; i < 2; ++i) init_barrier(&shared.grad_score_full[i], kWarps);
+      for (int i = 0; i < 2; ++i) {
+        init_barrier(&shared.grad_score_full[i], kWarps);
+        init_barrier(&shared.turn[i], 1);
+        init_barrier(&shared.added[i], kWarps);
+      }
       publish_barriers();
     }
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
       if (warp == 0) load(a, shared);
+      if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
     } else {
       grow_registers<kTile.registers>();
-      Group{a, shared, static_cast<int>(threadIdx.x) - 128, 0, -1}.run();
+      Group{a, shared, static_cast<int>(threadIdx.x) - 128}.run();
     }
   }
 };
@@ -566,7 +652,7 @@ __global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   const auto visit = [&]<class T>(Type<T> element) {
-    if (ScoreRule(problem).bends || problem.dropout != 0)
+    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)
       f(element, std::true_type{}, std::integral_constant<int, 128>{});
     else
       f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
@@ -576,14 +662,17 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
 
 template <int kWidth>
 BackwardSpace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
+  const int64_t pieces = (problem.width + kSumPieceSm90 - 1) / kSumPieceSm90;  // a tile may have more, filled up
   int64_t width = 0;
-  visit_backward_sm90<kWidth>(problem, [&](auto, auto, auto tile_width) { width = tile_width(); });
+  visit_backward_sm90<kWidth>(problem, [&](auto, auto everything, auto tile_width) {
+    width = everything() ? pieces * kSumPieceSm90 : int64_t{tile_width()};
+  });
   return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
 }
 
 template <class T, int kWidth, bool kEverything>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
-                          CUstream_st* stream) {
+                          int* turns, CUstream_st* stream) {
   using Body = BackwardOnSm90<T, kWidth, kEverything>;
   constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
@@ -599,6 +688,7 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
                                         problem,
                                         gradients,
                                         space,
+                                        turns,
                                         BlockList::of(problem, true, gradients.units, Body::kKeys),
                                         ScoreRule(problem),
                                         problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
@@ -606,19 +696,27 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
                                                           Body::shared_bytes(problem), stream);
 }
 
-template <int kWidth>
-int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients) {
-  return backward_sm90_space<kWidth>(problem, gradients, nullptr).bytes;
+inline int64_t turn_bytes(const BackwardSpace& space, bool deterministic) {
+  return deterministic ? (space.list.count() * static_cast<int64_t>(sizeof(int)) + 15) / 16 * 16 : 0;
 }
 
 template <int kWidth>
-void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace, CUstream_st* stream) {
+int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
+  return space.bytes + turn_bytes(space, deterministic);
+}
+
+template <int kWidth>
+void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                   CUstream_st* stream) {
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
+  int* const turns = deterministic ? reinterpret_cast<int*>(static_cast<char*>(workspace) + space.bytes) : nullptr;
+  if (turns) check(cudaMemsetAsync(turns, 0, turn_bytes(space, true), stream), "cudaMemsetAsync");
   fill_block_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
   visit_backward_sm90<kWidth>(problem, [&]<class T, bool kEverything, int kTileWidth>(Type<T>, std::bool_constant<kEverything>,
                                                                                       std::integral_constant<int, kTileWidth>) {
-    launch_backward_sm90<T, kTileWidth, kEverything>(problem, gradients, space, stream);
+    launch_backward_sm90<T, kTileWidth, kEverything>(problem, gradients, space, turns, stream);
   });
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);

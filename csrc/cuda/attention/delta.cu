@@ -76,21 +76,25 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   if (space.sinks && thread == 0) space.sinks[number] = 0;
   if (place.block < 0 || place.block * kRowBlock >= queries) return;
 
-  if (space.sums) {
-    float4* const sums = reinterpret_cast<float4*>(space.sums + number * kRowBlock * space.width);
-    for (int64_t n = thread; n < kRowBlock * space.width / 4; n += kRowThreads) sums[n] = make_float4(0, 0, 0, 0);
-  }
   const int first = static_cast<int>(place.block) * kRowBlock;
   const HeadRows<Element> grad_out(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width),
       out(as_const(problem.out), batch, head, sequence.queries.begin, problem.value_width);
-  float* const to = space.rows + number * kRowNumbers;
-  double sink_sum = 0;
+  __shared__ Sum products[kRowBlock];
 #pragma unroll
   for (int r = thread / kRowLanes; r < kRowBlock; r += kRowThreads / kRowLanes) {
-    const int query = first + r;
+    const Sum product = dot_rows<Element, Sum>(grad_out, out, first + r < queries ? first + r : 0);
+    if (thread % kRowLanes == 0) products[r] = product;
+  }
+  if (space.sums) {
+    float4* const sums = reinterpret_cast<float4*>(space.sums + number * kRowBlock * space.width);
+    for (int n = thread; n < kRowBlock / 4 * static_cast<int>(space.width); n += kRowThreads) sums[n] = make_float4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  double sink = 0;
+  if (thread < kRowBlock) {  // a thread a row
+    const int query = first + thread;
     const bool there = query < queries;
-    Sum delta = dot_rows<Element, Sum>(grad_out, out, there ? query : 0);
-    if (thread % kRowLanes != 0) continue;
+    Sum delta = products[thread];
     float high = -lowest<float>(), low = 0;
     if (there) {
       const int64_t at = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + query;
@@ -102,18 +106,19 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
         const float rest = static_cast<float>(binary - high);
         low = rest - rest == 0 ? rest : 0;
         if (space.sinks)
-          sink_sum -= ::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) * static_cast<double>(delta);
+          sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) * static_cast<double>(delta);
       } else {
         delta = 0;
       }
     }
-    to[r] = high;
-    to[kRowBlock + r] = low;
-    to[2 * kRowBlock + r] = there ? static_cast<float>(delta) : 0;
+    float* const to = space.rows + number * kRowNumbers + thread;
+    to[0] = high;
+    to[kRowBlock] = low;
+    to[2 * kRowBlock] = there ? static_cast<float>(delta) : 0;
   }
   if (space.sinks) {
-    __shared__ double parts[kRowThreads / kRowLanes];
-    if (thread % kRowLanes == 0) parts[thread / kRowLanes] = sink_sum;
+    __shared__ double parts[kRowBlock];
+    if (thread < kRowBlock) parts[thread] = sink;
     __syncthreads();
     if (thread == 0) {
       double sum = 0;
@@ -123,7 +128,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   }
 }
 
-// A lane takes the rows r and r + 8 of eight columns, which are half a tile's lanes.
+// A warp takes 16 rows of four tiles at a time, as they lie in memory, 512 bytes in a row. Four neighbouring lanes have pairs
+// of columns of the same rows: they exchange them, so that each writes eight columns.
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) store_queries(const __grid_constant__ RowArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
@@ -137,27 +143,45 @@ __global__ void __launch_bounds__(kRowThreads) store_queries(const __grid_consta
                       (sequence.queries.begin + place.block * kRowBlock) * view.stride[2];
   const float* const sums = space.sums + blockIdx.x * kRowBlock * space.width;
   const float scale = static_cast<float>(problem.scale);
-  const bool vectors = view.stride[3] == 1 && problem.width % 8 == 0 && misalignment(to) == 0 &&
+  const int width = static_cast<int>(problem.width), row_tiles = static_cast<int>(space.width) / 8;
+  constexpr bool kWords = sizeof(Element) == 2;
+  const bool vectors = kWords && view.stride[3] == 1 && width % 8 == 0 && misalignment(to) == 0 &&
                        view.stride[2] * static_cast<int>(sizeof(Element)) % kVectorBytes == 0;
-  const int across = static_cast<int>(problem.width + 7) / 8;
-  for (int index = static_cast<int>(threadIdx.x); index < kRowBlock / 2 * across; index += kRowThreads) {
-    const int column = index % across, pair = index / across, row = pair / 8 * 16 + pair % 8;
-    const float* const tile = sums + (pair / 8 * (space.width / 8) + column) * 128;
+  constexpr int kTiles = 4, kBands = kRowBlock / 16;
+  const int pieces = (row_tiles + kTiles - 1) / kTiles;
+#pragma unroll 2
+  for (int piece = static_cast<int>(threadIdx.x) / kWarp; piece < kBands * pieces; piece += kRowThreads / kWarp) {
+    const int band = piece % kBands, first = piece / kBands * kTiles;  // tile of a row of tiles
+    float x[kTiles][4];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (first + t >= row_tiles) break;
+      read_sum(sums + (band * row_tiles + first + t) * 128 + place_in_sum(lane(), 0), x[t]);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (row + 8 * half >= left) break;
-      float x[8];
+      const int row = band * 16 + half * 8 + lane_group();
+      Element* const at = to + row * view.stride[2];
+      if constexpr (kWords) {
+        if (vectors) {
+          unsigned words[kTiles];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] = scale * tile[place_in_sum(pair % 8 * 4 + n / 2, 2 * half + n % 2)];
-      Element* const at = to + (row + 8 * half) * view.stride[2] + column * 8 * view.stride[3];
-      if (vectors) {
-#pragma unroll
-        for (int n = 0; n < 8; n += kPerVector<Element>) *reinterpret_cast<uint4*>(at + n) = pack<Element>(x + n);
-      } else {
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-          if (column * 8 + n < problem.width) at[n * view.stride[3]] = narrow<Element>(x[n]);
+          for (int t = 0; t < kTiles; ++t)
+            words[t] = Fragments<Element>::pair(scale * x[t][2 * half], scale * x[t][2 * half + 1]);
+          transpose_places(words);
+          const int column = (first + lane_place()) * 8;
+          if (row < left && column < width)
+            *reinterpret_cast<uint4*>(at + column) = make_uint4(words[0], words[1], words[2], words[3]);
+          continue;
+        }
       }
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = (first + t) * 8 + 2 * lane_place() + e;
+          if (row < left && column < width) at[column * view.stride[3]] = narrow<Element>(scale * x[t][2 * half + e]);
+        }
     }
   }
 }

@@ -117,15 +117,16 @@ constexpr Backward kBackwardOnSm90{
           return reason || fits ? reason : kTooWide;
         },
     .run =
-        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool, void* workspace, CUstream_st* stream) {
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+           CUstream_st* stream) {
           visit_head_dim(HopperBackwardHeadDims{}, problem,
-                         [&](auto width) { backward_sm90<width()>(problem, gradients, workspace, stream); });
+                         [&](auto width) { backward_sm90<width()>(problem, gradients, deterministic, workspace, stream); });
         },
     .workspace =
-        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool) {
+        [](const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
           int64_t bytes = 0;
           visit_head_dim(HopperBackwardHeadDims{}, problem,
-                         [&](auto width) { bytes = backward_sm90_workspace<width()>(problem, gradients); });
+                         [&](auto width) { bytes = backward_sm90_workspace<width()>(problem, gradients, deterministic); });
           return bytes;
         },
 };

@@ -32,8 +32,9 @@ const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gp
 
 // backward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
 template <int kWidth>
-int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients);
+int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
 template <int kWidth>
-void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace, CUstream_st* stream);
+void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
+                   CUstream_st* stream);
 
 }  // namespace flash_online::cuda

@@ -24,15 +24,15 @@ struct ForwardArguments {
   float keep_scale;  // of dropout: 1 / (1 - p)
 };
 
-// kEverything: with softcap, ALiBi, masks, dropout and any scale; without it ranges of keys alone.
-template <class Kind, int kWidth, bool kEverything>
+template <class Element, int kWidth, Variant kVariant>
 struct ForwardOnSm80 {
-  using Element = typename ElementOf<Kind>::type;
-  static constexpr ForwardSm80 kTile = forward_sm80_tile(sizeof(Element), kWidth, kEverything);
+  static constexpr bool kEverything = kVariant != Variant::kPlain;
+  static constexpr ForwardSm80 kTile = forward_sm80_tile(sizeof(Element), kWidth, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kValueWidth = kTile.value_width, kRows = kTile.row_tiles;
-  using QueryTile = SharedTile<Kind, kWidth>;
-  using ValueTile = SharedTile<Kind, kValueWidth>;
+  using Piece = typename Split<Element>::Piece;
+  using QueryTile = SharedTile<Element, kWidth>;
+  using ValueTile = SharedTile<Element, kValueWidth>;
   static constexpr int kQueryBytes = QueryTile::bytes(kQueries), kKeyBytes = QueryTile::bytes(kKeys),
                        kValueBytes = ValueTile::bytes(kKeys);
   static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
@@ -58,8 +58,8 @@ struct ForwardOnSm80 {
   }
 };
 
-template <class Kind, int kWidth, bool kEverything>
-__device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(const ForwardArguments& arguments) {
+template <class Element, int kWidth, Variant kVariant>
+__device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(const ForwardArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
 
@@ -80,8 +80,8 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
   const int query = static_cast<int>(place.block) * kQueries, last_query = min(query + kQueries, queries);
 
   // In shared memory: queries, keys, values, mask.
-  const QueryTile query_tile{reinterpret_cast<Element*>(shared)}, key_tile{reinterpret_cast<Element*>(shared + kQueryBytes)};
-  const ValueTile value_tile{reinterpret_cast<Element*>(shared + kQueryBytes + kKeyBytes)};
+  const QueryTile query_tile{reinterpret_cast<Piece*>(shared)}, key_tile{reinterpret_cast<Piece*>(shared + kQueryBytes)};
+  const ValueTile value_tile{reinterpret_cast<Piece*>(shared + kQueryBytes + kKeyBytes)};
   MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kQueryBytes + kKeyBytes + kValueBytes);
 
   const int64_t key_head = head / (problem.heads / problem.key_heads),
@@ -105,6 +105,8 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
   Accumulator<kRows, kValueWidth / 8> out;
   clear(out);
   ScoreState state[kRows][2];
+  Incoming<kKeys, kThreads, Element, kWidth> next_keys;
+  Incoming<kKeys, kThreads, Element, kValueWidth> values;
   load<kQueries, kThreads>(query_tile, query_rows, query, queries);
   if (block < end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
   commit_copies();
@@ -114,17 +116,18 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
     const bool masked = kEverything && mask.data && !nothing_hidden;
     wait_for_copies();
     __syncthreads();  // the keys are there, and all have done with the values and the mask before
-    load<kKeys, kThreads>(value_tile, value_rows, key, keys);
+    values.start(value_tile, value_rows, key, keys);
     if (masked) mask_block.load(mask, query, queries, key, keys);
     commit_copies();
 
     Accumulator<kRows, kKeys / 8> scores;
     clear(scores);
-    multiply_rows<Kind, kWidth>(scores, query_tile, row, key_tile);
+    multiply_rows<Element, kWidth>(scores, query_tile, row, key_tile);
     next = key_blocks.next(next_nothing_hidden);
+    values.finish(value_tile, value_rows, key, keys);
     wait_for_copies();
     __syncthreads();  // the values are there, and all have done with the keys
-    if (next < end) load<kKeys, kThreads>(key_tile, key_rows, next * kKeys, keys);
+    if (next < end) next_keys.start(key_tile, key_rows, next * kKeys, keys);
     commit_copies();
 
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
@@ -161,7 +164,8 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
         state[i][half].add(sum);
       }
     if (kEverything && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
-    multiply_accumulators<Kind>(out, scores, value_tile);
+    multiply_accumulators<Element>(out, scores, value_tile);
+    if (next < end) next_keys.finish(key_tile, key_rows, next * kKeys, keys);
   }
   wait_for_copies();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
@@ -181,7 +185,7 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
         out[i][j][2 * half + 1] *= last;
       }
       const int at = query + row + 16 * i + 8 * half + lane_group();
-      if (piece == 0 && lane_place() == 0 && at < queries) {
+      if (piece == 0 && lane_place() == 0 && at < queries && problem.lse) {
         const double lse = (static_cast<double>(own.max) + ::log2(static_cast<double>(own.sum))) * kLn2;
         const int64_t number = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + at;
         const float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
@@ -191,56 +195,70 @@ __device__ __forceinline__ void ForwardOnSm80<Kind, kWidth, kEverything>::run(co
     }
   Element* const to = static_cast<Element*>(problem.out.data) + batch * problem.out.stride[0] + head * problem.out.stride[1] +
                       (sequence.queries.begin + query) * problem.out.stride[2] + piece * kValueWidth * problem.out.stride[3];
-  store_rows<Kind>(out, ValueTile{query_tile.data}, row, to, problem.out.stride[2], problem.out.stride[3], last_query - query,
-                   static_cast<int>(min(problem.value_width - piece * kValueWidth, int64_t{kValueWidth})));
+  store_rows<Element>(out, ValueTile{query_tile.data}, 0, row, to, problem.out.stride[2], problem.out.stride[3],
+                      last_query - query,
+                      static_cast<int>(min(problem.value_width - piece * kValueWidth, int64_t{kValueWidth})));
 }
 
-template <class Kind, int kWidth, bool kEverything, class Body = ForwardOnSm80<Kind, kWidth, kEverything>>
+template <class Element, int kWidth, Variant kVariant, class Body = ForwardOnSm80<Element, kWidth, kVariant>>
 __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
     attention_forward_sm80(const __grid_constant__ ForwardArguments arguments) {
   Body::run(arguments);
 }
 
-// Calls f(Type<Kind>, bool_constant<kEverything>) with what a problem needs.
+// Calls f(Type<Element>, std::integral_constant<Variant>) with what a problem needs and a GPU with so much shared memory for a
+// block has room for. For a problem that finds no room it is the last one.
 template <int kWidth, class F>
-void visit_forward_sm80(const AttentionProblem& problem, F&& f) {
-  const auto visit_half = [&]<class Element>(Type<Element> element) {
-    if constexpr (kWidth <= 256)
-      if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0) return f(element, std::false_type{});
-    f(element, std::true_type{});
+void visit_forward_sm80(const AttentionProblem& problem, F&& f,
+                        int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
+  using Everything = std::integral_constant<Variant, Variant::kEverything>;
+  const auto visit = [&]<class Element>(Type<Element> element) {
+    using Plain = std::integral_constant<Variant, Variant::kPlain>;
+    using Small = std::integral_constant<Variant, Variant::kSmall>;
+    if constexpr (has_forward_sm80_tile(sizeof(Element), kWidth, Plain::value))
+      if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
+          ForwardOnSm80<Element, kWidth, Plain::value>::shared_bytes(problem) <= room)
+        return f(element, Plain{});
+    if constexpr (has_forward_sm80_tile(sizeof(Element), kWidth, Small::value))
+      if (ForwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(element, Small{});
+    f(element, Everything{});
   };
   switch (problem.dtype) {
-    case DType::kFloat16: return visit_half(Type<__half>{});
-    case DType::kBFloat16: return visit_half(Type<__nv_bfloat16>{});
-    default: f(Type<float>{}, std::true_type{});
+    case DType::kFloat16: return visit(Type<__half>{});
+    case DType::kBFloat16: return visit(Type<__nv_bfloat16>{});
+    default: visit(Type<float>{});
   }
 }
 
-template <class Kind, int kWidth, bool kEverything>
+template <class Element, int kWidth, Variant kVariant>
 void launch_forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {
-  using Body = ForwardOnSm80<Kind, kWidth, kEverything>;
+  using Body = ForwardOnSm80<Element, kWidth, kVariant>;
   const ForwardArguments arguments{problem, BlockList::of(problem, false, problem.heads, Body::kQueries), map,
                                    ScoreRule(problem),
                                    problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
   const int64_t pieces = (problem.value_width + Body::kValueWidth - 1) / Body::kValueWidth;
-  launch<attention_forward_sm80<Kind, kWidth, kEverything>>(arguments, arguments.list.count() * (pieces > 0 ? pieces : 1),
+  launch<attention_forward_sm80<Element, kWidth, kVariant>>(arguments, arguments.list.count() * (pieces > 0 ? pieces : 1),
                                                             Body::kThreads, Body::shared_bytes(problem), stream);
 }
 
 template <int kWidth>
 void forward_sm80(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {
-  visit_forward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
-    launch_forward_sm80<Kind, kWidth, kEverything>(problem, map, stream);
-  });
+  visit_forward_sm80<kWidth>(problem,
+                             [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+                               launch_forward_sm80<Element, kWidth, kVariant>(problem, map, stream);
+                             });
 }
 
 template <int kWidth>
 const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
   const char* reason = nullptr;
-  visit_forward_sm80<kWidth>(problem, [&]<class Kind, bool kEverything>(Type<Kind>, std::bool_constant<kEverything>) {
-    if (ForwardOnSm80<Kind, kWidth, kEverything>::shared_bytes(problem) > gpu.shared_bytes)
-      reason = "the GPU has too little shared memory for this head dim";
-  });
+  visit_forward_sm80<kWidth>(
+      problem,
+      [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+        if (ForwardOnSm80<Element, kWidth, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
+          reason = "the GPU has too little shared memory for this head dim";
+      },
+      gpu.shared_bytes);
   return reason;
 }
 

@@ -517,10 +517,10 @@ struct ForwardSm90Kernel {
           T* const to = static_cast<T*>(a.out) + head * a.out_stride[1] + row * a.out_stride[2];
           const int column = lane * kPerVector<T>;
           if (column < a.value_width) *reinterpret_cast<uint4*>(to + column) = {};
-          if (lane == 0) {
+          if (lane == 0 && a.lse) {
             const int64_t at = head * a.lse_stride[1] + row;
             a.lse[at] = -INFINITY;
-            if (a.lse_low) a.lse_low[at] = 0;
+            a.lse_low[at] = 0;
           }
         }
     }
@@ -869,7 +869,7 @@ struct ForwardSm90Kernel {
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
       const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
-      if (lane % 4 < 2 && query_row < queries(a, tile)) {
+      if (lane % 4 < 2 && query_row < queries(a, tile) && a.lse) {
         const int64_t at =
             (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + query_row;
         // From the base 2, in two floats.
@@ -877,7 +877,7 @@ struct ForwardSm90Kernel {
         const float high = mine.lse(), lse = high * kLn2;
         const float low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, mine.lse_low() * kLn2);
         a.lse[at] = lse;
-        if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
+        a.lse_low[at] = low - low == 0 ? low : 0;
       }
       __syncwarp();
     }
@@ -1262,10 +1262,8 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
   for (int i = 0; i < 2; ++i) a.lse_stride[i] = p.lse_stride[i];
-  const unsigned blocks =
-      static_cast<unsigned>(std::clamp(batch * p.heads * a.row_tiles, int64_t{1}, int64_t{multiprocessors()}));
-  launch_shared(attention_forward_sm90<T, Tile>, a, blocks, kTile.threads(), Kernel::kSharedBytes, 1, stream);
-  check_launch("attention_forward_sm90");
+  const int64_t blocks = std::clamp(batch * p.heads * a.row_tiles, int64_t{1}, int64_t{multiprocessors()});
+  launch<attention_forward_sm90<T, Tile>>(a, blocks, kTile.threads(), Kernel::kSharedBytes, stream);
 }
 
 template <class T, int kRow, bool kPacked>

@@ -25,12 +25,80 @@ struct HeadRows {
         vectors((column_stride == 1 || columns <= 1) && misalignment(data) == 0 && row_stride * sizeof(Element) % 16 == 0) {}
 };
 
-// Starts copying the rows [row, row + kRows) into a tile; zeros stand for what is past `rows` or past the columns. Seen after
+// Whole vectors of floats on their way into a tile of their pieces: kCount of them a thread, from its `first`-th on.
+template <int kRows, int kThreads, int kWidth, int kCount>
+struct FloatsInRegisters {
+  static constexpr unsigned kAcross = kWidth / 4, kVectors = kRows * kAcross;
+  float4 values[kCount];
+
+  __device__ static bool take(const HeadRows<float>& from) { return from.vectors && from.width % 4 == 0; }
+
+  __device__ __forceinline__ void fetch(const HeadRows<float>& from, int row, int rows, int first = 0) {
+    // Where a thread keeps to its column, there is one address, moved on by a constant number of rows.
+    constexpr bool kDown = kThreads % kAcross == 0;
+    const int left = min(rows - row, kRows);
+    const float* at = nullptr;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const unsigned index = threadIdx.x + (first + n) * kThreads;
+      const int r = static_cast<int>(index / kAcross), c = static_cast<int>(index % kAcross) * 4;
+      if (n == 0 || !kDown)
+        at = from.data + (row + r) * from.row_stride + c;
+      else
+        at += kThreads / kAcross * from.row_stride;
+      values[n] = r < left && c < from.width ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
+    }
+  }
+  __device__ __forceinline__ void put(SharedTile<float, kWidth> tile, int first = 0) const {
+    using F = Fragments<float>;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const unsigned index = threadIdx.x + (first + n) * kThreads;
+      if (kVectors % (kThreads * kCount) != 0 && index >= kVectors) return;
+      unsigned left[F::kPieces], right[F::kPieces];
+      F::split(left, values[n].x, values[n].y);
+      F::split(right, values[n].z, values[n].w);
+#pragma unroll
+      for (int piece = 0; piece < F::kPieces; ++piece)
+        *reinterpret_cast<uint2*>(tile.row(index / kAcross, piece) + index % kAcross * 4) =
+            make_uint2(left[piece], right[piece]);
+    }
+  }
+};
+
+// Floats into a tile of their pieces, as load() below.
+template <int kRows, int kThreads, int kWidth>
+__device__ __forceinline__ void load_floats(SharedTile<float, kWidth> tile, const HeadRows<float>& from, int row, int rows) {
+  constexpr int kCount = 4;
+  using Part = FloatsInRegisters<kRows, kThreads, kWidth, kCount>;
+  if (Part::take(from)) {
+#pragma unroll 1
+    for (int first = 0; first * kThreads < Part::kVectors; first += kCount) {
+      Part part;
+      part.fetch(from, row, rows, first);
+      part.put(tile, first);
+    }
+  } else {
+#pragma unroll 1
+    for (int index = static_cast<int>(threadIdx.x); index < kRows * kWidth / 2; index += kThreads) {
+      const int r = index / (kWidth / 2), c = index % (kWidth / 2) * 2;
+      const float* const at = from.data + (row + r) * from.row_stride + c * from.column_stride;
+      const bool there = row + r < rows;
+      unsigned words[Fragments<float>::kPieces];
+      Fragments<float>::split(words, there && c < from.width ? at[0] : 0,
+                              there && c + 1 < from.width ? at[from.column_stride] : 0);
+#pragma unroll
+      for (int piece = 0; piece < Fragments<float>::kPieces; ++piece)
+        *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+    }
+  }
+}
+
+// Copies the rows [row, row + kRows) into a tile; zeros stand for what is past `rows` or past the columns. Seen after
 // commit_copies, wait_for_copies and a barrier.
-template <int kRows, int kThreads, class Kind, int kWidth>
-__device__ __forceinline__ void load(SharedTile<Kind, kWidth> tile, const HeadRows<typename ElementOf<Kind>::type>& from,
-                                     int row, int rows) {
-  using Element = typename ElementOf<Kind>::type;
+template <int kRows, int kThreads, class Element, int kWidth>
+__device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows) {
+  if constexpr (std::is_same_v<Element, float>) return load_floats<kRows, kThreads>(tile, from, row, rows);
   constexpr int kPer = kPerVector<Element>, kChunks = kWidth / kPer;
   const int thread = static_cast<int>(threadIdx.x), left = min(rows - row, kRows);
   const Element* const data = from.data + row * from.row_stride;
@@ -65,13 +133,40 @@ __device__ __forceinline__ void load(SharedTile<Kind, kWidth> tile, const HeadRo
   }
 }
 
+// A block of rows under way while others are worked on: start() at any time, finish() once all have done with the tile. 16-bit
+// elements are copied into a tile that is free already; floats stay in registers until they are split.
+template <int kRows, int kThreads, class Element, int kWidth>
+struct Incoming {
+  using Tile = SharedTile<Element, kWidth>;
+  __device__ __forceinline__ void start(Tile tile, const HeadRows<Element>& from, int row, int rows) {
+    load<kRows, kThreads>(tile, from, row, rows);
+  }
+  __device__ __forceinline__ void finish(Tile, const HeadRows<Element>&, int, int) const {}
+};
+template <int kRows, int kThreads, int kWidth>
+struct Incoming<kRows, kThreads, float, kWidth> {
+  using Tile = SharedTile<float, kWidth>;
+  static constexpr int kCount = (kRows * kWidth / 4 + kThreads - 1) / kThreads;
+  static constexpr bool kAhead = kCount <= 8;  // more take registers from the work meanwhile
+  FloatsInRegisters<kRows, kThreads, kWidth, kAhead ? kCount : 1> part;
+
+  __device__ __forceinline__ void start(Tile, const HeadRows<float>& from, int row, int rows) {
+    if (kAhead && part.take(from)) part.fetch(from, row, rows);
+  }
+  __device__ __forceinline__ void finish(Tile tile, const HeadRows<float>& from, int row, int rows) const {
+    if (kAhead && part.take(from))
+      part.put(tile);
+    else
+      load_floats<kRows, kThreads>(tile, from, row, rows);
+  }
+};
+
 // Writes a warp's 16 * kTiles rows of accumulators into a head's rows: `at` is the warp's place in shared memory, of which the
-// warp uses as many rows; `row` counts there and in the tensor alike from the block's first.
-template <class Kind, int kTiles, int kColumns, int kWidth>
-__device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& d, SharedTile<Kind, kWidth> at, int row,
-                                           typename ElementOf<Kind>::type* data, int64_t row_stride, int64_t column_stride,
-                                           int left, int width) {
-  using Element = typename ElementOf<Kind>::type;
+// warp uses as many rows, from an element `place` on; `row` counts there and in the tensor alike from the block's first.
+template <class Element, int kTiles, int kColumns, int kWidth>
+__device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& d, SharedTile<Element, kWidth> at, int place,
+                                           int row, Element* data, int64_t row_stride, int64_t column_stride, int left,
+                                           int width) {
   static_assert(kColumns * 8 <= kWidth);
   __syncwarp();
 #pragma unroll
@@ -80,9 +175,9 @@ __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& 
     for (int j = 0; j < kColumns; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Element* const to = at.row(row + 16 * i + 8 * half + lane_group()) + 8 * j + 2 * lane_place();
+        Element* const to = at.elements(row + 16 * i + 8 * half + lane_group()) + place + 8 * j + 2 * lane_place();
         if constexpr (sizeof(Element) == 2)
-          *reinterpret_cast<unsigned*>(to) = Fragments<Kind>::pair(d[i][j][2 * half], d[i][j][2 * half + 1]);
+          *reinterpret_cast<unsigned*>(to) = Fragments<Element>::pair(d[i][j][2 * half], d[i][j][2 * half + 1]);
         else
           *reinterpret_cast<float2*>(to) = {d[i][j][2 * half], d[i][j][2 * half + 1]};
       }
@@ -94,9 +189,10 @@ __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& 
     const int r = row + index / kChunks, c = index % kChunks * kPer;
     if (r >= left || c >= width) continue;
     if (vectors)
-      *reinterpret_cast<uint4*>(data + r * row_stride + c) = *reinterpret_cast<const uint4*>(at.row(r) + c);
+      *reinterpret_cast<uint4*>(data + r * row_stride + c) = *reinterpret_cast<const uint4*>(at.elements(r) + place + c);
     else
-      for (int n = 0; n < kPer && c + n < width; ++n) data[r * row_stride + (c + n) * column_stride] = at.row(r)[c + n];
+      for (int n = 0; n < kPer && c + n < width; ++n)
+        data[r * row_stride + (c + n) * column_stride] = at.elements(r)[place + c + n];
   }
 }
 

@@ -39,11 +39,10 @@ struct MaskGradientArguments {
   int column_blocks;
 };
 
-template <class Kind>
+template <class Element>
 struct MaskGradient {
-  using Element = typename ElementOf<Kind>::type;
-  static constexpr int kChunk = sizeof(Element) == 2 ? 64 : 32;  // of the head dim
-  using Tile = SharedTile<Kind, kChunk>;
+  static constexpr int kChunk = sizeof(Element) == 2 ? 64 : 16;  // of the head dim
+  using Tile = SharedTile<Element, kChunk>;
   using Sums = Accumulator<1, kMaskTile / 8>;
   static constexpr int kTileBytes = Tile::bytes(kMaskTile), kStageBytes = 4 * kTileBytes, kStages = 2;
   static constexpr int kSumBytes = kMaskWarps * kMaskTile * static_cast<int>(sizeof(float));
@@ -57,10 +56,10 @@ struct MaskGradient {
                                 int64_t batch, int64_t head, int row_tile, int column_tile);
 };
 
-template <class Kind>
-__device__ __forceinline__ void MaskGradient<Kind>::finish(const MaskGradientArguments& arguments, Sums& sum,
-                                                           float* column_sums, int64_t split, int64_t batch, int64_t head,
-                                                           int row_tile, int column_tile) {
+template <class Element>
+__device__ __forceinline__ void MaskGradient<Element>::finish(const MaskGradientArguments& arguments, Sums& sum,
+                                                              float* column_sums, int64_t split, int64_t batch, int64_t head,
+                                                              int row_tile, int column_tile) {
   const AttentionGradients& gradients = arguments.gradients;
   const int64_t* const size = gradients.mask_size;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -140,8 +139,8 @@ __device__ __forceinline__ void MaskGradient<Kind>::finish(const MaskGradientArg
   });
 }
 
-template <class Kind>
-__device__ __forceinline__ void MaskGradient<Kind>::run(const MaskGradientArguments& arguments) {
+template <class Element>
+__device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
@@ -196,7 +195,7 @@ __device__ __forceinline__ void MaskGradient<Kind>::run(const MaskGradientArgume
   };
 
   const auto tile = [&](int stage, int n) {
-    return Tile{reinterpret_cast<Element*>(shared + stage * kStageBytes + n * kTileBytes)};
+    return Tile{reinterpret_cast<typename Tile::Piece*>(shared + stage * kStageBytes + n * kTileBytes)};
   };
   // Starts copying a chunk of queries, keys, gradients of outputs, values.
   const int key_share = static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads),
@@ -262,8 +261,8 @@ __device__ __forceinline__ void MaskGradient<Kind>::run(const MaskGradientArgume
           load_chunk(stage ^ 1, next, 0);
         }
         commit_copies();
-        if (chunk * kChunk < problem.width) multiply_rows<Kind, kChunk>(scores, tile(stage, 0), row, tile(stage, 1));
-        if (chunk * kChunk < problem.value_width) multiply_rows<Kind, kChunk>(grads, tile(stage, 2), row, tile(stage, 3));
+        if (chunk * kChunk < problem.width) multiply_rows<Element, kChunk>(scores, tile(stage, 0), row, tile(stage, 1));
+        if (chunk * kChunk < problem.value_width) multiply_rows<Element, kChunk>(grads, tile(stage, 2), row, tile(stage, 3));
       }
 
       const ScoreRule rule = arguments.rule.of_head(problem, step.batch, step.head);
@@ -298,10 +297,10 @@ __device__ __forceinline__ void MaskGradient<Kind>::run(const MaskGradientArgume
   }
 }
 
-template <class Kind>
-__global__ void __launch_bounds__(kMaskThreads, sizeof(typename ElementOf<Kind>::type) == 2 ? 2 : 1)
+template <class Element>
+__global__ void __launch_bounds__(kMaskThreads, sizeof(Element) == 2 ? 2 : 1)
     mask_gradient_tiles(const __grid_constant__ MaskGradientArguments arguments) {
-  MaskGradient<Kind>::run(arguments);
+  MaskGradient<Element>::run(arguments);
 }
 
 __global__ void __launch_bounds__(256) sum_mask_parts(const __grid_constant__ MaskGradientArguments arguments) {
@@ -359,11 +358,11 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
   const int row_tiles = static_cast<int>(tiles_of(size[2])), column_tiles = static_cast<int>(tiles_of(size[3]));
   const int mask_rows = problem.mask.stride[2] == 0 ? 1 : kMaskTile;
   const int mask_bytes = mask_rows * mask_pitch(kMaskTile, static_cast<int>(size_of(problem.mask_dtype)));
-  const auto run = [&]<class Kind>(Kind) {
+  const auto run = [&]<class Element>(Element) {
     // As many tiles a block of threads as leave enough blocks for the device, several times; one, if there is no room for two.
     constexpr int64_t kMostTiles = 16;
     const bool room =
-        MaskGradient<Kind>::kBytes + 2 * mask_bytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+        MaskGradient<Element>::kBytes + 2 * mask_bytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
     const int64_t spare = tiles / (16 * int64_t{multiprocessors()}),
                   columns = room ? std::clamp<int64_t>(std::min<int64_t>(spare, column_tiles), 1, kMostTiles) : 1,
                   column_blocks = (column_tiles + columns - 1) / columns;
@@ -378,8 +377,9 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
                                           column_tiles,
                                           static_cast<int>(columns),
                                           static_cast<int>(column_blocks)};
-    launch<mask_gradient_tiles<Kind>>(arguments, size[0] * size[1] * row_tiles * column_blocks * arguments.splits, kMaskThreads,
-                                      MaskGradient<Kind>::kBytes + (columns > 1 ? 2 : 1) * mask_bytes, stream);
+    launch<mask_gradient_tiles<Element>>(arguments, size[0] * size[1] * row_tiles * column_blocks * arguments.splits,
+                                         kMaskThreads, MaskGradient<Element>::kBytes + (columns > 1 ? 2 : 1) * mask_bytes,
+                                         stream);
     if (arguments.splits > 1) {
       const int64_t count = size[0] * size[1] * size[2] * size[3];
       launch<sum_mask_parts>(arguments, (count + 255) / 256, 256, 0, stream);

@@ -59,7 +59,7 @@ inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& g
   const int64_t queries = p.query_starts ? p.total_queries : p.queries, keys = p.query_starts ? p.total_keys : p.keys;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
-  if (deterministic) return "deterministic: it sums gradients of queries in any order";
+  if (deterministic && p.mask.data) return "deterministic with a mask: blocks that it hides have no turn";
   if (p.batch == 0 || p.heads == 0 || queries == 0 || keys == 0 || p.width == 0 || p.value_width == 0) return "a size of 0";
   if (queries > kLongestBackwardSm90 || keys > kLongestBackwardSm90) return "a length over 2^28";
   if (!is_copied_in_boxes(p.query.data, p.query.stride, p.batch, p.heads, queries, p.width))

@@ -7,10 +7,19 @@ namespace flash_online::cuda {
 // The head dims that have a tile of their own.
 inline constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256, 512};
 
+// What a kernel is made for.
+enum class Variant : signed char {
+  kPlain,  // ranges of keys alone
+  kEverything,  // with softcap, ALiBi, masks, dropout and any scale
+  kSmall,  // the same where kEverything takes more shared memory than the GPU has: 163 KiB (8.0), 99 KiB (8.6, 8.9, 12.x)
+};
+
+inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kEverything, kSmall = Variant::kSmall;
+
 // forward_sm80.cuh: a block of threads takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
 struct ForwardSm80 {
   int bytes, width;  // of an element; the head dim, of queries and keys
-  bool everything;  // softcap, masks and so on: what they need of registers leaves a warp 16 rows
+  Variant variant;  // what all options need of registers leaves a warp 16 rows
   int value_width;  // of the values' columns that one block of threads sums
   int row_tiles, warps, keys;
   int blocks;  // on a multiprocessor at a time, for the compiler's budget of registers
@@ -19,28 +28,29 @@ struct ForwardSm80 {
 };
 
 inline constexpr ForwardSm80 kForwardSm80[] = {
-    {2, 32, false, 32, 2, 4, 64, 2},   {2, 64, false, 64, 2, 4, 64, 2},   {2, 96, false, 96, 2, 4, 64, 2},
-    {2, 128, false, 128, 2, 4, 64, 2}, {2, 192, false, 192, 1, 8, 64, 1}, {2, 256, false, 256, 1, 8, 64, 1},
-    {2, 32, true, 32, 1, 4, 64, 2},    {2, 64, true, 64, 1, 4, 64, 2},    {2, 96, true, 96, 1, 4, 64, 2},
-    {2, 128, true, 128, 1, 4, 64, 2},  {2, 192, true, 192, 1, 4, 64, 1},  {2, 256, true, 256, 1, 4, 64, 1},
-    {2, 512, true, 256, 1, 4, 32, 1},  //
-    {4, 32, true, 32, 1, 4, 64, 3},    {4, 64, true, 64, 1, 4, 64, 2},    {4, 96, true, 96, 1, 4, 64, 2},
-    {4, 128, true, 128, 1, 4, 64, 2},  {4, 192, true, 192, 1, 4, 32, 1},  {4, 256, true, 256, 1, 4, 32, 1},
-    {4, 512, true, 256, 1, 2, 16, 1},
+    {2, 32, kPlain, 32, 2, 4, 64, 2},   {2, 64, kPlain, 64, 2, 4, 64, 2},   {2, 96, kPlain, 96, 2, 4, 64, 2},
+    {2, 128, kPlain, 128, 2, 4, 64, 2}, {2, 192, kPlain, 192, 1, 8, 64, 1}, {2, 256, kPlain, 256, 1, 8, 64, 1},
+    {2, 32, kAll, 32, 1, 4, 64, 2},     {2, 64, kAll, 64, 1, 4, 64, 2},     {2, 96, kAll, 96, 1, 4, 64, 2},
+    {2, 128, kAll, 128, 1, 4, 64, 2},   {2, 192, kAll, 192, 1, 4, 64, 1},   {2, 256, kAll, 256, 1, 4, 64, 1},
+    {2, 512, kPlain, 256, 1, 8, 32, 1}, {2, 512, kAll, 256, 1, 8, 32, 1},   {2, 512, kSmall, 256, 1, 4, 32, 1},
+    {4, 32, kPlain, 32, 1, 4, 64, 2},   {4, 64, kPlain, 64, 1, 4, 64, 2},   {4, 96, kPlain, 96, 1, 8, 32, 1},
+    {4, 128, kPlain, 128, 1, 8, 32, 1}, {4, 192, kPlain, 192, 1, 4, 32, 1}, {4, 256, kPlain, 256, 1, 4, 32, 1},
+    {4, 32, kAll, 32, 1, 4, 64, 2},     {4, 64, kAll, 64, 1, 4, 32, 2},     {4, 96, kAll, 96, 1, 4, 32, 2},
+    {4, 128, kAll, 128, 1, 8, 32, 1},   {4, 192, kAll, 192, 1, 4, 32, 1},   {4, 256, kAll, 256, 1, 4, 32, 1},
+    {4, 512, kAll, 256, 1, 2, 16, 1},   {4, 128, kSmall, 128, 1, 4, 16, 1}, {4, 192, kSmall, 192, 1, 2, 16, 1},
 };
 
-consteval ForwardSm80 forward_sm80_tile(int bytes, int width, bool everything) {
+consteval bool has_forward_sm80_tile(int bytes, int width, Variant variant) {
   for (const ForwardSm80& tile : kForwardSm80)
-    if (tile.bytes == bytes && tile.width == width && tile.everything == everything) return tile;
-  throw "no row in kForwardSm80";
+    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return true;
+  return false;
 }
 
-// What a backward pass is made for.
-enum class BackwardVariant : signed char {
-  kPlain,  // ranges of keys alone
-  kEverything,  // with softcap, ALiBi, masks, dropout and any scale
-  kSmall,  // the same in the 99 KiB of shared memory that GPUs other than data centres' have, where kEverything takes more
-};
+consteval ForwardSm80 forward_sm80_tile(int bytes, int width, Variant variant) {
+  for (const ForwardSm80& tile : kForwardSm80)
+    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return tile;
+  throw "no row in kForwardSm80";
+}
 
 // backward_sm80.cuh: a block of threads takes `keys` keys and passes over the queries, `queries` at a time. Each product's
 // result is cut over the warps: that of scores and of weights' gradients into `score_warps` pieces along the keys times the
@@ -48,7 +58,7 @@ enum class BackwardVariant : signed char {
 // along columns.
 struct BackwardSm80 {
   int bytes, width;  // as above
-  BackwardVariant variant;
+  Variant variant;
   int keys, queries, warps;
   int score_warps;  // along the keys
   int score_split;  // along the queries; where there are fewer pieces than warps, the last warps have none
@@ -61,30 +71,23 @@ struct BackwardSm80 {
   constexpr int threads() const { return 32 * warps; }
 };
 
-inline constexpr BackwardVariant kBwPlain = BackwardVariant::kPlain, kBwAll = BackwardVariant::kEverything;
-
 inline constexpr BackwardSm80 kBackwardSm80[] = {
-    {2, 32, kBwPlain, 64, 64, 4, 2, 2, 0, 4, 2, 2},
-    {2, 64, kBwPlain, 64, 64, 4, 2, 2, 0, 2, 2, 2},
-    {2, 96, kBwPlain, 128, 64, 8, 4, 2, 4, 4, 2, 1},
-    {2, 128, kBwPlain, 128, 64, 8, 4, 2, 4, 2, 2, 1},
-    {2, 192, kBwPlain, 64, 64, 8, 4, 2, 2, 2, 1, 1},
-    {2, 256, kBwPlain, 64, 64, 8, 4, 2, 2, 2, 1, 1},
-    {2, 32, kBwAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {2, 64, kBwAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {2, 96, kBwAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {2, 128, kBwAll, 128, 64, 8, 4, 2, 4, 2, 1, 1},
-    {2, 192, kBwAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
-    {2, 256, kBwAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
-    {2, 512, kBwAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},  //
-    {2, 128, BackwardVariant::kSmall, 64, 64, 4, 4, 1, 0, 2, 1, 2},  //
-    {4, 32, kBwAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {4, 64, kBwAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},
-    {4, 96, kBwAll, 64, 32, 4, 4, 1, 0, 2, 1, 1},
-    {4, 128, kBwAll, 64, 32, 4, 4, 1, 0, 2, 1, 1},
-    {4, 192, kBwAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},
-    {4, 256, kBwAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
-    {4, 512, kBwAll, 16, 16, 8, 1, 2, 1, 1, 1, 1},
+    {2, 32, kPlain, 64, 64, 4, 2, 2, 0, 4, 2, 2},  {2, 64, kPlain, 64, 64, 4, 2, 2, 0, 2, 2, 2},
+    {2, 96, kPlain, 128, 64, 8, 4, 2, 4, 4, 2, 1}, {2, 128, kPlain, 128, 64, 8, 4, 2, 4, 2, 2, 1},
+    {2, 192, kPlain, 64, 64, 8, 4, 2, 2, 2, 1, 1}, {2, 256, kPlain, 64, 64, 8, 4, 2, 2, 2, 1, 1},
+    {2, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {2, 64, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
+    {2, 96, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {2, 128, kAll, 128, 64, 8, 4, 2, 4, 2, 1, 1},
+    {2, 192, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},   {2, 256, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
+    {2, 512, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},  //
+    {2, 128, kSmall, 64, 64, 4, 4, 1, 0, 2, 1, 2},  //
+    {4, 64, kPlain, 64, 32, 4, 4, 1, 0, 2, 1, 2},  {4, 96, kPlain, 64, 64, 8, 4, 2, 4, 4, 1, 1},
+    {4, 128, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1}, {4, 256, kPlain, 32, 32, 8, 2, 4, 1, 2, 1, 1},
+    {4, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {4, 64, kAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},
+    {4, 96, kAll, 64, 64, 8, 4, 2, 4, 4, 1, 1},    {4, 128, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
+    {4, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},   {4, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
+    {4, 512, kAll, 16, 16, 8, 1, 2, 1, 1, 1, 1},   {4, 32, kSmall, 64, 32, 4, 4, 1, 0, 2, 1, 2},
+    {4, 64, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},  {4, 96, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},
+    {4, 128, kSmall, 32, 16, 4, 2, 2, 1, 1, 1, 1},
 };
 
 // backward_queries_sm80.cuh: a block of threads takes `warps` * 16 queries and sums `columns` of their gradients' columns.
@@ -94,17 +97,17 @@ struct BackwardQueriesSm80 {
 
 inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
     {2, 32, 32, 4, 64},   {2, 64, 64, 4, 64},   {2, 96, 96, 4, 64},   {2, 128, 128, 4, 32}, {2, 192, 192, 4, 64},
-    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {4, 32, 32, 4, 64},   {4, 64, 64, 4, 64},   {4, 96, 96, 4, 32},
-    {4, 128, 128, 4, 64}, {4, 192, 192, 4, 32}, {4, 256, 256, 2, 32}, {4, 512, 256, 1, 16},
+    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {4, 32, 32, 4, 64},   {4, 64, 64, 4, 32},   {4, 96, 96, 2, 32},
+    {4, 128, 128, 2, 16}, {4, 192, 192, 4, 16}, {4, 256, 256, 2, 32}, {4, 512, 256, 1, 16},
 };
 
-consteval bool has_backward_sm80_tile(int bytes, int width, BackwardVariant variant) {
+consteval bool has_backward_sm80_tile(int bytes, int width, Variant variant) {
   for (const BackwardSm80& tile : kBackwardSm80)
     if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return true;
   return false;
 }
 
-consteval BackwardSm80 backward_sm80_tile(int bytes, int width, BackwardVariant variant) {
+consteval BackwardSm80 backward_sm80_tile(int bytes, int width, Variant variant) {
   for (const BackwardSm80& tile : kBackwardSm80)
     if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return tile;
   throw "no row in kBackwardSm80";

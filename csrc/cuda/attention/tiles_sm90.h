@@ -61,15 +61,18 @@ struct BackwardSm90 {
   bool everything;  // softcap, ALiBi, masks, dropout, any scale
   int queries;
   bool rounded_weights;  // the scores' gradients are made of weights as the products take them, which saves registers
+  // How many eighths of the weights are made before the block before's gradients of queries are added to memory, and before
+  // the weights' gradients are started. Not with `everything`.
+  int add_at, grad_at;
   int registers, loader_registers;
 
   static constexpr int kWarpgroups = 2, kKeys = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, true, 232, 40},
-    {128, false, 64, false, 240, 24},
-    {128, true, 64, false, 240, 24},
+    {64, false, 128, true, 4, 8, 232, 40},
+    {128, false, 64, false, 4, 6, 240, 24},
+    {128, true, 64, false, 0, 0, 240, 24},
 };
 
 consteval BackwardSm90 backward_sm90_tile(int width, bool everything) {

@@ -4,6 +4,10 @@
 
 #include <cooperative_groups.h>
 
+#include <cstdint>
+
+#include "mbarrier.cuh"
+
 namespace flash_online::cuda {
 
 constexpr int kLargestCluster = 16;  // blocks; more than 8 need the kernel's non-portable attribute
@@ -24,6 +28,40 @@ __device__ __forceinline__ T* in_block(T* shared, int rank) {
   return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
 }
 
+// Messages into another block's shared memory, counted by a barrier (mbarrier) that lies there: who waits for them waits for
+// nothing else, where a cluster's barrier waits for all that its threads wrote, to global memory too. A place and its barrier
+// serve once.
+
+// By one thread of each block, before the cluster's threads meet to learn that all have begun.
+__device__ __forceinline__ void open_mailbox(uint64_t* barrier) {
+  init_barrier(barrier, 1);
+  publish_barriers();
+}
+// That all have begun: nothing that was written before is shown by it but mailboxes.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+// By one thread of each block: how much it is going to get. Messages may be there already.
+__device__ __forceinline__ void expect_messages(uint64_t* barrier, unsigned bytes) { arrive_and_expect(barrier, bytes); }
+__device__ __forceinline__ void wait_for_messages(uint64_t* barrier) { wait(barrier, 0); }
+
+// 4 or 8 bytes to where `to` is in block `rank`.
+template <class T>
+__device__ __forceinline__ void send_message(T* to, const T& message, uint64_t* barrier, int rank) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  unsigned there, counted;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(to)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counted) : "r"(shared_address(barrier)), "r"(rank));
+  if constexpr (sizeof(T) == 4)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
+                 "r"(__builtin_bit_cast(unsigned, message)), "r"(counted)
+                 : "memory");
+  else
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(there),
+                 "l"(__builtin_bit_cast(unsigned long long, message)), "r"(counted)
+                 : "memory");
+}
+
 #else
 
 __device__ __forceinline__ int cluster_rank() { return 0; }
@@ -34,6 +72,12 @@ template <class T>
 __device__ __forceinline__ T* in_block(T* shared, int) {
   return shared;
 }
+__device__ __forceinline__ void open_mailbox(uint64_t*) {}
+__device__ __forceinline__ void cluster_arrive_relaxed() {}
+__device__ __forceinline__ void expect_messages(uint64_t*, unsigned) {}
+__device__ __forceinline__ void wait_for_messages(uint64_t*) {}
+template <class T>
+__device__ __forceinline__ void send_message(T*, const T&, uint64_t*, int) {}
 
 #endif
 

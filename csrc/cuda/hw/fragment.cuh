@@ -1,7 +1,8 @@
 // Products of tiles in shared memory, a warp at a time: which lane holds which element, for 16-bit and for float elements.
 //
-// float runs on the tensor cores too, with the digits of float: x = high + low, each of tf32's digits, and
-// a b = high high + high low + low high to some 23 digits ("3xTF32", as cutlass calls it). Tf32 stands for one product alone.
+// float runs on the tensor cores too, with the digits of float: x = x0 + x1 + x2, each a bfloat16, which has a third of float's
+// digits and all of its range. Of the nine products of two such numbers the six largest are made; the rest is 2^-25 of the
+// whole. Numbers are split once, on their way into shared memory.
 #pragma once
 
 #include "mma.cuh"
@@ -9,15 +10,16 @@
 
 namespace flash_online::cuda {
 
-struct Tf32 {};  // an element's kind: float in memory, tf32 in products
-
-template <class Kind>
-struct ElementOf {
-  using type = Kind;
+// As what an element is kept in shared memory, and how many of them.
+template <class Element>
+struct Split {
+  using Piece = Element;
+  static constexpr int kPieces = 1;
 };
 template <>
-struct ElementOf<Tf32> {
-  using type = float;
+struct Split<float> {
+  using Piece = __nv_bfloat16;
+  static constexpr int kPieces = 3;
 };
 
 // An m x n accumulator of a warp: [m / 16][n / 8].
@@ -34,87 +36,113 @@ __device__ __forceinline__ void clear(Accumulator<kRows, kColumns>& d) {
       for (int e = 0; e < 4; ++e) d[i][j][e] = 0;
 }
 
-// Rows of `kWidth` elements in shared memory, each 16 bytes longer than that: eight rows' 16 bytes at one column lie in
-// different banks, and so do a float's words at (2 place, group).
-template <class Kind, int kWidth>
+template <int kRows, int kColumns, class F>
+__device__ __forceinline__ void for_each(Accumulator<kRows, kColumns>& d, F&& f) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(d[i][j][e], i, j, e);
+}
+
+// Rows of `kWidth` elements in shared memory, each in its pieces one after the other, a piece 16 bytes longer than its data:
+// eight rows' 16 bytes at one column lie in different banks.
+template <class Element, int kWidth>
 struct SharedTile {
-  using Element = typename ElementOf<Kind>::type;
-  static constexpr int kPitch = kWidth + 16 / static_cast<int>(sizeof(Element));  // elements
-  static constexpr int bytes(int rows) { return rows * kPitch * static_cast<int>(sizeof(Element)); }
-  static_assert(kWidth * sizeof(Element) % 32 == 0);
+  using Piece = typename Split<Element>::Piece;
+  static constexpr int kPieces = Split<Element>::kPieces;
+  static constexpr int kPiecePitch = kWidth + 8, kPitch = kPieces * kPiecePitch;  // in pieces' elements
+  static constexpr int bytes(int rows) { return rows * kPitch * static_cast<int>(sizeof(Piece)); }
+  static_assert(sizeof(Piece) == 2 && kWidth % 16 == 0);
 
-  Element* data;
+  Piece* data;
 
-  __device__ __forceinline__ Element* row(int r) const { return data + r * kPitch; }
-  __device__ __forceinline__ unsigned address(int row, int column) const {
-    return shared_address(data) + static_cast<unsigned>((row * kPitch + column) * sizeof(Element));
+  __device__ __forceinline__ Piece* row(int r, int piece = 0) const { return data + r * kPitch + piece * kPiecePitch; }
+  __device__ __forceinline__ unsigned address(int row, int column, int piece = 0) const {
+    return shared_address(data) + static_cast<unsigned>((row * kPitch + piece * kPiecePitch + column) * sizeof(Piece));
   }
+  // The same memory from there on.
+  __device__ __forceinline__ SharedTile from(int row, int column) const { return {data + row * kPitch + column}; }
+  // A row's memory for whole elements.
+  __device__ __forceinline__ Element* elements(int r) const { return reinterpret_cast<Element*>(row(r)); }
 };
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int lane_group() { return lane() / 4; }
 __device__ __forceinline__ int lane_place() { return lane() % 4; }
 
+// Of four lanes of a group: the lane of place p gets the words number p of all four, in the order of their places.
+__device__ __forceinline__ void transpose_places(unsigned (&x)[4]) {
+#pragma unroll
+  for (int step = 2; step > 0; step /= 2) {
+    const bool upper = lane_place() & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const unsigned other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+      (upper ? x[i] : x[i + step]) = other;
+    }
+  }
+}
+
 // How the operands of a product a b lie: "rows" if the dimension that is summed over runs along a row in memory.
 //   left:  rows [m][k], columns [k][m]      right: rows [n][k], columns [k][n]
-template <class Kind>
+// Left fragments are sixteen rows, right ones eight columns; both of kDepth terms of the sum.
+template <class Element>
 struct Fragments {
-  using Element = typename ElementOf<Kind>::type;
-  static constexpr bool kHalf = sizeof(Element) == 2;
-  static constexpr int kDepth = kHalf ? 16 : 8;                   // of one step
-  static constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Element));
+  using Piece = typename Split<Element>::Piece;
+  static constexpr int kPieces = Split<Element>::kPieces;
+  static constexpr int kDepth = 16;
 
-  // Sixteen rows of the left operand.
+  struct Left {
+    unsigned words[kPieces][4];
+  };
+  struct Right {
+    unsigned words[kPieces][2];
+  };
+
   template <int kWidth>
-  __device__ static void left_rows(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
-    load_matrices(a, tile.address(m + lane() % 16, k + lane() / 16 * kPerChunk));
-  }
-  // Of two blocks of eight columns: b[0], b[1] and b[2], b[3].
-  template <int kWidth>
-  __device__ static void right_rows(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
-    load_matrices(b, tile.address(n + lane() / 16 * 8 + lane() % 8, k + lane() / 8 % 2 * kPerChunk));
-  }
-  // Of one block of eight columns: b[0], b[1].
-  template <int kWidth>
-  __device__ static void right_rows_of_one(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
-    load_matrices(b, tile.address(n + lane() % 8, k + lane() / 8 % 2 * kPerChunk));
-  }
-  // Floats cannot be transposed on the way. They take the sum's terms in another order, the same in both operands and in
-  // LeftOperand: the hardware's places t and t + 4 are the elements 2 t and 2 t + 1.
-  template <int kWidth>
-  __device__ static void left_columns(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
-    if constexpr (kHalf) {
-      load_matrices_transposed(a, tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8));
-    } else {
-      const float *even = tile.row(k + 2 * lane_place()) + m + lane_group(), *odd = even + tile.kPitch;
-      a[0] = __float_as_uint(even[0]), a[1] = __float_as_uint(even[8]);
-      a[2] = __float_as_uint(odd[0]), a[3] = __float_as_uint(odd[8]);
-    }
-  }
-  // Sixteen rows of the left operand in that order: for a right operand of columns.
-  template <int kWidth>
-  __device__ static void left_rows_for_columns(unsigned (&a)[4], SharedTile<Kind, kWidth> tile, int m, int k) {
-    if constexpr (kHalf) {
-      left_rows(a, tile, m, k);
-    } else {
-      const float2 upper = *reinterpret_cast<const float2*>(tile.row(m + lane_group()) + k + 2 * lane_place()),
-                   lower = *reinterpret_cast<const float2*>(tile.row(m + 8 + lane_group()) + k + 2 * lane_place());
-      a[0] = __float_as_uint(upper.x), a[1] = __float_as_uint(lower.x);
-      a[2] = __float_as_uint(upper.y), a[3] = __float_as_uint(lower.y);
-    }
+  __device__ static void left_rows(Left& a, SharedTile<Element, kWidth> tile, int m, int k) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+      load_matrices(a.words[piece], tile.address(m + lane() % 16, k + lane() / 16 * 8, piece));
   }
   template <int kWidth>
-  __device__ static void right_columns(unsigned (&b)[4], SharedTile<Kind, kWidth> tile, int n, int k) {
-    if constexpr (kHalf) {
-      load_matrices_transposed(b, tile.address(k + lane() % 16, n + lane() / 16 * 8));
-    } else {
-      const float *even = tile.row(k + 2 * lane_place()) + n + lane_group(), *odd = even + tile.kPitch;
-      b[0] = __float_as_uint(even[0]), b[1] = __float_as_uint(odd[0]);
-      b[2] = __float_as_uint(even[8]), b[3] = __float_as_uint(odd[8]);
-    }
+  __device__ static void left_columns(Left& a, SharedTile<Element, kWidth> tile, int m, int k) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+      load_matrices_transposed(a.words[piece], tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8, piece));
   }
+  // Neighbouring blocks of eight columns.
+  template <int kCount, int kWidth>
+  __device__ static void right_rows(Right (&b)[kCount], SharedTile<Element, kWidth> tile, int n, int k) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        unsigned x[4];
+        const int row = n + 8 * j + (kCount > 1 ? lane() / 16 * 8 : 0) + lane() % 8;
+        load_matrices(x, tile.address(row, k + lane() / 8 % 2 * 8, piece));
+        put(b, j, piece, x);
+      }
+  }
+  template <int kCount, int kWidth>
+  __device__ static void right_columns(Right (&b)[kCount], SharedTile<Element, kWidth> tile, int n, int k) {
+    static_assert(kCount % 2 == 0);
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        unsigned x[4];
+        load_matrices_transposed(x, tile.address(k + lane() % 16, n + 8 * j + lane() / 16 * 8, piece));
+        put(b, j, piece, x);
+      }
+  }
+
+  // Two elements in a word, the first in its lower half.
   __device__ static unsigned pair(float x, float y) {
-    if constexpr (std::is_same_v<Element, __half>) {
+    if constexpr (std::is_same_v<Piece, __half>) {
       const __half2 both = __floats2half2_rn(x, y);
       return reinterpret_cast<const unsigned&>(both);
     } else {
@@ -122,73 +150,110 @@ struct Fragments {
       return reinterpret_cast<const unsigned&>(both);
     }
   }
-
-  // d += a b, one step.
-  __device__ static void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    if constexpr (kHalf) {
-      mma_16x8x16<Element>(d, a, b0, b1);
-    } else if constexpr (std::is_same_v<Kind, Tf32>) {
-      mma_16x8x8_tf32(d, a, b0, b1);
-    } else {
-      // The tensor cores cut off what a sum does not hold, instead of rounding it: long sums are the adders'.
-      const Split x0(a[0]), x1(a[1]), x2(a[2]), x3(a[3]), y0(b0), y1(b1);
-      const unsigned high[4] = {x0.high, x1.high, x2.high, x3.high}, low[4] = {x0.low, x1.low, x2.low, x3.low};
-      float part[4];
-      set_mma_16x8x8_tf32(part, low, y0.high, y1.high);
-      mma_16x8x8_tf32(part, high, y0.low, y1.low);
-      mma_16x8x8_tf32(part, high, y0.high, y1.high);
+  // Their pieces. What is left of a number once a piece is taken away is exact; of an infinity it is NaN.
+  __device__ static void split(unsigned (&words)[kPieces], float x, float y) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) d[e] += part[e];
+    for (int piece = 0; piece < kPieces; ++piece) {
+      words[piece] = pair(x, y);
+      if (piece + 1 < kPieces) x -= __uint_as_float(words[piece] << 16), y -= __uint_as_float(words[piece] & 0xffff0000u);
     }
   }
 
  private:
-  // A float as two numbers of tf32, of which the tensor cores read the first 19 bits: the nearest one (half a unit is added to
-  // what they read), and what is left. An infinity or NaN leaves nothing.
-  struct Split {
-    unsigned high, low;
-    __device__ explicit Split(unsigned x) {
-      const unsigned nearest = x + 0x1000u;
-      const float rest = __uint_as_float(x) - __uint_as_float(nearest & 0xffffe000u);
-      const bool finite = rest == rest;
-      high = finite ? nearest : x;
-      low = finite ? __float_as_uint(rest) : 0u;
-    }
-  };
+  template <int kCount>
+  __device__ static void put(Right (&b)[kCount], int j, int piece, const unsigned (&x)[4]) {
+    b[j].words[piece][0] = x[0], b[j].words[piece][1] = x[1];
+    if (kCount > 1) b[j + 1].words[piece][0] = x[2], b[j + 1].words[piece][1] = x[3];
+  }
 };
 
+// One step of products of 16-bit elements, for kCount columns from `column` on.
+template <class Element, int kRows, int kColumns, int kCount>
+__device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const typename Fragments<Element>::Left (&a)[kRows],
+                                         const typename Fragments<Element>::Right (&b)[kCount], int column) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) mma_16x8x16<Element>(d[i][column + j], a[i].words[0], b[j].words[0][0], b[j].words[0][1]);
+}
+
+// Sums of products of floats, kept apart by size. The tensor cores cut off what a sum does not hold instead of rounding it,
+// each time that they add to it: the products of the leading pieces are summed a few steps at a time, and the float adders add
+// those sums up; the other products are so small that what is cut off of their sum does not count.
+template <int kRows, int kColumns>
+struct SplitSums {
+  using F = Fragments<float>;
+  // Of so many steps, how many until the sums of the leading products must be added.
+  static constexpr int group(int steps) { return steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3 : steps % 2 == 0 ? 2 : 1; }
+  Accumulator<kRows, kColumns> leading, rest;
+
+  // One step, for kCount columns from `column` on: the same product of all before the next, so that none waits for the one
+  // before.
+  template <int kCount>
+  __device__ __forceinline__ void multiply(const F::Left (&a)[kRows], const F::Right (&b)[kCount], int column) {
+#pragma unroll
+    for (int order = F::kPieces - 1; order >= 0; --order)  // the smallest first
+#pragma unroll
+      for (int piece = 0; piece <= order; ++piece)
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+#pragma unroll
+          for (int i = 0; i < kRows; ++i)
+            mma_16x8x16<F::Piece>((order == 0 ? leading : rest)[i][column + j], a[i].words[piece], b[j].words[order - piece][0],
+                                  b[j].words[order - piece][1]);
+  }
+};
+
+// An infinity or NaN among the operands has made the products of the leading pieces what they must be, and NaN of the others.
+__device__ __forceinline__ float add_if_finite(float leading, float rest) {
+  return fabsf(leading) < INFINITY ? leading + rest : leading;
+}
+
 // d[m][n] += sum over k of left[m][k] right[n][k], for 16 * kRows rows from m on, all of d's columns from row 0 of `right` on.
-template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
-__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
-                                              SharedTile<Kind, kWidthRight> right) {
-  using F = Fragments<Kind>;
-#pragma unroll(kDepthInAll / F::kDepth > 16 ? 4 : kDepthInAll / F::kDepth)
-  for (int k = 0; k < kDepthInAll; k += F::kDepth) {
-    unsigned a[kRows][4];
+template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left, int m,
+                                              SharedTile<Element, kWidthRight> right) {
+  using F = Fragments<Element>;
+  constexpr int kSteps = kDepthInAll / F::kDepth, kCount = kColumns == 1 ? 1 : 2;
+  static_assert(kColumns % kCount == 0);
+  // Calls f(left fragments, right fragments, column) for a step's pieces.
+  const auto multiply_step = [&](int step, auto&& f) {
+    typename F::Left a[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, k);
+    for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, step * F::kDepth);
 #pragma unroll
-    for (int j = 0; j < kColumns; j += 2) {
-      unsigned b[4];
-      if (j + 1 < kColumns)
-        F::right_rows(b, right, 8 * j, k);
-      else
-        F::right_rows_of_one(b, right, 8 * j, k);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        F::multiply(d[i][j], a[i], b[0], b[1]);
-        if (j + 1 < kColumns) F::multiply(d[i][j + 1], a[i], b[2], b[3]);
-      }
+    for (int j = 0; j < kColumns; j += kCount) {
+      typename F::Right b[kCount];
+      F::right_rows(b, right, 8 * j, step * F::kDepth);
+      f(a, b, j);
     }
+  };
+  if constexpr (F::kPieces == 1) {
+#pragma unroll(kSteps > 16 ? 4 : kSteps)
+    for (int step = 0; step < kSteps; ++step)
+      multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
+  } else {
+    using Sums = SplitSums<kRows, kColumns>;
+    constexpr int kGroup = Sums::group(kSteps);
+    Sums sums;
+    clear(sums.rest);
+#pragma unroll 1
+    for (int first = 0; first < kSteps; first += kGroup) {
+      clear(sums.leading);
+#pragma unroll 1
+      for (int step = 0; step < kGroup; ++step)
+        multiply_step(first + step, [&](const auto& a, const auto& b, int j) { sums.multiply(a, b, j); });
+      for_each(d, [&](float& x, int i, int j, int e) { x += sums.leading[i][j][e]; });
+    }
+    for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, sums.rest[i][j][e]); });
   }
 }
 
 // Accumulators as elements, in registers: the left operand of another product, and what is stored of them.
-template <class Kind, int kRows, int kColumns>
+template <class Element, int kRows, int kColumns>
 struct LeftOperand {
-  using F = Fragments<Kind>;
-  static constexpr int kWords = F::kHalf ? 2 : 4;
-  unsigned words[kRows][kColumns][kWords];
+  using F = Fragments<Element>;
+  unsigned words[kRows][kColumns][2][F::kPieces];  // of the rows `group` and `group` + 8
 
   __device__ __forceinline__ explicit LeftOperand(const Accumulator<kRows, kColumns>& d) {
 #pragma unroll
@@ -196,95 +261,111 @@ struct LeftOperand {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          if constexpr (F::kHalf)
-            words[i][j][w] = F::pair(d[i][j][2 * w], d[i][j][2 * w + 1]);
-          else
-            words[i][j][w] = __float_as_uint(d[i][j][w]);
-        }
+        for (int half = 0; half < 2; ++half) F::split(words[i][j][half], d[i][j][2 * half], d[i][j][2 * half + 1]);
   }
   // Sixteen rows, of F::kDepth columns from `step` times as many on.
-  __device__ __forceinline__ void fragment(unsigned (&a)[4], int i, int step) const {
-    if constexpr (F::kHalf) {
-      const unsigned (&first)[kWords] = words[i][2 * step], (&second)[kWords] = words[i][2 * step + 1];
-      a[0] = first[0], a[1] = first[1], a[2] = second[0], a[3] = second[1];
-    } else {
-      const unsigned (&x)[kWords] = words[i][step];
-      a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
-    }
+  __device__ __forceinline__ void fragment(typename F::Left& a, int i, int step) const {
+#pragma unroll
+    for (int piece = 0; piece < F::kPieces; ++piece)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) a.words[piece][n] = words[i][2 * step + n / 2][n % 2][piece];
   }
   // Into a tile's rows from `row` on, columns from `column` on.
   template <int kWidth>
-  __device__ __forceinline__ void store(SharedTile<Kind, kWidth> to, int row, int column) const {
+  __device__ __forceinline__ void store(SharedTile<Element, kWidth> to, int row, int column) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          void* const at = to.row(row + 16 * i + 8 * half + lane_group()) + column + 8 * j + 2 * lane_place();
-          if constexpr (F::kHalf)
-            *static_cast<unsigned*>(at) = words[i][j][half];
-          else
-            *static_cast<uint2*>(at) = make_uint2(words[i][j][2 * half], words[i][j][2 * half + 1]);
-        }
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int piece = 0; piece < F::kPieces; ++piece)
+            *reinterpret_cast<unsigned*>(to.row(row + 16 * i + 8 * half + lane_group(), piece) + column + 8 * j +
+                                         2 * lane_place()) = words[i][j][half][piece];
   }
 };
 
 // d[m][n] += sum over k of left[m][k] right[k][n], k up to kSteps * Fragments::kDepth, n from column `n` of `right` on.
 // left(a, i, step): the left operand's fragment of its i-th sixteen rows.
-template <class Kind, int kSteps, int kRows, int kColumns, int kWidth, class Left>
+template <class Element, int kSteps, int kRows, int kColumns, int kWidth, class Left>
 __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>& d, const Left& left,
-                                                    SharedTile<Kind, kWidth> right, int n) {
-  using F = Fragments<Kind>;
+                                                    SharedTile<Element, kWidth> right, int n) {
+  using F = Fragments<Element>;
   static_assert(kColumns % 2 == 0);
+  if constexpr (F::kPieces == 1) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    unsigned a[kRows][4];
+    for (int step = 0; step < kSteps; ++step) {
+      typename F::Left a[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) left(a[i], i, step);
+      for (int i = 0; i < kRows; ++i) left(a[i], i, step);
 #pragma unroll
-    for (int j = 0; j < kColumns; j += 2) {
-      unsigned b[4];
-      F::right_columns(b, right, n + 8 * j, step * F::kDepth);
+      for (int j = 0; j < kColumns; j += 2) {
+        typename F::Right b[2];
+        F::right_columns(b, right, n + 8 * j, step * F::kDepth);
+        multiply<Element>(d, a, b, j);
+      }
+    }
+  } else {
+    constexpr int kCount = kColumns % 4 == 0 && kRows == 1 ? 4 : 2;
+    using Sums = SplitSums<kRows, kCount>;
+    constexpr int kGroup = Sums::group(kSteps);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        F::multiply(d[i][j], a[i], b[0], b[1]);
-        F::multiply(d[i][j + 1], a[i], b[2], b[3]);
+    for (int first = 0; first < kSteps; first += kGroup) {
+      typename F::Left a[kGroup][kRows];
+#pragma unroll
+      for (int step = 0; step < kGroup; ++step)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) left(a[step][i], i, first + step);
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kCount) {
+        Sums sums;
+        clear(sums.leading);
+        clear(sums.rest);
+#pragma unroll
+        for (int step = 0; step < kGroup; ++step) {
+          typename F::Right b[kCount];
+          F::right_columns(b, right, n + 8 * j, (first + step) * F::kDepth);
+          sums.multiply(a[step], b, 0);
+        }
+        for_each(sums.leading,
+                 [&](float x, int i, int column, int e) { d[i][j + column][e] += add_if_finite(x, sums.rest[i][column][e]); });
       }
     }
   }
 }
 
 // The same with the left operand in registers, k being its 8 * kLeft columns.
-template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
-__device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d, const LeftOperand<Kind, kRows, kLeft>& left,
-                                                 SharedTile<Kind, kWidth> right, int n = 0) {
-  multiply_by_columns<Kind, kLeft * 8 / Fragments<Kind>::kDepth>(
-      d, [&](unsigned (&a)[4], int i, int step) { left.fragment(a, i, step); }, right, n);
+template <class Element, int kRows, int kColumns, int kLeft, int kWidth>
+__device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d,
+                                                 const LeftOperand<Element, kRows, kLeft>& left,
+                                                 SharedTile<Element, kWidth> right, int n = 0) {
+  using F = Fragments<Element>;
+  multiply_by_columns<Element, kLeft * 8 / F::kDepth>(
+      d, [&](typename F::Left& a, int i, int step) { left.fragment(a, i, step); }, right, n);
 }
-template <class Kind, int kRows, int kColumns, int kLeft, int kWidth>
+template <class Element, int kRows, int kColumns, int kLeft, int kWidth>
 __device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumns>& d, const Accumulator<kRows, kLeft>& left,
-                                                      SharedTile<Kind, kWidth> right, int n = 0) {
-  multiply_operand(d, LeftOperand<Kind, kRows, kLeft>(left), right, n);
+                                                      SharedTile<Element, kWidth> right, int n = 0) {
+  multiply_operand(d, LeftOperand<Element, kRows, kLeft>(left), right, n);
 }
 
 // With the left operand's rows in shared memory: 16 * kRows of them from m on, k up to kDepthInAll.
-template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
-__device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left,
-                                                         int m, SharedTile<Kind, kWidthRight> right, int n) {
-  using F = Fragments<Kind>;
-  multiply_by_columns<Kind, kDepthInAll / F::kDepth>(
-      d, [&](unsigned (&a)[4], int i, int step) { F::left_rows_for_columns(a, left, m + 16 * i, step * F::kDepth); }, right, n);
+template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left,
+                                                         int m, SharedTile<Element, kWidthRight> right, int n) {
+  using F = Fragments<Element>;
+  multiply_by_columns<Element, kDepthInAll / F::kDepth>(
+      d, [&](typename F::Left& a, int i, int step) { F::left_rows(a, left, m + 16 * i, step * F::kDepth); }, right, n);
 }
 
 // With the left operand's columns there, left[k][m], from m on.
-template <class Kind, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
-__device__ __forceinline__ void multiply_columns(Accumulator<kRows, kColumns>& d, SharedTile<Kind, kWidthLeft> left, int m,
-                                                 SharedTile<Kind, kWidthRight> right, int n) {
-  using F = Fragments<Kind>;
-  multiply_by_columns<Kind, kDepthInAll / F::kDepth>(
-      d, [&](unsigned (&a)[4], int i, int step) { F::left_columns(a, left, m + 16 * i, step * F::kDepth); }, right, n);
+template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_columns(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left, int m,
+                                                 SharedTile<Element, kWidthRight> right, int n) {
+  using F = Fragments<Element>;
+  multiply_by_columns<Element, kDepthInAll / F::kDepth>(
+      d, [&](typename F::Left& a, int i, int step) { F::left_columns(a, left, m + 16 * i, step * F::kDepth); }, right, n);
 }
 
 }  // namespace flash_online::cuda

@@ -73,18 +73,6 @@ void allow_cluster(Kernel kernel, int cluster) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
 }
 
-// Queues kernel(problem) with dynamic shared memory, in clusters of `cluster` blocks, of which `blocks` is a multiple.
-template <class Problem>
-void launch_shared(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, unsigned shared_bytes,
-                   unsigned cluster, cudaStream_t stream) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        "cudaFuncSetAttribute");
-  allow_cluster(kernel, static_cast<int>(cluster));
-  ClusterConfig made(static_cast<int>(cluster), threads, shared_bytes, stream);
-  made.config.gridDim = dim3(blocks);
-  check(cudaLaunchKernelEx(&made.config, kernel, problem), "cudaLaunchKernelEx");
-}
-
 // Queues kernel(problem) behind a kernel that calls let_next_kernel_start(): its blocks may start before that one's end, and
 // call wait_for_kernel_before() (stream_order.cuh).
 template <class Problem>

@@ -12,13 +12,24 @@ __device__ __forceinline__ int place_in_sum(int lane, int n) {
 #endif
 }
 
-// Adds a warp's four numbers a lane to 128 floats, which begin at a multiple of 16 bytes.
-__device__ __forceinline__ void add_to_sum(float* sum, int lane, const float (&x)[4]) {
+// Adds a lane's four numbers of a warp's 128, which begin at a multiple of 16 bytes; `place` is that of the lane's first.
+__device__ __forceinline__ void add_to_sum(float* place, const float (&x)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  atomicAdd(reinterpret_cast<float4*>(sum) + lane, make_float4(x[0], x[1], x[2], x[3]));
+  atomicAdd(reinterpret_cast<float4*>(place), make_float4(x[0], x[1], x[2], x[3]));
 #else
 #pragma unroll
-  for (int n = 0; n < 4; ++n) atomicAdd(sum + place_in_sum(lane, n), x[n]);
+  for (int n = 0; n < 4; ++n) atomicAdd(place + place_in_sum(0, n), x[n]);
+#endif
+}
+
+// Reads them.
+__device__ __forceinline__ void read_sum(const float* place, float (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const float4 four = *reinterpret_cast<const float4*>(place);
+  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+#else
+#pragma unroll
+  for (int n = 0; n < 4; ++n) x[n] = place[place_in_sum(0, n)];
 #endif
 }
 

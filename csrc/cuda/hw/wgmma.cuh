@@ -46,6 +46,11 @@ __device__ __forceinline__ uint64_t columns_descriptor(unsigned shared_address, 
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
 }
 constexpr uint64_t kDescriptorStep = 16;  // bytes
+// An operand that starts `bytes` further on, in 32 bits: a start is in a descriptor's low word and does not leave it.
+__device__ __forceinline__ uint64_t moved(uint64_t descriptor, unsigned bytes) {
+  const uint64_t rest = descriptor >> 32 << 32;
+  return rest | (static_cast<unsigned>(descriptor) + bytes / static_cast<unsigned>(kDescriptorStep));
+}
 
 // Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kColumnsAlong says which descriptor b is;
 // kLeftRowsAlong that a's is as b's would be: rows of a box are k, the 64 rows of the operand run along them.

@@ -83,9 +83,10 @@ struct Indices {
   template <class Result, class Rows>
   __device__ static void run(const RowProblem& problem, const Rows& rows) {
     auto row = rows.read(problem.input);
-    // Behind the row: measured, ahead of it cost 10 %.
-    const int64_t target = class_of(problem, target_of(problem, rows.place));
+    // Behind the row: measured, ahead of it cost 10 %. Nothing asks for it before the state is known.
+    const int64_t given = target_of(problem, rows.place);
     const RowState state = row.state();
+    const int64_t target = class_of(problem, given);
     float smooth = 0;
     if constexpr (kSmooth) {
       const Classes classes(problem);
@@ -233,7 +234,7 @@ struct ProbabilitiesBackward {
     const float scale = grad_loss * share_sum + of_row(problem.grad_lse, place), inverse = state.inverse_sum();
     if (problem.grad_target.data != nullptr) {
       const Surprise surprise(state);
-      row.template write<T, false>(problem.grad_target, [&](int64_t c, float x) {
+      row.template write<T>(problem.grad_target, [&](int64_t c, float x) {
         return grad_loss * (share.classes.keep * (c < problem.classes ? share.classes.weight_of(c) : 0.0f)) * surprise(x);
       });
     }

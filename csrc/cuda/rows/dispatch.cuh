@@ -12,7 +12,7 @@
 
 #include <initializer_list>
 
-#include "piped_row.cuh"
+#include "shared_row.cuh"
 #include "split_row.cuh"
 
 namespace flash_online::cuda {
@@ -110,8 +110,14 @@ struct SplitRows {
   }
 };
 
+// Blocks to be resident on a multiprocessor. What writes nothing of a row's size waits for reads alone: the more, the better.
+template <class Op, class Team, class T>
+constexpr int kHeldBlocks =
+    Op::kReduces && !Op::kSumsAgain && sizeof(T) == sizeof(float) ? 1280 / Team::kThreads : Team::kBlocks;
+
 template <class Op, class Team, int kVectors, class T, class R>
-__global__ void __launch_bounds__(Team::kThreads, Team::kBlocks) held_kernel(const __grid_constant__ RowProblem problem) {
+__global__ void __launch_bounds__(Team::kThreads, kHeldBlocks<Op, Team, T>)
+    held_kernel(const __grid_constant__ RowProblem problem) {
   Op::template run<R>(problem, HeldRows<Team, kVectors, T>{problem, held_place<Team>(problem)});
 }
 
@@ -158,8 +164,8 @@ bool launch_held(const RowProblem& problem, int64_t vectors, cudaStream_t stream
     launched = true;
   });
   if constexpr (!Op::kReduces)
-    visit_piped<Op::kTensors>(vectors, [&]<class Team>(int cluster, int64_t rows) {
-      launch_piped<Op, Team, T, R>(problem, cluster, rows, stream);
+    visit_shared(vectors * Op::kTensors, [&]<class Team>(int cluster) {
+      launch_shared_rows<Op, Team, T, R>(problem, cluster, stream);
       launched = true;
     });
   return launched;

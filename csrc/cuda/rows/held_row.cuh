@@ -1,5 +1,5 @@
 // Rows whose classes lie side by side, held on the chip: read once, in vectors of 16 bytes. A few lanes of a warp have a short
-// row, a block a longer one, in registers; the longest are in shared memory (piped_row.cuh). Which thread has which class
+// row, a block a longer one, in registers; the longest are in shared memory (shared_row.cuh). Which thread has which class
 // depends on the row's length alone, not on where the row starts: a row that starts off a multiple of 16 bytes is read as
 // aligned vectors and shifted.
 #pragma once
@@ -133,7 +133,6 @@ class InRegisters {
     load_row<T>(v_, row, Team::lane(), Team::lanes(), classes, lowest_vector<T>());
   }
   __device__ __forceinline__ void wait() const {}  // until the vectors are there
-  __device__ __forceinline__ void release(int) const {}  // a vector, which was used for the last time
   __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
   __device__ __forceinline__ uint4 any(int i) const { return any_of(v_, i); }
   template <int kSlot, class State>
@@ -185,11 +184,10 @@ class HeldRow {
     return sum_with<kSlot>(*this, [&](int c, float x, float) { return f(c, x); });
   }
 
-  // Writes f(class, element) for the whole row. Only the last write of a row is kLast, and all of them are reached by all
-  // threads of the row.
-  template <class Result, bool kLast = true, class F>
+  // Writes f(class, element) for the whole row.
+  template <class Result, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
-    write_with<Result, kLast>(*this, view, [&](int c, float x, float) { return f(c, x); });
+    write_with<Result>(*this, view, [&](int c, float x, float) { return f(c, x); });
   }
 
   // The same, less `less` in one class.
@@ -197,7 +195,7 @@ class HeldRow {
   __device__ __forceinline__ void write_less(const MutableView3& view, int64_t at, float less, const F& f) const {
     Result* result = row_of<Result>(view, place_).data;
     const int that = static_cast<int>(at);
-    each_with<true>(*this, [&](int c, const float (&x)[kElements], const float (&)[kElements]) {
+    each_with(*this, [&](int c, const float (&x)[kElements], const float (&)[kElements]) {
       float z[kElements];
 #pragma unroll
       for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);
@@ -215,7 +213,7 @@ class HeldRow {
     constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
     vectors_.wait();
     float sum = 0;
-    each_with<false>(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+    each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
       float part = 0;
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
@@ -224,10 +222,10 @@ class HeldRow {
     });
     return vectors_.template merge_warps<kSlot>(Sum{lanes_sum<kLanes>(sum)}).value;
   }
-  template <class Result, bool kLast = true, class F>
+  template <class Result, class F>
   __device__ __forceinline__ void write_with(const HeldRow& other, const MutableView3& view, const F& f) const {
     Result* result = row_of<Result>(view, place_).data;
-    each_with<kLast>(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+    each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
       float z[kElements];
 #pragma unroll
       for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e], y[e]);
@@ -265,7 +263,7 @@ class HeldRow {
     }
     return sum;
   }
-  template <bool kLast, class F>
+  template <class F>
   __device__ __forceinline__ void each_with(const HeldRow& other, const F& f) const {
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < kVectors; ++i) {
@@ -275,10 +273,6 @@ class HeldRow {
         unpack<T>(vectors_.anew(i, sum_), x);
         unpack<T>(other.vectors_[i], y);
         f(c, x, y);
-      }
-      if constexpr (kLast) {
-        vectors_.release(i);
-        if (&other != this) other.vectors_.release(i);
       }
     }
   }

@@ -286,7 +286,7 @@ class StridedRow {
   }
 
   // Writes f(class, element) for the whole row.
-  template <class Result, bool kLast = true, class F>
+  template <class Result, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     const Row<Result> result = row_of<Result>(view, place_);
     for (int64_t c = Team::first(); c < classes_; c += Team::kStep) result.set(c, f(c, row_[c]));
@@ -303,7 +303,7 @@ class StridedRow {
   __device__ __forceinline__ float sum_with(const StridedRow& other, const F& f) const {
     return sum([&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
-  template <class Result, bool kLast = true, class F>
+  template <class Result, class F>
   __device__ __forceinline__ void write_with(const StridedRow& other, const MutableView3& view, const F& f) const {
     write<Result>(view, [&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }

@@ -162,7 +162,7 @@ class SplitRow {
     return whole().extra;
   }
 
-  template <class Result, bool kLast = true, class F>
+  template <class Result, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     write_with<Result>(*this, view, [&](int64_t c, float x, float) { return f(c, x); });
   }
@@ -170,7 +170,7 @@ class SplitRow {
   __device__ __forceinline__ void write_less(const MutableView3& view, int64_t at, float less, const F& f) const {
     write<Result>(view, [&](int64_t c, float x) { return f(c, x) - (c == at ? less : 0.0f); });
   }
-  template <class Result, bool kLast = true, class F>
+  template <class Result, class F>
   __device__ __forceinline__ void write_with(const SplitRow& other, const MutableView3& view, const F& f) const {
     Result* result = row_of<Result>(view, place_).data + begin_;
     each_with(other, [&](int64_t c, const float (&x)[kElements], const float (&y)[kElements]) {

@@ -6,8 +6,8 @@
 // first.
 //   k <= 32   a block reads vectors; of a long row, each of several blocks a piece, whose lists another kernel merges. The
 //             maxima of parts of the first vectors give a bar that k elements are above and few more; who is above waits in
-//             shared memory. In a row that a block holds at once, a key's rank is the number of waiting keys that are larger.
-//             In a longer one a warp sorts those that wait into its list, and raises the bar, while the others read on.
+//             shared memory, and a key's rank is the number of waiting keys that are larger. A block holds a short row at
+//             once; of a longer one it ranks those that wait, and raises the bar, when it has seen twice as much as before.
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
 //             each 2048, looking only at keys behind the last one found.
 #include "../hw/stream_order.cuh"
@@ -110,113 +110,147 @@ __device__ __forceinline__ void keep_best(Board<kThreads>& board, int count, int
   }
 }
 
+// The maxima of neighbours' first vectors.
+template <int kThreads>
+__device__ __forceinline__ void group_maxima(Board<kThreads>& board, float most) {
+  constexpr int kGroup = kThreads / Board<kThreads>::kGroups;
+#pragma unroll
+  for (int with = 1; with < kGroup; with *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, with));
+  if (threadIdx.x % kGroup == 0) board.groups[threadIdx.x / kGroup] = most;
+}
+
+// All threads' states, for the first warp. A barrier, behind which board.best is there too.
+template <int kThreads>
+__device__ __forceinline__ RowState merge_states(Board<kThreads>& board, RowState state) {
+  constexpr int kWarps = kThreads / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  state = merge_lanes<kWarp>(state);
+  if (kWarps > 1 && lane == 0) board.states[warp] = state;
+  __syncthreads();
+  if (kWarps > 1 && warp == 0) state = merge_lanes<kWarp>(lane < kWarps ? board.states[lane] : RowState{});
+  return state;
+}
+
+// Whether the chunk's or row's element x of class c may be among the best.
+struct Above {
+  float bar;
+  int free;  // nothing is below -infinity, but only the first k of a row can be among its best with that
+  __device__ __forceinline__ Above(float bar, int k) : bar(bar), free(bar == -INFINITY ? k : 0) {}
+  __device__ __forceinline__ bool operator()(float x, int c) const { return !(x <= bar) || c < free; }
+};
+
+// Adds those of a vector's elements, of the classes c and on, that are above to the waiting ones, as long as there is room.
+// `first`: the class that indices count from.
+template <class T, int kThreads>
+__device__ __forceinline__ void let_wait(Board<kThreads>& board, const uint4& v, int c, int classes, const Above& above,
+                                         unsigned first) {
+  constexpr int kElements = kPerVector<T>;
+  float x[kElements];
+  unpack<T>(v, x);
+  unsigned found = 0;
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) found |= c + e < classes && above(x[e], c + e) ? 1u << e : 0;
+  if (found == 0) return;
+  for (int at = atomicAdd(&board.count, __popc(found)); found != 0; found &= found - 1, ++at) {
+    const int e = __ffs(static_cast<int>(found)) - 1;
+    if (at < Board<kThreads>::kWaiting) board.waiting[at] = key_of(element<T>(v, e), first + static_cast<unsigned>(c + e));
+  }
+}
+
+// The same of all classes from `begin` to `end` of a row, where there were far too many, as of equal elements: one of each
+// thread at a time. Keeps the k best, and raises the bar. Barriers before and after.
+template <class T, int kThreads>
+__device__ __forceinline__ void let_all_wait(Board<kThreads>& board, const T* row, int begin, int end, Above above, int k,
+                                             unsigned first) {
+  for (int c = begin + static_cast<int>(threadIdx.x); c - static_cast<int>(threadIdx.x) < end; c += kThreads) {
+    const float x = c < end ? widen(row[c]) : 0.0f;
+    if (c < end && above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, first + static_cast<unsigned>(c));
+    __syncthreads();
+    const int waiting = board.count;
+    if (waiting > Board<kThreads>::kRoom || c - static_cast<int>(threadIdx.x) + kThreads >= end) {
+      keep_best(board, waiting, k);
+      __syncthreads();
+      above.bar = board.bar;
+    }
+    __syncthreads();
+  }
+}
+
+// The sum of f(element) over some vectors.
+template <class T, int kVectors, class F>
+__device__ __forceinline__ float sum_of(const uint4 (&v)[kVectors], const F& f) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    float x[kPerVector<T>], part = 0;
+    unpack<T>(v[i], x);
+#pragma unroll
+    for (int e = 0; e < kPerVector<T>; ++e) part += f(x[e]);
+    sum += part;
+  }
+  return sum;
+}
+
+// Adds the weights of some vectors' elements to a state that knows their maximum.
+template <class T, int kVectors>
+__device__ __forceinline__ void add_weights(RowState& state, const uint4 (&v)[kVectors]) {
+  if (NearWeights::serve(state.max)) {
+    const NearWeights weights(state.max);
+    state.add(weights.exact(sum_of<T>(v, [&](float x) { return weights(x); })));
+  } else {
+    state.add(sum_of<T>(v, [&](float x) { return state.weight(x); }));
+  }
+}
+
 // The best k of a row that the block's threads hold in kVectors vectors each are left in board.best, and their maximum and sum
 // are returned to the first warp.
 template <int kThreads, int kVectors, class T>
 __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row, int classes, int k) {
   using B = Board<kThreads>;
   constexpr int kElements = kPerVector<T>;
-  constexpr int kPair = kVectors > 8 ? 2 : 1, kMaxima = kVectors / kPair;  // kPair: vectors a maximum
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
   if (thread == 0) board.count = 0;
   uint4 v[kVectors];
   load_row<T>(v, row, thread, kThreads, classes, lowest_vector<T>());
-  float max[kMaxima], most = -INFINITY;
+  float halves[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-  for (int i = 0; i < kMaxima; ++i) {
-    max[i] = max_of<T>(v[i * kPair]);
-    if constexpr (kPair == 2) max[i] = fmaxf(max[i], max_of<T>(v[i * kPair + 1]));
-    most = fmaxf(most, max[i]);
-  }
+  for (int i = 0; i < kVectors; ++i) halves[i % 2] = fmaxf(halves[i % 2], max_of<T>(v[i]));
+  const float most = fmaxf(halves[0], halves[1]);
   if constexpr (kThreads == kWarp) {
-    float halves[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < kMaxima; ++i) halves[i % 2] = fmaxf(halves[i % 2], max[i]);
     board.groups[lane] = halves[0];
     board.groups[kWarp + lane] = halves[1];
   } else {
-    constexpr int kGroup = kThreads / B::kGroups;
-    float group = most;
-#pragma unroll
-    for (int with = 1; with < kGroup; with *= 2) group = fmaxf(group, __shfl_xor_sync(~0u, group, with));
-    if (thread % kGroup == 0) board.groups[thread / kGroup] = group;
+    group_maxima(board, most);
   }
   __syncthreads();
   if (warp == 0) set_first_bar(board, k);
   RowState state;
   state.raise(most);
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    float x[kElements], part = 0;
-    unpack<T>(v[i], x);
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
-    sum += part;
-  }
-  state.add(sum);
+  add_weights<T>(state, v);
   __syncthreads();
-  float bar = board.bar;
+  const Above above(board.bar, k);
   const bool nan = state.sum != state.sum;  // which is in no maximum
-  // Nothing is below -infinity, but only the first k of a row can be among its best with that.
-  const int free = bar == -INFINITY ? k : 0;
   const auto first_of = [&](int i) { return (thread + i * kThreads) * kElements; };
-  const auto above = [&](float x, int c) { return c < classes && (!(x <= bar) || c < free); };
-  unsigned who = 0;  // of the vectors, the first of a pair for both
+  unsigned who = 0;
+  if (most > above.bar || nan || first_of(0) < above.free) {
 #pragma unroll
-  for (int i = 0; i < kMaxima; ++i) who |= max[i] > bar || nan || first_of(i * kPair) < free ? 1u << i * kPair : 0;
-  for (; who != 0; who &= who - 1)
-#pragma unroll
-    for (int second = 0; second < kPair; ++second) {
-      const int c = first_of(__ffs(static_cast<int>(who)) - 1 + second);
-      float x[kElements];
-      int found = 0;
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {  // from memory again: so many registers are dear to choose from
-        x[e] = c + e < classes ? widen(row[c + e]) : 0.0f;
-        found += above(x[e], c + e);
-      }
-      if (found == 0) continue;
-      int at = atomicAdd(&board.count, found);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        if (!above(x[e], c + e)) continue;
-        if (at < B::kWaiting) board.waiting[at] = key_of(x[e], static_cast<unsigned>(c + e));
-        ++at;
-      }
-    }
+    for (int i = 0; i < kVectors; ++i) who |= max_of<T>(v[i]) > above.bar || nan || first_of(i) < above.free ? 1u << i : 0;
+  }
+  for (; who != 0; who &= who - 1) {
+    const int i = __ffs(static_cast<int>(who)) - 1;
+    let_wait<T>(board, any_of(v, i), first_of(i), classes, above, 0);
+  }
   __syncthreads();
   const int count = board.count;
   if (count <= B::kWaiting) {
     rank_waiting(board, count, k);
   } else {
-    // Far too many, as of equal elements: once more, one of each thread at a time.
     __syncthreads();
     if (thread == 0) board.count = 0;
     __syncthreads();
-#pragma unroll 1
-    for (int n = 0; n < kVectors * kElements; ++n) {
-      const int c = first_of(n / kElements) + n % kElements;
-      const float x = c < classes ? widen(row[c]) : 0.0f;
-      if (above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, static_cast<unsigned>(c));
-      __syncthreads();
-      const int waiting = board.count;
-      if (waiting > B::kRoom || n + 1 == kVectors * kElements) {
-        keep_best(board, waiting, k);
-        __syncthreads();
-        bar = board.bar;
-      }
-      __syncthreads();
-    }
+    let_all_wait<T>(board, row, 0, classes, above, k, 0);
   }
-  state = merge_lanes<kWarp>(state);
-  if constexpr (kThreads > kWarp) {
-    if (lane == 0) board.states[warp] = state;
-  }
-  __syncthreads();
-  if constexpr (kThreads > kWarp)
-    if (warp == 0) state = merge_lanes<kWarp>(lane < B::kWarps ? board.states[lane] : RowState{});
-  return state;
+  return merge_states(board, state);
 }
 
 // The results of a row, by one warp: a lane has a key.
@@ -251,23 +285,13 @@ __global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThrea
 // ---- the same, longer rows
 
 constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
-constexpr int kListVectors = 4;  // of a thread at a time
-constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a row
+constexpr int kListVectors = 4;  // of a thread at a time: a chunk
+constexpr int kChunkVectors = kListThreads * kListVectors;
 
 // A warp's best 32 keys, one a lane, descending.
 __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
   const Key other = __shfl_xor_sync(~0u, key, step);
   return (key > other) == keep_larger ? key : other;
-}
-
-// Bitonic sort, descending.
-__device__ __forceinline__ Key sort_warp(Key key) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int size = 2; size <= kWarp; size *= 2)
-#pragma unroll
-    for (int step = size / 2; step > 0; step /= 2) key = exchange(key, step, ((lane & size) == 0) == ((lane & step) == 0));
-  return key;
 }
 
 // The best 32 of two sorted lists.
@@ -280,12 +304,15 @@ __device__ __forceinline__ Key merge_sorted(Key a, Key b) {
   return key;
 }
 
+// Pieces of a row, of at most 8 chunks, all of a size but the last.
 struct ListPieces {
   int64_t classes, count;
   template <class T>
   __host__ __device__ static ListPieces of(int64_t classes, Type<T>) {
-    constexpr int64_t piece = kPieceVectors * kPerVector<T>;
-    return {piece, (classes + piece - 1) / piece};
+    constexpr int64_t most = 8 * kChunkVectors;
+    const int64_t vectors = (classes + kPerVector<T> - 1) / kPerVector<T>, least = (vectors + most - 1) / most;
+    const int64_t piece = (vectors + least - 1) / least;
+    return {piece * kPerVector<T>, (vectors + piece - 1) / piece};
   }
 };
 // In the workspace: a state a piece of each row, then the lists.
@@ -296,148 +323,86 @@ __host__ __device__ inline int64_t list_bytes(int64_t pieces) {
   return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key));
 }
 
-struct LongBoard {
-  static constexpr int kGroups = 64, kWaiting = 1024;
-  float groups[kGroups];  // the maximum of each group of 4 threads over the first vectors
-  float bar;
-  int count;  // of candidates that wait
-  Key waiting[kWaiting];
-};
-
-// The first warp: a first bar from the groups' maxima, as set_first_bar does.
-__device__ __forceinline__ void expect(LongBoard& board, int k) {
-  const int lane = threadIdx.x % kWarp;
-  const float a = sort_descending(board.groups[lane]), b = sort_descending(board.groups[kWarp + lane]);
-  const float top = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
-  const float bar = __shfl_sync(~0u, top, k - 1);
-  if (lane == 0) board.bar = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : NAN;
-}
-
-// The first warp: sorts `count` waiting candidates into its list and raises the bar.
-__device__ __forceinline__ Key take(LongBoard& board, Key list, int count, int k) {
-  const int lane = threadIdx.x % kWarp;
-  for (int i = 0; i < count; i += kWarp)
-    list = merge_sorted(list, sort_warp(i + lane < count ? board.waiting[i + lane] : kNoKey));
-  const Key last = __shfl_sync(~0u, list, k - 1);
-  if (lane == 0) {
-    board.count = 0;
-    if (last != kNoKey) board.bar = element_of(last) != element_of(last) ? INFINITY : element_of(last);
-  }
-  return list;
-}
-
 template <class T, class R>
 __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __grid_constant__ RowProblem problem) {
-  constexpr int kElements = kPerVector<T>, kStep = kListThreads * kListVectors * kElements;
-  constexpr int64_t kPiece = kPieceVectors * kElements;
-  __shared__ LongBoard board;
-  constexpr int kWaiting = LongBoard::kWaiting;
+  using B = Board<kListThreads>;
+  constexpr int kElements = kPerVector<T>, kChunk = kChunkVectors * kElements;
+  __shared__ B board;
   let_next_kernel_start();
-  const int64_t number = blockIdx.x, offset = blockIdx.y * kPiece;
-  const RowPlace place = place_at(problem, number);
-  const int classes = static_cast<int>(problem.classes - offset < kPiece ? problem.classes - offset : kPiece);
-  const int k = static_cast<int>(problem.k), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t number = blockIdx.x, piece = ListPieces::of(problem.classes, Type<T>{}).classes, offset = blockIdx.y * piece;
+  const RowPlace place = held_place(problem, number);
+  const int classes = static_cast<int>(min(problem.classes - offset, piece)), k = static_cast<int>(problem.k);
+  const int thread = threadIdx.x, lane = thread % kWarp;
   const T* row = row_of<const T>(problem.input, place).data + offset;
-  if (threadIdx.x == 0) board.count = 0, board.bar = NAN;
+  if (thread == 0) board.count = 0;
 
   RowState state;
-  Key list = kNoKey;
-  float bar = NAN;  // nothing is below
-  int before = 0;  // candidates that waited already
+  Above above(INFINITY, k);
   uint4 next[kListVectors];
-  load_row<T>(next, row, threadIdx.x, kListThreads, classes, lowest_vector<T>());
-  for (int begin = 0; begin < classes; begin += kStep) {
+  load_row<T>(next, row, thread, kListThreads, classes, lowest_vector<T>());
+  for (int chunk = 0, begin = 0; begin < classes; ++chunk, begin += kChunk) {
     uint4 v[kListVectors];
 #pragma unroll
     for (int i = 0; i < kListVectors; ++i) v[i] = next[i];
-    const int ahead = (begin + kStep) / kElements + static_cast<int>(threadIdx.x);
-    load_row<T>(next, row, ahead, kListThreads, classes, lowest_vector<T>());
-    float max[kListVectors], most = -INFINITY;
+    load_row<T>(next, row, (chunk + 1) * kChunkVectors + thread, kListThreads, classes, lowest_vector<T>());
+    float most = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
-    if (begin == 0) {
-      float group = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      group = fmaxf(group, __shfl_xor_sync(~0u, group, 2));
-      if (lane % 4 == 0) board.groups[threadIdx.x / 4] = group;
+    for (int i = 0; i < kListVectors; ++i) most = fmaxf(most, max_of<T>(v[i]));
+    if (chunk == 0) {
+      group_maxima(board, most);
       __syncthreads();
-      if (warp == 0) expect(board, k);
+      if (thread < kWarp) set_first_bar(board, k);
     }
     state.raise_beyond(kSlack, most);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) {
-      float x[kElements], part = 0;
-      unpack<T>(v[i], x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
-      sum += part;
-    }
-    state.add(sum);
-    if (begin == 0) {
+    add_weights<T>(state, v);
+    if (chunk == 0) {
       __syncthreads();
-      bar = board.bar;
+      above = Above(board.bar, k);
     }
     const bool nan = state.sum != state.sum;  // which is in no maximum
-    const auto first_of = [&](int i) { return begin + (static_cast<int>(threadIdx.x) + i * kListThreads) * kElements; };
-    const auto key_at = [&](float x, int c) { return key_of(x, static_cast<unsigned>(offset) + static_cast<unsigned>(c)); };
-    if (nan || !(most <= bar)) {
+    const auto first_of = [&](int i) { return begin + (thread + i * kListThreads) * kElements; };
+    if (most > above.bar || nan || first_of(0) < above.free) {
+      unsigned who = 0;
 #pragma unroll
-      for (int i = 0; i < kListVectors; ++i) {
-        if (!nan && max[i] <= bar) continue;
-        float x[kElements];
-        unpack<T>(v[i], x);
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) {
-          const int c = first_of(i) + e;
-          if (c >= classes || x[e] <= bar) continue;
-          const int at = atomicAdd(&board.count, 1);
-          if (at < kWaiting) board.waiting[at] = key_at(x[e], c);
-        }
+      for (int i = 0; i < kListVectors; ++i)
+        who |= max_of<T>(v[i]) > above.bar || nan || first_of(i) < above.free ? 1u << i : 0;
+      for (; who != 0; who &= who - 1) {
+        const int i = __ffs(static_cast<int>(who)) - 1;
+        let_wait<T>(board, any_of(v, i), first_of(i), classes, above, static_cast<unsigned>(offset));
       }
     }
+    const bool last = begin + kChunk >= classes;
+    if (!last && (chunk == 0 || (chunk & (chunk + 1)) != 0)) continue;
     __syncthreads();
     const int count = board.count;
-    __syncthreads();  // all have read it: take() sets it
-    const bool last = begin + kStep >= classes;
-    if (count > kWaiting) {
-      // Far too many, as in a row that ascends: once more, one of each thread at a time.
-      if (threadIdx.x == 0) board.count = before;
+    if (count > B::kWaiting) {
+      const int settled = chunk < 2 ? 0 : 1 << (31 - __clz(chunk));  // chunks of which k are left
       __syncthreads();
-#pragma unroll 1
-      for (int n = 0; n < kListVectors * kElements; ++n) {
-        const int i = n / kElements, c = first_of(i) + n % kElements;
-        const float x = c < classes ? widen(row[c]) : 0.0f;
-        if (c < classes && !(x <= bar)) board.waiting[atomicAdd(&board.count, 1)] = key_at(x, c);
-        __syncthreads();
-        const int waiting = board.count;
-        __syncthreads();
-        if (waiting > kWaiting - kListThreads || n + 1 == kListVectors * kElements) {
-          if (warp == 0) list = take(board, list, waiting, k);
-          __syncthreads();
-          bar = board.bar;
-        }
-      }
-      before = 0;
-    } else if (count >= kWarp || last) {
-      if (warp == 0) list = take(board, list, count, k);
+      if (thread == 0) board.count = settled == 0 ? 0 : k;
       __syncthreads();
-      bar = board.bar;
-      before = 0;
+      const int end = min(begin + kChunk, classes);
+      let_all_wait<T>(board, row, settled * kChunk, end, above, k, static_cast<unsigned>(offset));
+      above.bar = board.bar;
+    } else if (last) {
+      rank_waiting(board, count, k);
     } else {
-      before = count;
+      keep_best(board, count, k);
+      __syncthreads();
+      above.bar = board.bar;
     }
   }
 
-  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
-  if (warp != 0) return;
+  state = merge_states(board, state);
+  if (thread >= kWarp) return;
+  const Key key = lane < k ? board.best[lane] : kNoKey;
   if (gridDim.y == 1) {
-    write_list<R>(problem, place, state, list);
+    write_list<R>(problem, place, state, key);
     return;
   }
   auto* lists = static_cast<Key*>(problem.workspace);
   auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kWarp);
   const int64_t slot = number * gridDim.y + blockIdx.y;
-  lists[slot * kWarp + lane] = list;
+  lists[slot * kWarp + lane] = key;
   if (lane == 0) states[slot] = {state.max, state.sum};
 }
 
@@ -485,7 +450,7 @@ __device__ __forceinline__ void sort_block(Key* keys) {
 }
 
 template <class T, class R>
-__global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constant__ RowProblem problem) {
+__global__ void __launch_bounds__(kSortThreads, 2) sort_kernel(const __grid_constant__ RowProblem problem) {
   __shared__ Key keys[kSortKeys];
   __shared__ int count;
   for (int64_t number = blockIdx.x; number < problem.outer * problem.inner; number += gridDim.x) {

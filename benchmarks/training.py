@@ -1,0 +1,166 @@
+"""A training step beside torch's default and FlashAttention-3: python benchmarks/run.py training
+
+Forward and backward pass of 12 layers of a decoder in bfloat16 (16 heads of 128, a feed-forward part of four times the hidden
+size), 8192 tokens, causal. Ours comes in by `flash_online.override()`, FA3 in the place of the same function. Of each step: its
+time, and the part of it from query, key and value to attention's output and back, between events on the stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+from attention.peers import FA3_VARIABLE, FA3Attention, load_fa3
+from attention.tables import FA3
+from page import heading, number, table, times
+from summary import OURS
+from torch import Tensor, nn
+
+import flash_online
+
+LAYERS, HEADS, WIDTH, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
+TORCH = "torch's default"
+FURTHEST = 0.02  # of a contestant's result and gradients from torch's, relative: bfloat16 in 12 layers
+
+
+class Watch:
+    """Events at the borders of attention, in both directions; none on the CPU."""
+
+    def __init__(self, device: str):
+        self.device, self.events = device, []
+
+    def record(self) -> None:
+        if self.device != "cuda":
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events.append(event)
+
+    def milliseconds(self) -> float:
+        """Of a step that is over: events come in pairs, begin and end."""
+        begins, ends = self.events[::2], self.events[1::2]
+        return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True))
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, watch, *tensors):
+        ctx.watch = watch
+        watch.record()
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.watch.record()
+        return None, *grads
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.before_attention, self.before_feed_forward = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.project, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden, bias=False), nn.GELU(), nn.Linear(4 * hidden, hidden, bias=False)
+        )
+
+    def forward(self, x: Tensor, watch: Watch) -> Tensor:
+        heads = self.project(self.before_attention(x)).unflatten(-1, (3, -1, WIDTH)).permute(2, 0, 3, 1, 4)
+        query, key, value = _Border.apply(watch, *heads)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        (out,) = _Border.apply(watch, out)
+        x = x + self.out(out.transpose(1, 2).flatten(2))
+        return x + self.feed_forward(self.before_feed_forward(x))
+
+
+@contextmanager
+def _fa3():
+    load_fa3()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+        tensors = (t.transpose(1, 2) for t in (query, key, value))
+        options = {"softmax_scale": query.shape[-1] ** -0.5, "is_causal": is_causal, "softcap": 0.0}
+        return FA3Attention.apply(*tensors, options, False).transpose(1, 2)
+
+    with mock.patch.object(nn.functional, "scaled_dot_product_attention", attend):
+        yield
+
+
+def contestants() -> dict[str, Callable]:
+    settings = {TORCH: nullcontext, OURS: flash_online.override}
+    return settings | ({FA3: _fa3} if os.environ.get(FA3_VARIABLE) else {})
+
+
+def step(layers: nn.ModuleList, x: Tensor, grad: Tensor, watch: Watch) -> Tensor:
+    layers.zero_grad()
+    out = x
+    for layer in layers:
+        out = layer(out, watch)
+    out.backward(grad)
+    return out.detach()
+
+
+def measure(length: int, layers: nn.ModuleList, rounds: int, device: str, tokens: int) -> dict:
+    x = torch.randn(tokens // length, length, HEADS * WIDTH, device=device, dtype=layers[0].out.weight.dtype)
+    grad, expected, taken = torch.randn_like(x), None, {}
+    for name, setting in contestants().items():
+        with setting():
+            results = [step(layers, x, grad, Watch(device)), layers[0].project.weight.grad.clone()]
+        expected = expected or results
+        for found, wanted in zip(results, expected, strict=True):
+            distance = ((found - wanted).float().norm() / wanted.float().norm()).item()
+            assert distance <= FURTHEST, f"{name} at L {length}: {distance:.3g} from {TORCH}"
+        taken[name] = {"step_ms": [], "attention_ms": []}
+    for _ in range(rounds if device == "cuda" else 0):
+        for name, setting in contestants().items():
+            with setting():
+                step(layers, x, grad, Watch(device))
+                watch, begin, end = Watch(device), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                step(layers, x, grad, watch)
+                end.record()
+                end.synchronize()
+            taken[name]["step_ms"].append(begin.elapsed_time(end))
+            taken[name]["attention_ms"].append(watch.milliseconds())
+    medians = {n: {k: statistics.median(v) for k, v in of_one.items() if v} for n, of_one in taken.items()}
+    return {"L": length, "B": tokens // length, "rounds": rounds, "contestants": medians}
+
+
+def run(device: str, facts: Callable[[], dict], path: Path) -> int:
+    """On a GPU; on the CPU one small float32 step checks that it works, and times nothing."""
+    started, record = time.perf_counter(), facts()
+    torch.manual_seed(0)
+    dtype, count, tokens, lengths = (
+        (torch.bfloat16, LAYERS, TOKENS, LENGTHS) if device == "cuda" else (torch.float32, 1, 64, (32,))
+    )
+    layers = nn.ModuleList(Layer(HEADS * WIDTH) for _ in range(count)).to(device, dtype)
+    one = functools.partial(measure, layers=layers, rounds=record["rounds"], device=device, tokens=tokens)
+    record |= {"layers": count, "heads": HEADS, "width": WIDTH, "results": [one(length) for length in lengths]}
+    record["took_seconds"] = round(time.perf_counter() - started)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(training_page(record)), f"wrote {path}", sep="\n")
+    return 0
+
+
+def training_page(record: dict) -> list[str]:
+    names = list(record["results"][0]["contestants"])
+    peers = [name for name in names if name != OURS]
+    rows = []
+    for result in record["results"]:
+        of_one = {n: [entry.get(k) for k in ("attention_ms", "step_ms")] for n, entry in result["contestants"].items()}
+        if not all(of_one[OURS]):
+            continue
+        faster = [" / ".join(times(theirs / ours) for theirs, ours in zip(of_one[p], of_one[OURS], strict=True)) for p in peers]
+        rows.append([str(result["L"]), *(" / ".join(map(number, of_one[n])) for n in names), *faster])
+    head = ["a training step: attention / all of it, ms; L", *names, *(f"x {p}" for p in peers)]
+    model = f"{record['layers']} layers, {record['heads']} heads of {record['width']}, bfloat16, causal, {TOKENS} tokens a step"
+    return [*heading(record), "", f"{model}; forward and backward.", "", *table(head, rows)]
