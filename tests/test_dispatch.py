@@ -245,7 +245,7 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         ({"mask": ("float32", mask)}, "float32"),
         ({"mask": ("bfloat16", ((1, 1, 512, 512), (0, 0, 1, 512), 0))}, "mask's rows"),
         ({"mask": ("bool", mask), "width": 256}, "192"),
-        ({"packed": True}, "packed"),
+        ({"packed": True, "mask": ("bool", mask)}, "packed"),
         ({"width": 36}, "multiple of 8"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
@@ -258,6 +258,7 @@ def test_what_hoppers_forward_pass_takes():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in (
         {},
+        {"packed": True},
         {"mask": ("bool", mask)},
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 1, 512), 0))},
         {"mask": ("bfloat16", mask)},

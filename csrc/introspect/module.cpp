@@ -206,7 +206,10 @@ PYBIND11_MODULE(_introspect, m) {
         const int32_t start = 0;
         if (alibi) problem.alibi_slopes = &start;
         if (sinks) problem.sinks = &start;
-        if (packed) problem.query_starts = problem.key_starts = &start;
+        if (packed) {
+          problem.query_starts = problem.key_starts = &start;
+          problem.total_queries = problem.queries, problem.total_keys = problem.keys;
+        }
         problem.visible = {window_left, window_right, 0};
         problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p;
         const Api& api = api_of(library);

@@ -24,6 +24,7 @@
 #include "../hw/wgmma.cuh"
 #include "block_map.cuh"
 #include "families.h"
+#include "schedule.cuh"
 #include "tiles_sm90.h"
 
 namespace flash_online::cuda {
@@ -46,6 +47,7 @@ struct ForwardSm90Arguments {
   int batch, heads, queries, keys, value_width;
   int row_tiles;  // of a head
   bool uneven;  // tiles differ in work
+  bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
   float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
@@ -57,6 +59,7 @@ struct ForwardSm90Arguments {
   void* out;
   int64_t out_stride[3];
   MaskWay mask_way;
+  bool bends;  // scores are more than products: adjust()
   int mask_rows;  // of a box: 64, or 1 that all queries share
   // Bytes from one block of the map to the next, 0 where it is broadcast.
   const uint8_t* map;
@@ -72,6 +75,10 @@ struct ForwardSm90Arguments {
   float keep_scale;  // of dropout: 1 / (1 - p)
   float *lse, *lse_low;
   int64_t lse_stride[2];
+  // Packed: `batch` is 1, `queries` and `keys` are a sequence's at most, tiles are those of BlockList.
+  const int32_t *query_starts, *key_starts;
+  int sequences, total_queries, total_keys;
+  bool lower_right;
 };
 
 // The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
@@ -95,7 +102,9 @@ struct TileWalk {
         if (index < heads * a.row_tiles) {
           const int level = a.uneven ? index / heads : index % a.row_tiles;
           const int head = first_head + (a.uneven ? index - level * heads : index / a.row_tiles);
-          return {head / a.heads, head % a.heads, a.row_tiles - 1 - level};
+          const int row_tile = a.row_tiles - 1 - level;
+          if (a.batch_within) return {head % a.batch, head / a.batch, row_tile};
+          return {head / a.heads, head % a.heads, row_tile};
         }
       }
     }
@@ -107,7 +116,7 @@ struct TileWalk {
 template <class T, class Tile>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
-  static constexpr bool kEverything = Tile::kEverything;
+  static constexpr bool kEverything = Tile::kEverything, kPacked = Tile::kPacked;
   static constexpr int kGroups = kTile.warpgroups, kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kQueries = kTile.query_buffers;
@@ -121,6 +130,7 @@ struct ForwardSm90Kernel {
   // good.
   static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers <=
                 (65536 / kTile.threads() / 8 * 8) * (kTile.warpgroups + 1));
+  static_assert(!kPacked || kTile.value_width <= kWarp * kPerVector<T>);
   static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
 
   struct alignas(kBoxAlignment) Query {
@@ -136,8 +146,12 @@ struct ForwardSm90Kernel {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   static constexpr int kMaskBoxes = kKeys / kHalfBoxColumns;  // beside each other
+  static constexpr int kMaskAhead = 6;  // blocks that a mask's boxes are asked for before they are loaded
   struct alignas(kBoxAlignment) Mask {
     uint16_t box[kGroups][kMaskBoxes][kRows][kHalfBoxColumns];
+  };
+  struct Ragged {
+    uint64_t value_there[kStages];  // of values that the tail is to be cleared of
   };
   struct Masks {
     Mask stage[kStages];  // of the key's stage
@@ -154,9 +168,15 @@ struct ForwardSm90Kernel {
   struct Others {
     int before, behind;
   };
+  // Of a packed sequence: its first rows in the tensors, and how many there are.
+  struct Lengths {
+    int query_begin, key_begin, queries, keys;
+    int offset;  // of its Visibility
+  };
   // What a tile is to the warps that work on it. Keys are counted in blocks.
   struct Job {
-    int batch, head, first_query;  // batch -1: no more
+    int batch, head, first_query;  // batch, or packed the sequence; -1: no more
+    [[no_unique_address]] std::conditional_t<kPacked, Lengths, Nothing> of;
     int band_begin, band_end;  // band_of the first query
     int begin, end;  // blocks that any query sees
     struct {
@@ -166,6 +186,23 @@ struct ForwardSm90Kernel {
     } group[kGroups];
     [[no_unique_address]] std::conditional_t<kEverything, Map, Nothing> map;
   };
+  // The same of any tile.
+  __device__ __forceinline__ static int query_begin(const Job& job) {
+    if constexpr (kPacked) return job.of.query_begin;
+    return 0;
+  }
+  __device__ __forceinline__ static int key_begin(const Job& job) {
+    if constexpr (kPacked) return job.of.key_begin;
+    return 0;
+  }
+  __device__ __forceinline__ static int queries(const ForwardSm90Arguments& a, const Job& job) {
+    if constexpr (kPacked) return job.of.queries;
+    return a.queries;
+  }
+  __device__ __forceinline__ static int keys(const ForwardSm90Arguments& a, const Job& job) {
+    if constexpr (kPacked) return job.of.keys;
+    return a.keys;
+  }
   static constexpr int kJobs = 4;
   static constexpr int kFar = 1 << 30;  // behind the last key
 
@@ -179,6 +216,7 @@ struct ForwardSm90Kernel {
     uint64_t job_full[kJobs], job_empty[kJobs];
     uint64_t query_full[kQueries], query_empty[kQueries];
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
+    [[no_unique_address]] std::conditional_t<kPacked, Ragged, Nothing> ragged;
   };
   static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
 
@@ -267,15 +305,36 @@ struct ForwardSm90Kernel {
     RingPlace<kJobs> place;
     TileWalk walk;
     for (bool more = true; more; place.advance()) {
-      const TileWalk::Place next = walk.next(a);
+      TileWalk::Place next = walk.next(a);
+      Visibility visible = a.visible;
+      int queries = a.queries, keys = a.keys;
+      [[maybe_unused]] int query_begin = 0, key_begin = 0;
+      if constexpr (kPacked) {
+        // Places that no sequence has a tile for are passed over.
+        for (; next.batch >= 0; next = walk.next(a)) {
+          next.batch =
+              static_cast<int>(sequence_at(a.query_starts, a.sequences, a.total_queries, kTile.queries(), next.row_tile));
+          const Rows rows = packed_rows(a.query_starts, next.batch, a.queries, a.total_queries);
+          query_begin = static_cast<int>(rows.begin);
+          queries = static_cast<int>(rows.count);
+          next.row_tile -= query_begin / kTile.queries() + next.batch;
+          if (next.row_tile >= 0 && next.row_tile * kTile.queries() < queries) break;
+        }
+        if (next.batch >= 0) {
+          const Rows rows = packed_rows(a.key_starts, next.batch, a.keys, a.total_keys);
+          key_begin = static_cast<int>(rows.begin);
+          keys = static_cast<int>(rows.count);
+          if (a.lower_right) visible.offset = keys - queries;
+        }
+      }
       more = next.batch >= 0;
-      const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), a.queries) - 1;
-      const KeyRange band = band_of(a.visible, first, kFar);
+      const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), queries) - 1;
+      const KeyRange band = band_of(visible, first, kFar);
       const int band_begin = static_cast<int>(band.begin), band_end = static_cast<int>(band.end);
       // Blocks that the queries between the tile's rows r and s see some of; the whole tile at least one, so that it has a
       // result.
       const auto begin_of = [&](int r) { return max(band_begin + r, 0) / kKeys; };
-      const auto end_of = [&](int s) { return (min(band_end + s, a.keys) + kKeys - 1) / kKeys; };
+      const auto end_of = [&](int s) { return (min(band_end + s, keys) + kKeys - 1) / kKeys; };
       const int rows = last - first + 1;
       int begin = begin_of(0), end = end_of(rows - 1);
       if (end <= begin) begin = 0, end = 1;
@@ -288,7 +347,7 @@ struct ForwardSm90Kernel {
         job.group[lane].begin = mine;
         job.group[lane].end = first_row < rows ? min(max(end_of(last_row), mine + 1), end) : mine + 1;
         job.group[lane].whole_begin = (max(band_begin + last_row, 0) + kKeys - 1) / kKeys;
-        job.group[lane].whole_end = min(band_end + first_row, a.keys) / kKeys;
+        job.group[lane].whole_end = min(band_end + first_row, keys) / kKeys;
       }
       if (lane == 0) {
         job.batch = next.batch;
@@ -298,6 +357,7 @@ struct ForwardSm90Kernel {
         job.band_end = band_end;
         job.begin = begin;
         job.end = end;
+        if constexpr (kPacked) job.of = {query_begin, key_begin, queries, keys, static_cast<int>(visible.offset)};
       }
       __syncwarp();
       if constexpr (kEverything)
@@ -311,6 +371,7 @@ struct ForwardSm90Kernel {
   struct Loader {
     const ForwardSm90Arguments& a;
     Shared& shared;
+    static constexpr bool kHoldsJob = kEverything || kPacked;  // to the end of its tile
     RingPlace<kJobs> next;
     RingPlace<kQueries> query;
     RingPlace<kStages> place;
@@ -322,11 +383,11 @@ struct ForwardSm90Kernel {
       const Job& job = shared.job[next.stage];
       batch = job.batch;
       head = job.head;
-      first_query = job.first_query;
+      first_query = query_begin(job) + job.first_query;
       begin = job.begin;
       end = job.end;
       stage = next.stage;
-      if (!kEverything) arrive(&shared.job_empty[stage]);
+      if (!kHoldsJob) arrive(&shared.job_empty[stage]);
       next.advance();
       group = batch < 0 ? kGroups : 0;
     }
@@ -345,6 +406,14 @@ struct ForwardSm90Kernel {
         query.advance();
       }
     }
+    // A block's mask into the L2 cache: its rows lie far apart in memory, and the stages cover too little of that latency.
+    __device__ void prefetch_mask(const Job& job, int block, int query_row, int mask_head, int mask_batch) {
+      if (next_seen(job, block, block + 1) != block || is_plain(job, block)) return;
+#pragma unroll 1
+      for (int box = 0; box < (a.mask_rows == 1 ? 1 : kGroups) * kMaskBoxes; ++box)
+        prefetch_box(a.mask_boxes, {block * kKeys + box % kMaskBoxes * kHalfBoxColumns,
+                                    a.mask_rows == 1 ? 0 : query_row + box / kMaskBoxes * kRows, mask_head, mask_batch});
+    }
     __device__ void run() {
       fetch();
       while (batch >= 0) {
@@ -352,7 +421,7 @@ struct ForwardSm90Kernel {
         const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
         const int end_block = end, tile = stage;
         const Job& job = shared.job[tile];
-        const int first_block = next_seen(job, begin, end);
+        const int first_block = next_seen(job, begin, end), key_row = key_begin(job);
         const bool has_boxes = kEverything && (a.mask_way == MaskWay::kHalves || a.mask_way == MaskWay::kBFloats);
         const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step, mask_query = first_query;
 #pragma unroll 1
@@ -362,6 +431,9 @@ struct ForwardSm90Kernel {
             const bool with_mask = has_boxes && !is_plain(job, block);
             arrive_and_expect(&shared.key_full[place.stage],
                               sizeof(Key) + (with_mask ? sizeof(Mask) / kRows * a.mask_rows : 0));
+            if (has_boxes)
+              for (int ahead = block == first_block ? kStages : kMaskAhead; ahead <= kMaskAhead; ++ahead)
+                if (block + ahead < end_block) prefetch_mask(job, block + ahead, mask_query, mask_head, mask_batch);
             if (with_mask)
 #pragma unroll 1
               for (int box = 0; box < kGroups * kMaskBoxes; ++box)
@@ -374,7 +446,7 @@ struct ForwardSm90Kernel {
           }
 #pragma unroll
           for (int box = 0; box < kWidthBoxes; ++box)
-            load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, block * kKeys, key_head, key_batch},
+            load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, key_row + block * kKeys, key_head, key_batch},
                      &shared.key_full[place.stage]);
           // This tile's queries behind its first keys, the next tile's as early as they find a buffer.
           if (block == first_block) {
@@ -384,17 +456,75 @@ struct ForwardSm90Kernel {
             load_queries(false);
           }
           wait(&shared.value_empty[place.stage], place.parity ^ 1);
-          arrive_and_expect(&shared.value_full[place.stage], sizeof(Value));
+          uint64_t* value_there = &shared.value_full[place.stage];
+          if constexpr (kPacked)
+            if ((block + 1) * kKeys > job.of.keys) value_there = &shared.ragged.value_there[place.stage];
+          arrive_and_expect(value_there, sizeof(Value));
 #pragma unroll
           for (int box = 0; box < kValueBoxes; ++box)
-            load_box(shared.value[place.stage].box[box], a.value, {box * kBoxColumns, block * kKeys, value_head, value_batch},
-                     &shared.value_full[place.stage]);
+            load_box(shared.value[place.stage].box[box], a.value,
+                     {box * kBoxColumns, key_row + block * kKeys, value_head, value_batch}, value_there);
           place.advance();
         }
-        if (kEverything) arrive(&shared.job_empty[tile]);
+        if (kHoldsJob) arrive(&shared.job_empty[tile]);
       }
     }
   };
+
+  // ---- packed: a warp that clears the values behind a sequence's last key, whose weights are 0, but 0 times anything is not
+
+  __device__ static void clear_tails(Shared& shared, int lane) {
+    RingPlace<kJobs> next;
+    int blocks = 0;  // loaded before this tile
+    unsigned parities = 0;  // of value_there, a bit a stage
+    while (true) {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      if (job.batch < 0) return;
+      blocks += job.end - job.begin;
+      const int valid = job.of.keys - (job.end - 1) * kKeys;
+      __syncwarp();
+      if (lane == 0) arrive(&shared.job_empty[next.stage]);
+      next.advance();
+      if (valid >= kKeys) continue;
+      const int stage = (blocks - 1) % kStages;
+      wait(&shared.ragged.value_there[stage], parities >> stage & 1);
+      parities ^= 1u << stage;
+      constexpr int kChunks = static_cast<int>(kRowBytes) / kVectorBytes;
+      const int first = max(valid, 0) * kChunks;
+#pragma unroll
+      for (int box = 0; box < kValueBoxes; ++box) {
+        uint4* const chunks = reinterpret_cast<uint4*>(shared.value[stage].box[box]);
+        for (int n = first + lane; n < kKeys * kChunks; n += kWarp) chunks[n] = {};
+      }
+      publish_to_engines();
+      __syncwarp();
+      if (lane == 0) arrive(&shared.value_full[stage]);
+    }
+  }
+
+  // ---- packed: a warp for the rows that no sequence owns: 0, and an lse of -inf
+
+  __device__ static void clear_unowned(const ForwardSm90Arguments& a, int lane) {
+#pragma unroll 1
+    for (int n = static_cast<int>(blockIdx.x); n <= a.sequences; n += static_cast<int>(gridDim.x)) {
+      const Rows rows = unowned_rows(a.query_starts, a.sequences, n, a.queries, a.total_queries);
+      const int begin = static_cast<int>(rows.begin), end = begin + static_cast<int>(rows.count);
+#pragma unroll 1
+      for (int row = begin; row < end; ++row)
+#pragma unroll 1
+        for (int head = 0; head < a.heads; ++head) {
+          T* const to = static_cast<T*>(a.out) + head * a.out_stride[1] + row * a.out_stride[2];
+          const int column = lane * kPerVector<T>;
+          if (column < a.value_width) *reinterpret_cast<uint4*>(to + column) = {};
+          if (lane == 0 && a.lse) {
+            const int64_t at = head * a.lse_stride[1] + row;
+            a.lse[at] = -INFINITY;
+            a.lse_low[at] = 0;
+          }
+        }
+    }
+  }
 
   // ---- a computing warpgroup
 
@@ -483,15 +613,17 @@ struct ForwardSm90Kernel {
 
     // -inf for the keys that a row does not see, in a block that not all rows see all of.
     __device__ __forceinline__ void hide() {
-      // With everything, registers are too few to hold these.
-      const bool left = block < (kEverything ? shared.job[job].group[group].whole_begin : whole_begin),
-                 right = block >= (kEverything ? shared.job[job].group[group].whole_end : whole_end);
+      // With more to do, registers are too few to hold these.
+      const auto& mine_of_tile = shared.job[job].group[group];
+      const bool left = block < (kEverything || kPacked ? mine_of_tile.whole_begin : whole_begin),
+                 right = block >= (kEverything || kPacked ? mine_of_tile.whole_end : whole_end);
       if (!left && !right) return;
       const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
       const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
-      const int all_from = band_begin + 15 - first, all_to = min(band_end, a.keys) - first;
+      const int keys = ForwardSm90Kernel::keys(a, shared.job[job]);
+      const int all_from = band_begin + 15 - first, all_to = min(band_end, keys) - first;
       if (right) {
-        const int to[2] = {min(band_end + lane / 4, a.keys) - mine, min(band_end + lane / 4 + 8, a.keys) - mine};
+        const int to[2] = {min(band_end + lane / 4, keys) - mine, min(band_end + lane / 4 + 8, keys) - mine};
 #pragma unroll
         for (int step = 0; step < kKeySteps; ++step) {
           if (16 * step + 16 <= all_to) continue;
@@ -514,6 +646,7 @@ struct ForwardSm90Kernel {
 
     // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
     __device__ __forceinline__ void adjust() {
+      if (!a.bends) return;
       if (a.softcap > 0) {
         // cap tanh(s / cap), tanh(x) being 1 - 2 / (1 + exp(2 x)).
 #pragma unroll
@@ -527,7 +660,9 @@ struct ForwardSm90Kernel {
         const Job& tile = shared.job[job];
         const float slope = a.alibi_slopes[tile.batch * a.alibi_stride[0] + tile.head * a.alibi_stride[1]] * kLog2E;
         const int row = tile.first_query + group * kRows + 16 * warp + lane / 4;
-        const float distance = static_cast<float>(row + a.visible.offset - block * kKeys - lane % 4 * 2);
+        int offset = static_cast<int>(a.visible.offset);
+        if constexpr (kPacked) offset = tile.of.offset;
+        const float distance = static_cast<float>(row + offset - block * kKeys - lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
           score[i] = fmaf(-slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
@@ -734,8 +869,9 @@ struct ForwardSm90Kernel {
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
       const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
-      if (lane % 4 < 2 && query_row < a.queries && a.lse) {
-        const int64_t at = tile.batch * a.lse_stride[0] + tile.head * a.lse_stride[1] + query_row;
+      if (lane % 4 < 2 && query_row < queries(a, tile) && a.lse) {
+        const int64_t at =
+            (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + query_row;
         // From the base 2, in two floats.
         constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
         const float high = mine.lse(), lse = high * kLn2;
@@ -760,13 +896,26 @@ struct ForwardSm90Kernel {
             words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
           store_matrices(words, shared_address(shared.out.box[4 * group + warp][step / 4]) + matrix_place(0, step % 4 * 2));
         }
-        publish_to_engines();
-        __syncwarp();
-        if (lane == 0) {
+        if (const int rows = queries(a, tile) - first; kPacked && rows < kOutRows) {
+          // The next rows are another sequence's.
+          __syncwarp();
+          const int chunks = a.value_width / kPerVector<T>;
+          T* const to = static_cast<T*>(a.out) + tile.head * a.out_stride[1] + (query_begin(tile) + first) * a.out_stride[2];
+          for (int n = lane; n < rows * chunks; n += kWarp) {
+            const int r = n / chunks, chunk = n % chunks;
+            *reinterpret_cast<uint4*>(to + r * a.out_stride[2] + chunk * kPerVector<T>) =
+                reinterpret_cast<const uint4*>(shared.out.box[4 * group + warp][chunk / 8][r])[(chunk ^ r) % 8];
+          }
+        } else {
+          publish_to_engines();
+          __syncwarp();
+          if (lane == 0) {
 #pragma unroll
-          for (int box = 0; box < kValueBoxes; ++box)
-            store_box(a.out_map, {box * kBoxColumns, first, tile.head, tile.batch}, shared.out.box[4 * group + warp][box]);
-          commit_stores();
+            for (int box = 0; box < kValueBoxes; ++box)
+              store_box(a.out_map, {box * kBoxColumns, query_begin(tile) + first, tile.head, kPacked ? 0 : tile.batch},
+                        shared.out.box[4 * group + warp][box]);
+            commit_stores();
+          }
         }
         __syncwarp();
       } else {
@@ -780,8 +929,8 @@ struct ForwardSm90Kernel {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int at_row = first + lane / 4 + 8 * r;
-          T* to =
-              static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + tile.head * a.out_stride[1] + at_row * a.out_stride[2];
+          T* to = static_cast<T*>(a.out) + (kPacked ? 0 : tile.batch * a.out_stride[0]) + tile.head * a.out_stride[1] +
+                  (query_begin(tile) + at_row) * a.out_stride[2];
 #pragma unroll
           for (int i = 0; i < kOuts / 16; ++i) {
             unsigned words[4];
@@ -795,7 +944,7 @@ struct ForwardSm90Kernel {
             swap(upper, words[0], words[2], 2);
             swap(upper, words[1], words[3], 2);
             const int column = 32 * i + lane % 4 * 8;
-            if (at_row < a.queries && column < a.value_width)
+            if (at_row < queries(a, tile) && column < a.value_width)
               *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
           }
         }
@@ -951,7 +1100,7 @@ struct ForwardSm90Kernel {
       constexpr int kReaders = 4 * kGroups;  // warps
       for (int i = 0; i < kJobs; ++i) {
         init_barrier(&shared.job_full[i], 1);
-        init_barrier(&shared.job_empty[i], kReaders + 1);
+        init_barrier(&shared.job_empty[i], kReaders + (kPacked ? 2 : 1));
       }
       for (int i = 0; i < kQueries; ++i) {
         init_barrier(&shared.query_full[i], 1);
@@ -962,6 +1111,7 @@ struct ForwardSm90Kernel {
         init_barrier(&shared.key_empty[i], kReaders);
         init_barrier(&shared.value_full[i], 1);
         init_barrier(&shared.value_empty[i], kReaders);
+        if constexpr (kPacked) init_barrier(&shared.ragged.value_there[i], 1);
       }
       publish_barriers();
     }
@@ -970,6 +1120,10 @@ struct ForwardSm90Kernel {
       shrink_registers<kTile.loader_registers>();
       if (threadIdx.x == 0) Loader{a, shared}.run();
       if (warp == 1) plan(a, shared, lane);
+      if constexpr (kPacked) {
+        if (warp == 2) clear_tails(shared, lane);
+        if (warp == 3) clear_unowned(a, lane);
+      }
     } else {
       grow_registers<kTile.registers>();
       Group group{a, shared, warp / 4 - 1, warp % 4, lane};
@@ -1023,35 +1177,48 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
         {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows), static_cast<uint32_t>(box_columns));
   };
   ForwardSm90Arguments a;
-  a.query = map(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width, Kernel::kRows);
-  a.key = map(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width, Kernel::kKeys);
-  a.value = map(p.value.data, p.value.stride, p.batch, p.value_heads, p.keys, p.value_width, Kernel::kKeys);
+  constexpr bool kPacked = Tile::kPacked;
+  const int64_t queries = kPacked ? p.total_queries : p.queries, keys = kPacked ? p.total_keys : p.keys;
+  const int64_t batch = kPacked ? std::min(p.batch, int64_t{1}) : p.batch;  // 0: rows that no sequence owns, alone
+  a.query = map(p.query.data, p.query.stride, batch, p.heads, queries, p.width, Kernel::kRows);
+  a.key = map(p.key.data, p.key.stride, batch, p.key_heads, keys, p.width, Kernel::kKeys);
+  a.value = map(p.value.data, p.value.stride, batch, p.value_heads, keys, p.value_width, Kernel::kKeys);
   if constexpr (kTile.staged_out)
-    a.out_map = map(p.out.data, p.out.stride, p.batch, p.heads, p.queries, p.value_width, Kernel::kOutRows);
+    a.out_map = map(p.out.data, p.out.stride, batch, p.heads, queries, p.value_width, Kernel::kOutRows);
   const auto group = [&](const int64_t (&stride)[4], int64_t heads) {
     return static_cast<int>(stride[1] == 0 ? p.heads : p.heads / heads);
   };
   a.heads_a_query = group(p.query.stride, p.heads);
   a.heads_a_key = group(p.key.stride, p.key_heads);
   a.heads_a_value = group(p.value.stride, p.value_heads);
-  a.query_batch_step = p.query.stride[0] != 0;
-  a.key_batch_step = p.key.stride[0] != 0;
-  a.value_batch_step = p.value.stride[0] != 0;
-  a.batch = static_cast<int>(p.batch);
+  a.query_batch_step = !kPacked && p.query.stride[0] != 0;
+  a.key_batch_step = !kPacked && p.key.stride[0] != 0;
+  a.value_batch_step = !kPacked && p.value.stride[0] != 0;
+  a.batch = static_cast<int>(batch);
   a.heads = static_cast<int>(p.heads);
   a.queries = static_cast<int>(p.queries);
   a.keys = static_cast<int>(p.keys);
   a.value_width = static_cast<int>(p.value_width);
-  a.row_tiles = static_cast<int>((p.queries + kTile.queries() - 1) / kTile.queries());
-  a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
-  const int64_t heads = p.batch * p.heads, head_bytes = p.keys * (p.width + p.value_width) * int64_t{sizeof(T)};
+  a.row_tiles = static_cast<int>(BlockList::of(p, false, p.heads, kTile.queries()).blocks);
+  a.uneven = kPacked || p.visible.left >= 0 || p.visible.right >= 0;
+  a.batch_within = false;
+  if constexpr (kPacked) {
+    a.query_starts = p.query_starts;
+    a.key_starts = p.key_starts;
+    a.sequences = static_cast<int>(p.batch);
+    a.total_queries = static_cast<int>(p.total_queries);
+    a.total_keys = static_cast<int>(p.total_keys);
+    a.lower_right = p.lower_right;
+  }
+  const int64_t heads = batch * p.heads, head_bytes = keys * (p.width + p.value_width) * int64_t{sizeof(T)};
   a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key + 1,
                                                               multiprocessors(), kTile.section_rounds)
                                               : heads);
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
   a.score_scale = static_cast<float>(p.scale * kToBase2);
-  a.scale = Tile::kEverything ? 1 : a.score_scale;
+  a.bends = p.softcap > 0 || p.alibi_slopes || (p.mask.data && p.mask_dtype != DType::kBool);
+  a.scale = a.bends ? 1 : a.score_scale;
   a.softcap = static_cast<float>(p.softcap * kToBase2);
   a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
   a.sinks = static_cast<const float*>(p.sinks);
@@ -1078,6 +1245,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
       a.mask_way = MaskWay::kBits;
     } else if (p.mask.data) {
       a.mask_way = p.mask_dtype == DType::kFloat16 ? MaskWay::kHalves : MaskWay::kBFloats;
+      a.batch_within = p.mask.stride[0] == 0 && p.mask.stride[1] != 0;
       a.mask_batch_step = p.mask.stride[0] != 0;
       a.mask_head_step = p.mask.stride[1] != 0;
       a.mask_rows = p.mask.stride[2] == 0 ? 1 : Kernel::kRows;
@@ -1094,16 +1262,16 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
   for (int i = 0; i < 2; ++i) a.lse_stride[i] = p.lse_stride[i];
-  const int64_t blocks = std::min(p.batch * p.heads * a.row_tiles, int64_t{multiprocessors()});
+  const int64_t blocks = std::clamp(batch * p.heads * a.row_tiles, int64_t{1}, int64_t{multiprocessors()});
   launch<attention_forward_sm90<T, Tile>>(a, blocks, kTile.threads(), Kernel::kSharedBytes, stream);
 }
 
-template <class T, int kRow>
+template <class T, int kRow, bool kPacked>
 void launch_forward_sm90_row(const AttentionProblem& problem, const MaskTables& tables, cudaStream_t stream) {
   if constexpr (kForwardSm90[kRow].width <= kWidestEverythingSm90)
     if (problem.softcap > 0 || problem.alibi_slopes || problem.mask.data || problem.dropout != 0)
-      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true>>(problem, tables, stream);
-  launch_forward_sm90<T, ForwardSm90Tile<kRow, false>>(problem, tables, stream);
+      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true, kPacked>>(problem, tables, stream);
+  launch_forward_sm90<T, ForwardSm90Tile<kRow, false, kPacked>>(problem, tables, stream);
 }
 
 // In the first row of this width that holds the values, from kRow on.
@@ -1116,8 +1284,11 @@ void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tabl
   } else {
     if constexpr (kTile.value_width < kWidth)
       if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, stream);
-    problem.dtype == DType::kFloat16 ? launch_forward_sm90_row<__half, kRow>(problem, tables, stream)
-                                     : launch_forward_sm90_row<__nv_bfloat16, kRow>(problem, tables, stream);
+    const auto visit = [&]<class T>(T) {
+      problem.query_starts ? launch_forward_sm90_row<T, kRow, true>(problem, tables, stream)
+                           : launch_forward_sm90_row<T, kRow, false>(problem, tables, stream);
+    };
+    problem.dtype == DType::kFloat16 ? visit(__half{}) : visit(__nv_bfloat16{});
   }
 }
 

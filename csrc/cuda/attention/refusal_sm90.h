@@ -25,9 +25,12 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
   if (p.width == 0 || p.value_width == 0) return "a head dim of 0";
   if (p.width % 8 != 0 || p.value_width % 8 != 0) return "a head dim that is no multiple of 8";
-  if (p.keys == 0) return "there are no keys";
-  if (p.query_starts) return "packed sequences";
-  if (p.queries > kMost || p.keys > kMost || p.batch * p.heads > kMost || p.batch * p.heads * (p.queries / 128 + 1) > kMost)
+  if (p.keys == 0 || (p.query_starts && p.total_keys == 0)) return "there are no keys";
+  if (p.query_starts && p.mask.data) return "a mask over packed sequences";
+  const int64_t batch = p.query_starts ? 1 : p.batch, queries = p.query_starts ? p.total_queries : p.queries,
+                keys = p.query_starts ? p.total_keys : p.keys, tiles = queries / 128 + (p.query_starts ? p.batch : 1);
+  if (queries > kMost || keys > kMost || p.queries > kMost || p.keys > kMost || batch * p.heads > kMost ||
+      batch * p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
   if (!(p.scale > 0 && p.scale < 1e30)) return "a scale that is not positive";
   if ((p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0) &&
@@ -37,13 +40,13 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (p.mask.data && p.mask_dtype != DType::kBool &&
       !is_copied_in_boxes(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys))
     return "the mask's rows are not whole multiples of 16 bytes apart";
-  if (!is_copied_in_boxes(p.query.data, p.query.stride, p.batch, p.heads, p.queries, p.width))
+  if (!is_copied_in_boxes(p.query.data, p.query.stride, batch, p.heads, queries, p.width))
     return "query's rows are not whole multiples of 16 bytes apart";
-  if (!is_copied_in_boxes(p.key.data, p.key.stride, p.batch, p.key_heads, p.keys, p.width))
+  if (!is_copied_in_boxes(p.key.data, p.key.stride, batch, p.key_heads, keys, p.width))
     return "key's rows are not whole multiples of 16 bytes apart";
-  if (!is_copied_in_boxes(p.value.data, p.value.stride, p.batch, p.value_heads, p.keys, p.value_width))
+  if (!is_copied_in_boxes(p.value.data, p.value.stride, batch, p.value_heads, keys, p.value_width))
     return "value's rows are not whole multiples of 16 bytes apart";
-  if (!is_copied_in_boxes(p.out.data, p.out.stride, p.batch, p.heads, p.queries, p.value_width))
+  if (!is_copied_in_boxes(p.out.data, p.out.stride, batch, p.heads, queries, p.value_width))
     return "the result's rows are not whole multiples of 16 bytes apart";
   return nullptr;
 }

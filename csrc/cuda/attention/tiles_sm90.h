@@ -32,16 +32,23 @@ inline constexpr int kWidestEverythingSm90 = 192;
 
 // A row, and whether with everything (softcap, ALiBi, masks, dropout), which takes registers and shared memory from the block
 // of keys.
-template <int kRow, bool kWithEverything>
+template <int kRow, bool kWithEverything, bool kOfPacked>
 struct ForwardSm90Tile {
-  static constexpr bool kEverything = kWithEverything;
+  static constexpr bool kEverything = kWithEverything, kPacked = kOfPacked;
   static constexpr ForwardSm90 kTile = [] {
     ForwardSm90 tile = kForwardSm90[kRow];
     if (kEverything) {
       const int most = tile.width > 128 ? 64 : 96;
       if (tile.keys > most) tile.keys = most;
       tile.stages = 2;
-      tile.registers = tile.warpgroups == 3 ? 152 : 224;  // the planner has a mask's map to read
+    }
+    if (kPacked && tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
+    if (kEverything && kPacked) {
+      if (tile.warpgroups == 3) tile.keys = 64;
+      if (tile.held_query && tile.width > 128) tile.held_query = false, tile.query_buffers = 3;
+    }
+    if (kEverything || kPacked) {  // there is more to plan
+      tile.registers = tile.warpgroups == 3 ? 152 : 224;
       tile.loader_registers = 56;
     }
     return tile;
