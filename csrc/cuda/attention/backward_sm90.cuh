@@ -95,8 +95,8 @@ struct BackwardOnSm90 {
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
     Place place;
     Job job[kStages];
-    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], scores_empty[2],
-        turn[2], added[2];
+    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
+        added[2], scores_empty[2];
   };
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   static int shared_bytes(const AttentionProblem& problem) {
@@ -257,7 +257,10 @@ struct BackwardOnSm90 {
 
     // Scores, or weights' gradients: [this warpgroup's keys][its queries].
     __device__ __forceinline__ void start_scores(ScoreSums& d, const Keys& left, const Queries& right) {
-      const uint64_t keys = rows_descriptor(shared_address(left.box) + (kShared ? 0 : group() * kGroupKeys * kRowBytes)),
+      int first = kShared ? 0 : group() * kGroupKeys;
+      // Or ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
+      if constexpr (kShared) forget(first);
+      const uint64_t keys = rows_descriptor(shared_address(left.box) + first * kRowBytes),
                      queries = rows_descriptor(shared_address(right.box) + score_query() * kRowBytes);
       begin_products();
 #pragma unroll
@@ -616,6 +619,7 @@ struct BackwardOnSm90 {
     // What the block before adds to the gradients of values and keys.
     __device__ __forceinline__ void start_spread(int before) {
       wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      place_anew();
       const Stage& stage = shared.stage[before];
       begin_products();
       start_sums(grad_value, shared.scores[2 + before], stage.grad_out);
@@ -625,6 +629,7 @@ struct BackwardOnSm90 {
     // The block before's gradients of queries, behind which nothing of it is needed.
     __device__ __forceinline__ void finish_spread(int before) {
       QuerySums grad_query;
+      place_anew();
       start_queries(grad_query, before);
       float* const sums = sums_of(shared.job[before]);
       wait_for_products<1>();
@@ -646,8 +651,8 @@ struct BackwardOnSm90 {
     template <bool kFirst, int kNow>
     __device__ __forceinline__ void block() {
       constexpr int kBefore = kNow ^ 1;
-      place_anew();
       clear_query_tail<kNow>();
+      place_anew();
       const Stage& stage = shared.stage[kNow];
       ScoreSums score, grad;
       start_scores(score, shared.key, stage.query);
@@ -761,7 +766,7 @@ struct BackwardOnSm90 {
       }
       for (int i = 0; i < 2; ++i) {
         init_barrier(&shared.scores_full[i], kWarps);
-        init_barrier(&shared.scores_empty[i], kWarps);
+        if constexpr (kShared) init_barrier(&shared.scores_empty[i], kWarps);
         init_barrier(&shared.turn[i], 1);
         init_barrier(&shared.added[i], kWarps);
       }
