@@ -52,9 +52,10 @@ struct BackwardOnSm90 {
   static constexpr int kBoxes = kWidth / kBoxColumns, kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
-  // The gradients of a block's queries are two pieces of 64 rows: side by side, or one above the other.
+  // The gradients of a block's queries are two or four pieces of 64 x 64: side by side, or one above the other.
   static constexpr bool kSideBySide = kQueries == 64;
-  static constexpr int kPiece = kSideBySide ? kWidth / 2 : kWidth;  // columns
+  static constexpr int kPieces = kShared ? 2 : 1;
+  static constexpr int kPiece = (kSideBySide ? kWidth / 2 : kWidth) / kPieces;  // columns
   static_assert(kSideBySide || kQueries == 128);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || (kQueries * 2 <= 128 && kPiece == kSumPieceSm90)));
   static_assert(!kShared || (!kEverything && kSideBySide));
@@ -271,12 +272,13 @@ struct BackwardOnSm90 {
       commit_products();
     }
 
-    // The block before's gradients of queries, this warpgroup's piece.
-    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2], int before) {
+    // The block before's gradients of queries, this warpgroup's piece of that number.
+    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2], int before, int piece = 0) {
       wait(&shared.scores_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
                      keys = columns_descriptor(
-                         shared_address(shared.key.box[kSideBySide ? group() * (kPiece / kBoxColumns) : 0]), kKeys * kRowBytes);
+                         shared_address(shared.key.box[kSideBySide ? (group() * kPieces + piece) * (kPiece / kBoxColumns) : 0]),
+                         kKeys * kRowBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step)
@@ -288,8 +290,9 @@ struct BackwardOnSm90 {
     // Where the gradients of a block's queries go, from this lane's first on; null: they are nobody's.
     __device__ __forceinline__ float* sums_of(const Job& job) const {
       const int width = sum_width(a.space);
-      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPiece / 8 : 0;
-      const bool there = kSideBySide ? group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
+      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPieces * kPiece / 8 : 0;
+      const bool there =
+          kSideBySide ? kShared || group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
     }
@@ -626,18 +629,21 @@ struct BackwardOnSm90 {
       start_sums(grad_key, shared.scores[before], stage.query);
       commit_products();
     }
-    // The block before's gradients of queries, behind which nothing of it is needed.
-    __device__ __forceinline__ void finish_spread(int before) {
-      QuerySums grad_query;
+    // What is left of the block before, once the first piece of its gradients of queries has been started.
+    __device__ __forceinline__ void finish_spread(QuerySums& first, int before) {
+      QuerySums second;
       place_anew();
-      start_queries(grad_query, before);
+      start_queries(second, before, 1);
       float* const sums = sums_of(shared.job[before]);
-      wait_for_products<1>();
+      wait_for_products<2>();
       release(&shared.empty[before]);
+      wait_for_products<1>();
+      settle(first);
+      add_queries(sums, first, before);
       wait_for_products<0>();
-      settle(grad_query);
+      settle(second);
       release(&shared.scores_empty[before]);
-      add_queries(sums, grad_query, before);
+      add_queries(sums + kPiece / 8 * 128, second, before);
     }
 
     __device__ __forceinline__ void put(Scores& to, const Words& words) {
@@ -659,8 +665,12 @@ struct BackwardOnSm90 {
       if constexpr (kFirst) wait(&shared.value_full, 0);
       wait(&shared.grad_out_full[kNow], parity());
       start_scores(grad, shared.value, stage.grad_out);
-      if constexpr (!kFirst) start_spread(kBefore);
-      wait_for_products<kFirst ? 1 : 2>();
+      QuerySums first;
+      if constexpr (!kFirst) {
+        start_spread(kBefore);
+        start_queries(first, kBefore);
+      }
+      wait_for_products<kFirst ? 1 : 3>();
       settle(flat(score));
       const Job& job = shared.job[kNow];
       if (!job.whole) hide(score, job.query);
@@ -679,7 +689,7 @@ struct BackwardOnSm90 {
       }
       wait(&shared.scores_empty[kNow], parity() ^ 1);
       put(shared.scores[2 + kNow], words);
-      wait_for_products<kFirst ? 0 : 1>();
+      wait_for_products<kFirst ? 0 : 2>();
       settle(flat(grad));
       subtract_delta<kNow>(grad);
 #pragma unroll
@@ -692,7 +702,7 @@ struct BackwardOnSm90 {
       publish_to_engines();
       __syncwarp();
       release(&shared.scores_full[kNow]);
-      if constexpr (!kFirst) finish_spread(kBefore);
+      if constexpr (!kFirst) finish_spread(first, kBefore);
       ++count;
     }
 
@@ -715,7 +725,9 @@ struct BackwardOnSm90 {
           while (shared_step<1>() && shared_step<0>()) continue;
         const int before = (count - 1) % 2;
         start_spread(before);
-        finish_spread(before);
+        QuerySums first;
+        start_queries(first, before);
+        finish_spread(first, before);
       }
       store_sums();
     }
