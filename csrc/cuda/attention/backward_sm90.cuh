@@ -296,13 +296,14 @@ struct BackwardOnSm90 {
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
     }
-    __device__ __forceinline__ void add_queries(float* to, const float (&d)[kPiece / 2], int before) {
+    __device__ __forceinline__ void add_queries(float* to, const float (&d)[kPiece / 2], int before, int piece = 0) {
       if (a.turns) wait(&shared.turn[before], (count - 1) / 2 % 2);
       if (to) {
 #pragma unroll
-        for (int j = 0; j < kPiece / 8; ++j) add_to_sum(to + j * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+        for (int j = 0; j < kPiece / 8; ++j)
+          add_to_sum(to + (piece * (kPiece / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
       }
-      if (a.turns) {
+      if (a.turns && piece == kPieces - 1) {
         __syncwarp();
         release(&shared.added[before]);
       }
@@ -643,7 +644,7 @@ struct BackwardOnSm90 {
       wait_for_products<0>();
       settle(second);
       release(&shared.scores_empty[before]);
-      add_queries(sums + kPiece / 8 * 128, second, before);
+      add_queries(sums, second, before, 1);
     }
 
     __device__ __forceinline__ void put(Scores& to, const Words& words) {
