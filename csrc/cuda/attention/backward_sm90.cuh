@@ -5,6 +5,9 @@
 // scores' gradients are left operands of the products that are the gradients of values and keys, which stay in registers to the
 // end. The scores' gradients also go through shared memory, for the gradients of queries: each warpgroup sums its half of a
 // block's over all 128 keys, a block late, so that neither waits for the other, and adds it to sums in global memory.
+//
+// At head dim 256 (kShared) that takes too many registers: a block of threads owns 64 keys, each warpgroup makes the scores of
+// half of a block's queries and half of the columns of all gradients, and weights go through shared memory too.
 #pragma once
 
 #include "../../core/visit.h"
@@ -815,9 +818,8 @@ __global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   const auto visit = [&]<class T>(Type<T> element) {
-    constexpr int kEverythingWidth = kWidestEverythingBackwardSm90;
-    if (kWidth <= kEverythingWidth && (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0))
-      f(element, std::true_type{}, std::integral_constant<int, kEverythingWidth>{});
+    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)  // refused where that tile is too narrow
+      f(element, std::true_type{}, std::integral_constant<int, kWidestEverythingBackwardSm90>{});
     else
       f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
   };
