@@ -5,6 +5,9 @@
 // scores' gradients are left operands of the products that are the gradients of values and keys, which stay in registers to the
 // end. The scores' gradients also go through shared memory, for the gradients of queries: each warpgroup sums its half of a
 // block's over all 128 keys, a block late, so that neither waits for the other, and adds it to sums in global memory.
+//
+// At head dim 256 (kShared) that takes too many registers: a block of threads owns 64 keys, each warpgroup makes the scores of
+// half of a block's queries and half of the columns of all gradients, and weights go through shared memory too.
 #pragma once
 
 #include "../../core/visit.h"
@@ -43,17 +46,22 @@ struct BackwardSm90Arguments {
 template <class T, int kWidth, bool kEverything>
 struct BackwardOnSm90 {
   static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kEverything);
-  static constexpr int kKeys = kTile.kKeys, kQueries = kTile.queries, kStages = 2;
+  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
   static constexpr int kThreads = kTile.kThreads, kMathThreads = kThreads - 128, kWarps = kMathThreads / kWarp;
   static constexpr int kGroupKeys = 64;  // of a warpgroup
+  // Both warpgroups have the same keys: each makes the scores of half of a block's queries, and half of all gradients' columns.
+  static constexpr bool kShared = kKeys == kGroupKeys;
+  static constexpr int kScoreQueries = kShared ? kQueries / 2 : kQueries, kSumColumns = kShared ? kWidth / 2 : kWidth;
   static constexpr int kBoxes = kWidth / kBoxColumns, kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
-  // The gradients of a block's queries are two pieces of 64 x 64: side by side, or one above the other.
-  static constexpr int kPiece = kSumPieceSm90;
-  static constexpr bool kSideBySide = kQueries == kPiece;
-  static_assert(kSideBySide ? kWidth == 2 * kPiece : kQueries == 2 * kPiece && kWidth == kPiece);
-  static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
+  // The gradients of a block's queries are two or four pieces of 64 x 64: side by side, or one above the other.
+  static constexpr bool kSideBySide = kQueries == 64;
+  static constexpr int kPieces = kShared ? 2 : 1;
+  static constexpr int kPiece = (kSideBySide ? kWidth / 2 : kWidth) / kPieces;  // columns
+  static_assert(kSideBySide || kQueries == 128);
+  static_assert(kQueries % kRowBlock == 0 && (!kEverything || (kQueries * 2 <= 128 && kPiece == kSumPieceSm90)));
+  static_assert(!kShared || (!kEverything && kSideBySide));
 
   struct alignas(kBoxAlignment) Keys {
     T box[kBoxes][kKeys][kBoxColumns];
@@ -87,12 +95,12 @@ struct BackwardOnSm90 {
   struct Shared {
     Keys key, value;
     Stage stage[kStages];
-    Scores grad_score[2];
+    Scores scores[kShared ? 4 : 2];  // their gradients, two blocks'; the weights of those, where others need them
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
     Place place;
     Job job[kStages];
-    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], grad_score_full[2], turn[2],
-        added[2];
+    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
+        added[2], scores_empty[2];
   };
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   static int shared_bytes(const AttentionProblem& problem) {
@@ -100,8 +108,8 @@ struct BackwardOnSm90 {
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
 
-  using Sums = Accumulator<1, kWidth / 8>;
-  using ScoreSums = Accumulator<1, kQueries / 8>;
+  using Sums = Accumulator<1, kSumColumns / 8>;
+  using ScoreSums = Accumulator<1, kScoreQueries / 8>;
   using Mask = MaskBlock<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kWidth>;
   static_assert(OutTile::bytes(kKeys) <= static_cast<int>(kStages * sizeof(Stage)));
@@ -230,7 +238,8 @@ struct BackwardOnSm90 {
     }
     __device__ __forceinline__ int group() const { return warp / 4; }
     __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarp; }
-    __device__ __forceinline__ int score_row() const { return warp * 16; }
+    __device__ __forceinline__ int score_row() const { return (kShared ? warp % 4 : warp) * 16; }
+    __device__ __forceinline__ int score_query() const { return kShared ? group() * kScoreQueries : 0; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
       if (lane() == 0) arrive(barrier);
     }
@@ -250,35 +259,29 @@ struct BackwardOnSm90 {
       return shared.job[buffer<kBuffer>()].query >= 0;
     }
 
-    // Scores, or weights' gradients: [this warpgroup's keys][queries].
+    // Scores, or weights' gradients: [this warpgroup's keys][its queries].
     __device__ __forceinline__ void start_scores(ScoreSums& d, const Keys& left, const Queries& right) {
-      const uint64_t keys = rows_descriptor(shared_address(left.box) + group() * kGroupKeys * kRowBytes),
-                     queries = rows_descriptor(shared_address(right.box));
+      int first = kShared ? 0 : group() * kGroupKeys;
+      // Or ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
+      if constexpr (kShared) forget(first);
+      const uint64_t keys = rows_descriptor(shared_address(left.box) + first * kRowBytes),
+                     queries = rows_descriptor(shared_address(right.box) + score_query() * kRowBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kWidthSteps; ++step)
-        WarpgroupProduct<T, kQueries>::template shared_shared<false>(
+        WarpgroupProduct<T, kScoreQueries>::template shared_shared<false>(
             flat(d), moved(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32),
             moved(queries, step / 4 * kQueries * kRowBytes + step % 4 * 32), step > 0);
       commit_products();
     }
 
-    // Sums over a block's queries: [this warpgroup's keys][columns].
-    __device__ __forceinline__ void start_sums(Sums& d, const unsigned (&left)[kQuerySteps][4], const Queries& right) {
-      const uint64_t columns = columns_descriptor(shared_address(right.box), kQueries * kRowBytes);
-      begin_products();
-#pragma unroll
-      for (int step = 0; step < kQuerySteps; ++step)
-        WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step], moved(columns, step * 16 * kRowBytes),
-                                                                     true);
-      commit_products();
-    }
-
-    // The block before's gradients of queries, this warpgroup's piece.
-    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2], int before) {
-      wait(&shared.grad_score_full[before], (count - 1) / 2 % 2);
-      const uint64_t scores = rows_descriptor(shared_address(shared.grad_score[before].box[kSideBySide ? 0 : group()])),
-                     keys = columns_descriptor(shared_address(shared.key.box[kSideBySide ? group() : 0]), kKeys * kRowBytes);
+    // The block before's gradients of queries, this warpgroup's piece of that number.
+    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2], int before, int piece = 0) {
+      wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
+                     keys = columns_descriptor(
+                         shared_address(shared.key.box[kSideBySide ? (group() * kPieces + piece) * (kPiece / kBoxColumns) : 0]),
+                         kKeys * kRowBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step)
@@ -290,18 +293,20 @@ struct BackwardOnSm90 {
     // Where the gradients of a block's queries go, from this lane's first on; null: they are nobody's.
     __device__ __forceinline__ float* sums_of(const Job& job) const {
       const int width = sum_width(a.space);
-      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPiece / 8 : 0;
-      const bool there = kSideBySide ? group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
+      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPieces * kPiece / 8 : 0;
+      const bool there =
+          kSideBySide ? kShared || group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
     }
-    __device__ __forceinline__ void add_queries(float* to, const float (&d)[kPiece / 2], int before) {
+    __device__ __forceinline__ void add_queries(float* to, const float (&d)[kPiece / 2], int before, int piece = 0) {
       if (a.turns) wait(&shared.turn[before], (count - 1) / 2 % 2);
       if (to) {
 #pragma unroll
-        for (int j = 0; j < kPiece / 8; ++j) add_to_sum(to + j * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+        for (int j = 0; j < kPiece / 8; ++j)
+          add_to_sum(to + (piece * (kPiece / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
       }
-      if (a.turns) {
+      if (a.turns && piece == kPieces - 1) {
         __syncwarp();
         release(&shared.added[before]);
       }
@@ -311,7 +316,8 @@ struct BackwardOnSm90 {
     template <int kBuffer>
     __device__ __forceinline__ float2 numbers(int kind, int j) const {
       return *reinterpret_cast<const float2*>(
-          &shared.rows[buffer<kBuffer>()][8 * j / kRowBlock][kind * kRowBlock + 8 * j % kRowBlock + lane() % 4 * 2]);
+          &shared.rows[buffer<kBuffer>()][8 * j / kRowBlock]
+                      [kind * kRowBlock + score_query() + 8 * j % kRowBlock + lane() % 4 * 2]);
     }
 
     // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros. All threads that compute.
@@ -329,8 +335,97 @@ struct BackwardOnSm90 {
     }
 
     __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
-
     using QuerySums = float[kPiece / 2];
+    using Words = unsigned[kScoreQueries / 16][4];  // of 16-bit pairs: a left operand
+
+    __device__ __forceinline__ void clear_key_tail() {
+      const Place& place = shared.place;
+      if (a.problem.query_starts && place.key + kKeys > place.keys) {
+        wait(&shared.value_full, 0);
+        clear_tail(shared.key.box, place.keys - place.key);
+        clear_tail(shared.value.box, place.keys - place.key);
+        publish_tail();
+      }
+    }
+    template <int kBuffer>
+    __device__ __forceinline__ void clear_query_tail() {
+      const Place& place = shared.place;
+      const int now = buffer<kBuffer>(), query = shared.job[now].query;
+      if (a.problem.query_starts && query + kQueries > place.queries) {
+        wait(&shared.grad_out_full[now], parity());
+        clear_tail(shared.stage[now].query.box, place.queries - query);
+        clear_tail(shared.stage[now].grad_out.box, place.queries - query);
+        publish_tail();
+      }
+    }
+
+    // What hide_scores<true> does, in few registers.
+    __device__ __forceinline__ void hide(ScoreSums& score, int query) const {
+      const Place& place = shared.place;
+      const int first = query + score_query() + lane() % 4 * 2, left_over = place.queries - first;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = place.key + score_row() + 8 * half + lane() / 4, at = key - place.offset - first;
+        const int begin = at - place.right, end = key < place.keys ? min(at + place.left + 1, left_over) : -kQueries;
+#pragma unroll
+        for (int j = 0; j < kScoreQueries / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = score[0][j][2 * half + e];
+            x = 8 * j + e >= begin && 8 * j + e < end ? x : lowest<float>();
+          }
+      }
+    }
+
+    template <int kBuffer>
+    __device__ __forceinline__ void subtract_delta(ScoreSums& d) const {
+#pragma unroll
+      for (int j = 0; j < kScoreQueries / 8; ++j) {
+        const float2 delta = numbers<kBuffer>(2, j);
+        d[0][j][0] -= delta.x, d[0][j][1] -= delta.y;
+        d[0][j][2] -= delta.x, d[0][j][3] -= delta.y;
+      }
+    }
+
+    // The end: gradients of this warpgroup's keys and values.
+    __device__ __forceinline__ void store_sums() {
+      settle(flat(grad_key));
+      settle(flat(grad_value));
+      sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
+      const float scale = static_cast<float>(a.problem.scale);
+#pragma unroll
+      for (int j = 0; j < kSumColumns / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          grad_key[0][j][e] *= scale;
+          if (kEverything) grad_value[0][j][e] *= a.keep_scale;
+        }
+      store(grad_key, a.gradients.grad_key, a.problem.width);
+      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+    }
+
+    __device__ __forceinline__ void store(const Sums& d, const MutableView4& view, int64_t width) {
+      const Place& place = shared.place;
+      const int column = kShared ? group() * kSumColumns : 0;
+      T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
+                    (place.sequence.keys.begin + place.key) * view.stride[2] + column * view.stride[3];
+      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, column, score_row(), to, view.stride[2], view.stride[3],
+                    place.last_key - place.key, static_cast<int>(width) - column);
+    }
+
+    // ---- with keys of its own
+
+    // Sums over a block's queries: [this warpgroup's keys][columns].
+    __device__ __forceinline__ void start_sums(Sums& d, const unsigned (&left)[kQuerySteps][4], const Queries& right) {
+      const uint64_t columns = columns_descriptor(shared_address(right.box), kQueries * kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < kQuerySteps; ++step)
+        WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step], moved(columns, step * 16 * kRowBytes),
+                                                                     true);
+      commit_products();
+    }
+
     // In registers that `grad` has, if it has as many.
     __device__ __forceinline__ static QuerySums& query_sums(ScoreSums& grad, QuerySums& other) {
       if constexpr (sizeof(ScoreSums) == sizeof(QuerySums))
@@ -338,7 +433,6 @@ struct BackwardOnSm90 {
       else
         return other;
     }
-    using Words = unsigned[kQuerySteps][4];  // of 16-bit pairs: a left operand
 
     // The gradients of the block at hand's weights.
     template <int kBuffer>
@@ -358,12 +452,7 @@ struct BackwardOnSm90 {
       const Job& job = shared.job[now];
       Stage& stage = shared.stage[now];
       const auto here = [&] { return ScoreBlock{job.query, place.key, place.queries, place.keys, job.whole}; };
-      if (problem.query_starts && job.query + kQueries > place.queries) {
-        wait(&shared.grad_out_full[now], parity());
-        clear_tail(stage.query.box, place.queries - job.query);
-        clear_tail(stage.grad_out.box, place.queries - job.query);
-        publish_tail();
-      }
+      clear_query_tail<kBuffer>();
       QuerySums other;
       QuerySums& grad_query = query_sums(grad, other);
       [[maybe_unused]] float* sums = nullptr;
@@ -476,42 +565,14 @@ struct BackwardOnSm90 {
 #pragma unroll
       for (int t = 0; t < kQuerySteps; ++t) {
         const int r = score_row() + lane() % 16;
-        store_matrices(grad_score[t], shared_address(shared.grad_score[now].box[t / 4][r]) +
+        store_matrices(grad_score[t], shared_address(shared.scores[now].box[t / 4][r]) +
                                           ((t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
       }
       publish_to_engines();
       __syncwarp();
-      release(&shared.grad_score_full[now]);
+      release(&shared.scores_full[now]);
       start_sums(grad_key, grad_score, stage.query);
       ++count;
-    }
-
-    // What hide_scores<true> does, in few registers.
-    __device__ __forceinline__ void hide(ScoreSums& score, int query) const {
-      const Place& place = shared.place;
-      const int first = query + lane() % 4 * 2, left_over = place.queries - first;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = place.key + score_row() + 8 * half + lane() / 4, at = key - place.offset - first;
-        const int begin = at - place.right, end = key < place.keys ? min(at + place.left + 1, left_over) : -kQueries;
-#pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = score[0][j][2 * half + e];
-            x = 8 * j + e >= begin && 8 * j + e < end ? x : lowest<float>();
-          }
-      }
-    }
-
-    template <int kBuffer>
-    __device__ __forceinline__ void subtract_delta(ScoreSums& d) const {
-#pragma unroll
-      for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 delta = numbers<kBuffer>(2, j);
-        d[0][j][0] -= delta.x, d[0][j][1] -= delta.y;
-        d[0][j][2] -= delta.x, d[0][j][3] -= delta.y;
-      }
     }
 
     // What is left of a block, and the next one's weights; false: there is none.
@@ -531,13 +592,7 @@ struct BackwardOnSm90 {
       clear(grad_value);
       wait(&shared.key_full, 0);
       if (fetch<0>()) {
-        const Place& place = shared.place;
-        if (a.problem.query_starts && place.key + kKeys > place.keys) {
-          wait(&shared.value_full, 0);
-          clear_tail(shared.key.box, place.keys - place.key);
-          clear_tail(shared.value.box, place.keys - place.key);
-          publish_tail();
-        }
+        clear_key_tail();
         ScoreSums score, grad;
         Words weight;
         weigh<true, kEverything ? kEither : 0>(score, grad, weight);
@@ -552,27 +607,133 @@ struct BackwardOnSm90 {
         settle(grad_query);
         add_queries(sums_of(shared.job[(count - 1) % 2]), grad_query, (count - 1) % 2);
       }
-      settle(flat(grad_key));
-      settle(flat(grad_value));
-      sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
-      const float scale = static_cast<float>(a.problem.scale);
-#pragma unroll
-      for (int j = 0; j < kWidth / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          grad_key[0][j][e] *= scale;
-          if (kEverything) grad_value[0][j][e] *= a.keep_scale;
-        }
-      store(grad_key, a.gradients.grad_key, a.problem.width);
-      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+      store_sums();
     }
 
-    __device__ __forceinline__ void store(const Sums& d, const MutableView4& view, int64_t width) {
-      const Place& place = shared.place;
-      T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
-                    (place.sequence.keys.begin + place.key) * view.stride[2];
-      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, 0, score_row(), to, view.stride[2], view.stride[3],
-                    place.last_key - place.key, static_cast<int>(width));
+    // ---- with keys that are the other's too: weights and their gradients go through shared memory, where each finds the
+    // other's; what is made of them comes a block late, so that it is there
+
+    // Sums over the block before's queries: [keys][this warpgroup's columns].
+    __device__ __forceinline__ void start_sums(Sums& d, const Scores& left, const Queries& right) {
+      const uint64_t scores = rows_descriptor(shared_address(left.box)),
+                     columns = columns_descriptor(shared_address(right.box[group() * (kSumColumns / kBoxColumns)]),
+                                                  kQueries * kRowBytes);
+#pragma unroll
+      for (int step = 0; step < kQuerySteps; ++step)
+        WarpgroupProduct<T, kSumColumns>::template shared_shared<true>(flat(d), moved(scores, step * 32),
+                                                                       moved(columns, step * 16 * kRowBytes), true);
+    }
+    // What the block before adds to the gradients of values and keys.
+    __device__ __forceinline__ void start_spread(int before) {
+      wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      place_anew();
+      const Stage& stage = shared.stage[before];
+      begin_products();
+      start_sums(grad_value, shared.scores[2 + before], stage.grad_out);
+      start_sums(grad_key, shared.scores[before], stage.query);
+      commit_products();
+    }
+    // What is left of the block before, once the first piece of its gradients of queries has been started.
+    __device__ __forceinline__ void finish_spread(QuerySums& first, int before) {
+      QuerySums second;
+      place_anew();
+      start_queries(second, before, 1);
+      float* const sums = sums_of(shared.job[before]);
+      wait_for_products<2>();
+      release(&shared.empty[before]);
+      wait_for_products<1>();
+      settle(first);
+      add_queries(sums, first, before);
+      wait_for_products<0>();
+      settle(second);
+      release(&shared.scores_empty[before]);
+      add_queries(sums, second, before, 1);
+    }
+
+    __device__ __forceinline__ void put(Scores& to, const Words& words) {
+      const int r = score_row() + lane() % 16;
+#pragma unroll
+      for (int t = 0; t < kScoreQueries / 16; ++t)
+        store_matrices(words[t], shared_address(to.box[0][r]) + ((score_query() / 8 + t * 2 + lane() / 16) ^ (lane() % 8)) *
+                                                                    static_cast<int>(kVectorBytes));
+    }
+
+    template <bool kFirst, int kNow>
+    __device__ __forceinline__ void block() {
+      constexpr int kBefore = kNow ^ 1;
+      clear_query_tail<kNow>();
+      place_anew();
+      const Stage& stage = shared.stage[kNow];
+      ScoreSums score, grad;
+      start_scores(score, shared.key, stage.query);
+      if constexpr (kFirst) wait(&shared.value_full, 0);
+      wait(&shared.grad_out_full[kNow], parity());
+      start_scores(grad, shared.value, stage.grad_out);
+      QuerySums first;
+      if constexpr (!kFirst) {
+        start_spread(kBefore);
+        start_queries(first, kBefore);
+      }
+      wait_for_products<kFirst ? 1 : 3>();
+      settle(flat(score));
+      const Job& job = shared.job[kNow];
+      if (!job.whole) hide(score, job.query);
+      Words words;
+#pragma unroll
+      for (int j = 0; j < kScoreQueries / 8; ++j) {
+        const float2 high = numbers<kNow>(0, j), low = numbers<kNow>(1, j);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = score[0][j][e];
+          x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          words[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
+      }
+      wait(&shared.scores_empty[kNow], parity() ^ 1);
+      put(shared.scores[2 + kNow], words);
+      wait_for_products<kFirst ? 0 : 2>();
+      settle(flat(grad));
+      subtract_delta<kNow>(grad);
+#pragma unroll
+      for (int j = 0; j < kScoreQueries / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          words[j / 2][j % 2 * 2 + half] =
+              pair(score[0][j][2 * half] * grad[0][j][2 * half], score[0][j][2 * half + 1] * grad[0][j][2 * half + 1]);
+      put(shared.scores[kNow], words);
+      publish_to_engines();
+      __syncwarp();
+      release(&shared.scores_full[kNow]);
+      if constexpr (!kFirst) finish_spread(first, kBefore);
+      ++count;
+    }
+
+    // A block, of which there is one; false: it was the last.
+    template <int kNow>
+    __device__ __forceinline__ bool shared_step() {
+      block<false, kNow>();
+      return fetch<kNow ^ 1>();
+    }
+
+    __device__ __forceinline__ void run_shared() {
+      place_anew();
+      clear(grad_key);
+      clear(grad_value);
+      wait(&shared.key_full, 0);
+      if (fetch<0>()) {
+        clear_key_tail();
+        block<true, 0>();
+        if (fetch<1>())
+          while (shared_step<1>() && shared_step<0>()) continue;
+        const int before = (count - 1) % 2;
+        start_spread(before);
+        QuerySums first;
+        start_queries(first, before);
+        finish_spread(first, before);
+      }
+      store_sums();
     }
   };
 
@@ -620,7 +781,8 @@ struct BackwardOnSm90 {
         init_barrier(&shared.empty[i], kWarps);
       }
       for (int i = 0; i < 2; ++i) {
-        init_barrier(&shared.grad_score_full[i], kWarps);
+        init_barrier(&shared.scores_full[i], kWarps);
+        if constexpr (kShared) init_barrier(&shared.scores_empty[i], kWarps);
         init_barrier(&shared.turn[i], 1);
         init_barrier(&shared.added[i], kWarps);
       }
@@ -633,7 +795,11 @@ struct BackwardOnSm90 {
       if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
     } else {
       grow_registers<kTile.registers>();
-      Group{a, shared, static_cast<int>(threadIdx.x) - 128}.run();
+      Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
+      if constexpr (kShared)
+        group.run_shared();
+      else
+        group.run();
     }
   }
 };
@@ -652,8 +818,8 @@ __global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   const auto visit = [&]<class T>(Type<T> element) {
-    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)
-      f(element, std::true_type{}, std::integral_constant<int, 128>{});
+    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)  // refused where that tile is too narrow
+      f(element, std::true_type{}, std::integral_constant<int, kWidestEverythingBackwardSm90>{});
     else
       f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
   };

@@ -60,6 +60,11 @@ inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& g
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
   if (deterministic && p.mask.data) return "deterministic with a mask: blocks that it hides have no turn";
+  if (std::max(p.width, p.value_width) > kWidestEverythingBackwardSm90) {
+    if (p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0)
+      return "ALiBi, a softcap, a mask or dropout with a head dim over 128";
+    if (!(static_cast<float>(p.scale) > 0 && p.scale < 1e29)) return "a scale that is not positive with a head dim over 128";
+  }
   if (p.batch == 0 || p.heads == 0 || queries == 0 || keys == 0 || p.width == 0 || p.value_width == 0) return "a size of 0";
   if (queries > kLongestBackwardSm90 || keys > kLongestBackwardSm90) return "a length over 2^28";
   if (!is_copied_in_boxes(p.query.data, p.query.stride, p.batch, p.heads, queries, p.width))

@@ -55,25 +55,29 @@ struct ForwardSm90Tile {
   }();
 };
 
-// backward_sm90.cuh: a block of threads is two warpgroups of 64 keys each and a warp that loads, `queries` at a time.
+// backward_sm90.cuh: a block of threads is two warpgroups and a warp that loads, `queries` at a time. Each warpgroup has 64
+// keys; where there are 64 in all, each has half of the queries' scores and half of the gradients' columns.
 struct BackwardSm90 {
   int width;
   bool everything;  // softcap, ALiBi, masks, dropout, any scale
-  int queries;
+  int keys, queries;
   bool rounded_weights;  // the scores' gradients are made of weights as the products take them, which saves registers
   // How many eighths of the weights are made before the block before's gradients of queries are added to memory, and before
   // the weights' gradients are started. Not with `everything`.
   int add_at, grad_at;
   int registers, loader_registers;
 
-  static constexpr int kWarpgroups = 2, kKeys = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, true, 4, 8, 232, 40},
-    {128, false, 64, false, 4, 6, 240, 24},
-    {128, true, 64, false, 0, 0, 240, 24},
+    {64, false, 128, 128, true, 4, 8, 232, 40},
+    {128, false, 128, 64, false, 4, 6, 240, 24},
+    {128, true, 128, 64, false, 0, 0, 240, 24},
+    {256, false, 64, 64, false, 0, 0, 240, 24},
 };
+
+inline constexpr int kWidestEverythingBackwardSm90 = 128;
 
 consteval BackwardSm90 backward_sm90_tile(int width, bool everything) {
   for (const BackwardSm90& tile : kBackwardSm90)

@@ -74,7 +74,8 @@ struct WarpgroupProduct;
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FO_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FO_D3 FO_D(0), FO_D(8), FO_D(16), FO_D(24)
+#define FO_D1 FO_D(0), FO_D(8)
+#define FO_D3 FO_D1, FO_D(16), FO_D(24)
 #define FO_D5 FO_D3, FO_D(32), FO_D(40)
 #define FO_D7 FO_D5, FO_D(48), FO_D(56)
 #define FO_D11 FO_D7, FO_D(64), FO_D(72), FO_D(80), FO_D(88)
@@ -103,6 +104,7 @@ struct WarpgroupProduct;
     }                                                                                                                         \
   };
 #define FO_PRODUCTS(T, TYPE)                                             \
+  FO_PRODUCT(T, TYPE, 32, 1, 16, 17, 18, 19, 20, 21, 22)                 \
   FO_PRODUCT(T, TYPE, 64, 3, 32, 33, 34, 35, 36, 37, 38)                 \
   FO_PRODUCT(T, TYPE, 96, 5, 48, 49, 50, 51, 52, 53, 54)                 \
   FO_PRODUCT(T, TYPE, 128, 7, 64, 65, 66, 67, 68, 69, 70)                \
@@ -124,6 +126,7 @@ FO_PRODUCTS(__half, "f16")
 #undef FO_R11
 #undef FO_R15
 #undef FO_D
+#undef FO_D1
 #undef FO_D3
 #undef FO_D5
 #undef FO_D7
