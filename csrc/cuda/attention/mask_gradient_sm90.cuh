@@ -1,0 +1,326 @@
+// The gradient of a float mask on Hopper: TMA loads, wgmma products. docs/backward_sm90.md says how it is cut.
+//
+// Blocks of threads stay and take tiles of 128 x 96 of the mask in turn, 64 queries a warpgroup. The scores that a tile was
+// added to are made again, of one batch entry and head after another, beside the weights' gradients; what their gradients sum
+// to stays in registers and is written once. A warp brings queries, keys, gradients of outputs and values, three others the
+// mask, ahead of what is worked on, be it of the next tile.
+#pragma once
+
+#include <algorithm>
+
+#include "../hw/mbarrier.cuh"
+#include "../hw/register_budget.cuh"
+#include "boxes.cuh"
+#include "mask_gradient.cuh"
+#include "products_sm90.cuh"
+#include "scores.cuh"
+
+namespace flash_online::cuda {
+
+struct MaskGradientSm90Arguments {
+  HeadBoxes query, key, value, grad_out;
+  AttentionProblem problem;
+  AttentionGradients gradients;
+  BackwardSpace space;
+  ScoreRule rule;
+  float keep_scale;  // of dropout: 1 / (1 - p)
+  int batches, heads;  // that share a tile
+  int row_tiles, column_tiles, tiles;
+  int mask_buffers;  // 1 or 2
+};
+
+struct MaskTilesSm90 {
+  static constexpr int kQueries = 128, kKeys = 96;
+  int rows, columns;
+  int64_t count;
+
+  explicit MaskTilesSm90(const int64_t (&mask_size)[4])
+      : rows(static_cast<int>((mask_size[2] + kQueries - 1) / kQueries)),
+        columns(static_cast<int>((mask_size[3] + kKeys - 1) / kKeys)),
+        count(mask_size[0] * mask_size[1] * rows * columns) {}
+};
+
+// Why mask_gradient_sm90 does not take a problem that backward_sm90 takes, so that mask_gradient does; null: it does.
+inline const char* mask_gradient_sm90_refusal(const AttentionGradients& gradients) {
+  const int64_t (&size)[4] = gradients.mask_size;
+  if (size[2] == 1 || size[3] == 1) return "the mask is broadcast along queries or keys: sums across lanes";
+  if (MaskTilesSm90(size).count < multiprocessors()) return "the mask has too few tiles for the whole device";
+  return nullptr;
+}
+
+template <class T, int kWidth>
+struct MaskGradientOnSm90 {
+  static constexpr int kQueries = MaskTilesSm90::kQueries, kKeys = MaskTilesSm90::kKeys, kStages = kWidth > 64 ? 1 : 2;
+  static constexpr int kThreads = 384, kWarps = 8, kMaskWarps = 3;  // that compute; that bring the mask
+  static constexpr int kBoxes = kWidth / kBoxColumns;
+  static constexpr int kRegisters = 216, kLoaderRegisters = 72;
+
+  template <int kRows>
+  struct alignas(kBoxAlignment) Block {
+    T box[kBoxes][kRows][kBoxColumns];
+  };
+  struct Stage {
+    Block<kQueries> query, grad_out;
+    Block<kKeys> key, value;
+  };
+  struct Shared {
+    Stage stage[kStages];
+    alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
+    uint64_t scores_full[kStages], scores_empty[kStages], grads_full[kStages], grads_empty[kStages];
+    uint64_t mask_full[2], mask_empty[2];
+  };
+  using Sums = Accumulator<1, kKeys / 8>;
+  using Mask = MaskBlock<kQueries, kKeys, kMaskWarps * kWarp>;
+
+  static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+  FLASH_ONLINE_HD static int mask_bytes(const AttentionProblem& problem) {
+    return (problem.mask.stride[2] == 0 ? 1 : kQueries) * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+  __device__ static char* mask_buffer(const MaskGradientSm90Arguments& a, Shared& shared, int buffer) {
+    return reinterpret_cast<char*>(&shared) + kMaskOffset + buffer * mask_bytes(a.problem);
+  }
+
+  // Of the mask, and the first of the scores that it was added to.
+  struct Tile {
+    int batch, head, query, key;
+    bool seen;  // whether arithmetic and the map leave something to see
+  };
+
+  __device__ static bool sees(const MaskGradientSm90Arguments& a, const Tile& tile) {
+    const AttentionProblem& problem = a.problem;
+    const KeyRange range =
+        keys_of_any(problem.visible, tile.query, min(int64_t{tile.query + kQueries}, problem.queries), problem.keys);
+    if (range.end <= range.begin || range.end <= tile.key || range.begin >= tile.key + kKeys) return false;
+    const BlockMap& map = a.space.map;
+    if (!map.data) return true;
+    const auto last = [&](int i, int first) { return map.size[i] == 1 ? 0 : min(map.size[i] - 1, int64_t{first + 1}); };
+    const int row = tile.query / kMapBlock, column = tile.key / kMapBlock;
+    for (int64_t r = map.size[2] == 1 ? 0 : row; r <= last(2, row); ++r)
+      for (int64_t c = map.size[3] == 1 ? 0 : column; c <= last(3, column); ++c)
+        if (static_cast<MaskKind>(map.row(tile.batch, tile.head, r)[c]) != MaskKind::kHidden) return true;
+    return false;
+  }
+
+  // The tiles of this block of threads, in the order that all of its warps pass through them.
+  template <class F>
+  __device__ __forceinline__ static void for_each_tile(const MaskGradientSm90Arguments& a, F&& f) {
+    const int heads = static_cast<int>(a.gradients.mask_size[1]);
+#pragma unroll 1
+    for (int n = static_cast<int>(blockIdx.x); n < a.tiles; n += static_cast<int>(gridDim.x)) {
+      int rest = n / a.column_tiles;
+      const int column = n - rest * a.column_tiles, row = rest % a.row_tiles;
+      rest /= a.row_tiles;
+      Tile tile{rest / heads, rest % heads, row * kQueries, column * kKeys, false};
+      tile.seen = sees(a, tile);
+      f(tile);
+    }
+  }
+  template <class F>
+  __device__ __forceinline__ static void for_each_head(const MaskGradientSm90Arguments& a, const Tile& tile, F&& f) {
+#pragma unroll 1
+    for (int batch = tile.batch; batch < tile.batch + a.batches; ++batch)
+#pragma unroll 1
+      for (int head = tile.head; head < tile.head + a.heads; ++head) f(batch, head);
+  }
+
+  // ---- the loading warp, by one thread
+
+  __device__ static void load(const MaskGradientSm90Arguments& a, Shared& shared) {
+    const auto load_block = [](auto& to, const HeadBoxes& from, int batch, int head, int row, uint64_t* full) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) load_box(to.box[box], from.map, from.at(batch, head, row, box), full);
+    };
+    const int last_rows = static_cast<int>((a.problem.queries - 1) / kRowBlock);
+    RingPlace<kStages> at;
+    for_each_tile(a, [&](const Tile& tile) {
+      if (!tile.seen) return;
+      for_each_head(a, tile, [&](int batch, int head) {
+        Stage& stage = shared.stage[at.stage];
+        uint64_t *const scores = &shared.scores_full[at.stage], *const grads = &shared.grads_full[at.stage];
+        wait(&shared.scores_empty[at.stage], at.parity ^ 1);
+        arrive_and_expect(scores, sizeof(stage.query) + sizeof(stage.key));
+        load_block(stage.query, a.query, batch, head, tile.query, scores);
+        load_block(stage.key, a.key, batch, head, tile.key, scores);
+        wait(&shared.grads_empty[at.stage], at.parity ^ 1);
+        arrive_and_expect(grads, sizeof(stage.grad_out) + sizeof(stage.value) + sizeof(shared.rows[0]));
+        load_block(stage.grad_out, a.grad_out, batch, head, tile.query, grads);
+        load_block(stage.value, a.value, batch, head, tile.key, grads);
+        // Rows that do not exist are nobody's: those of a block that does will do.
+        const float* const rows = a.space.rows + first_row_block(a.problem, a.space.list, batch, head) * kRowNumbers;
+#pragma unroll
+        for (int n = 0; n < kQueries / kRowBlock; ++n)
+          load_bytes(shared.rows[at.stage][n], rows + int64_t{min(tile.query / kRowBlock + n, last_rows)} * kRowNumbers,
+                     sizeof(shared.rows[at.stage][n]), grads);
+        at.advance();
+      });
+    });
+  }
+
+  // ---- the warps that bring the mask, by threads numbered from 0
+
+  __device__ static void load_masks(const MaskGradientSm90Arguments& a, Shared& shared, int thread) {
+    int count = 0;
+    for_each_tile(a, [&](const Tile& tile) {
+      if (!tile.seen) return;
+      const int buffer = count % a.mask_buffers;
+      wait(&shared.mask_empty[buffer], count / a.mask_buffers % 2 ^ 1);
+      Mask mask(mask_buffer(a, shared, buffer), thread);
+      mask.load(HeadMask(a.problem, tile.batch, tile.head), tile.query, static_cast<int>(a.problem.queries), tile.key,
+                static_cast<int>(a.problem.keys));
+      commit_copies();
+      wait_for_copies();
+      __syncwarp();
+      if (lane() == 0) arrive(&shared.mask_full[buffer]);
+      ++count;
+    });
+  }
+
+  // ---- a computing warpgroup
+
+  __device__ __forceinline__ static void release(uint64_t* barrier) {
+    if (lane() == 0) arrive(barrier);
+  }
+
+  // Adds a batch entry's and head's part to a tile's sums. `row`: this warp's first of the tile.
+  __device__ __forceinline__ static void add_head(const MaskGradientSm90Arguments& a, Shared& shared, Sums& sum,
+                                                  const Tile& tile, bool whole, const Mask& mask, int row, int batch, int head,
+                                                  RingPlace<kStages> at) {
+    const AttentionProblem& problem = a.problem;
+    Stage& stage = shared.stage[at.stage];
+    const unsigned first = row / 64 * 64 * kBoxColumns * sizeof(T);  // of the warpgroup's queries
+    Sums scores, grads;
+    wait(&shared.scores_full[at.stage], at.parity);
+    start_row_products<T, kWidth / 16, kQueries, kKeys>(scores, shared_address(stage.query.box) + first,
+                                                        shared_address(stage.key.box));
+    wait(&shared.grads_full[at.stage], at.parity);
+    start_row_products<T, kWidth / 16, kQueries, kKeys>(grads, shared_address(stage.grad_out.box) + first,
+                                                        shared_address(stage.value.box));
+    wait_for_products<1>();
+    settle(flat(scores));
+    release(&shared.scores_empty[at.stage]);
+
+    const float* const numbers = shared.rows[at.stage][row / kRowBlock] + row % kRowBlock + lane_group();
+    const float high[] = {numbers[0], numbers[8]}, low[] = {numbers[kRowBlock], numbers[kRowBlock + 8]},
+                delta[] = {numbers[2 * kRowBlock], numbers[2 * kRowBlock + 8]};
+    const ScoreBlock here{tile.query, tile.key, static_cast<int>(problem.queries), static_cast<int>(problem.keys), whole};
+    bend_scores<false>(scores, row, a.rule.of_head(problem, batch, head), here, problem.visible);
+    mask_scores<false>(scores, row, problem.mask_dtype, mask);
+    if (!whole) hide_scores<false>(scores, row, here, problem.visible);
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp((scores[0][j][e] - high[e / 2]) - low[e / 2]);
+    settle(flat(scores));  // made while the other products run
+
+    wait_for_products<0>();
+    settle(flat(grads));
+    release(&shared.grads_empty[at.stage]);
+    const Dropout dropout(problem, batch, head);
+    if (dropout) {
+      draw_weights<false, 1, kKeys / 8>(row, dropout, here, [&](int, int j, unsigned kept) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) grads[0][j][e] = kept >> e & 1 ? grads[0][j][e] * a.keep_scale : 0;
+      });
+    }
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[0][j][e] = fmaf(scores[0][j][e], grads[0][j][e] - delta[e / 2], sum[0][j][e]);
+  }
+
+  __device__ static void compute(const MaskGradientSm90Arguments& a, Shared& shared, int warp) {
+    const AttentionProblem& problem = a.problem;
+    const int row = warp * 16;
+    int count = 0;
+    RingPlace<kStages> at;
+    for_each_tile(a, [&](const Tile& tile) {
+      Sums sum;
+      clear(sum);
+      if (tile.seen) {
+        const int buffer = count % a.mask_buffers;
+        const bool whole = all_see(problem.visible, tile.query, min(int64_t{tile.query + kQueries}, problem.queries), tile.key,
+                                   min(int64_t{tile.key + kKeys}, problem.keys), problem.keys);
+        Mask mask(mask_buffer(a, shared, buffer));
+        mask.find(HeadMask(problem, tile.batch, tile.head), tile.query, tile.key);
+        wait(&shared.mask_full[buffer], count / a.mask_buffers % 2);
+        for_each_head(a, tile, [&](int batch, int head) {
+          add_head(a, shared, sum, tile, whole, mask, row, batch, head, at);
+          at.advance();
+        });
+        __syncwarp();
+        release(&shared.mask_empty[buffer]);
+        ++count;
+      }
+      store_mask_gradient(a.gradients, sum, tile.batch, tile.head, tile.query, tile.key, kQueries, kKeys, row);
+    });
+  }
+
+  __device__ static void run(const MaskGradientSm90Arguments& a, Shared& shared) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kStages; ++i) {
+        init_barrier(&shared.scores_full[i], 1);
+        init_barrier(&shared.scores_empty[i], kWarps);
+        init_barrier(&shared.grads_full[i], 1);
+        init_barrier(&shared.grads_empty[i], kWarps);
+      }
+      for (int i = 0; i < 2; ++i) {
+        init_barrier(&shared.mask_full[i], kMaskWarps);
+        init_barrier(&shared.mask_empty[i], kWarps);
+      }
+      publish_barriers();
+    }
+    __syncthreads();
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+    if (warp < 4) {
+      shrink_registers<kLoaderRegisters>();
+      if (threadIdx.x == 0) load(a, shared);
+      if (warp > 0) load_masks(a, shared, static_cast<int>(threadIdx.x) - kWarp);
+    } else {
+      grow_registers<kRegisters>();
+      compute(a, shared, warp - 4);
+    }
+  }
+};
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(MaskGradientOnSm90<T, kWidth>::kThreads, 1)
+    mask_gradient_tiles_sm90(const __grid_constant__ MaskGradientSm90Arguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Body = MaskGradientOnSm90<T, kWidth>;
+  extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
+  Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
+#endif
+}
+
+// Head dims are at most kWidth; the refusal lets the problem pass.
+template <class T, int kWidth>
+void mask_gradient_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+                        CUstream_st* stream) {
+  using Body = MaskGradientOnSm90<T, kWidth>;
+  const int64_t (&size)[4] = gradients.mask_size;
+  const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
+    return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
+  };
+  const MaskTilesSm90 tiles(size);
+  const int mask_bytes = Body::mask_bytes(problem),
+            buffers = Body::kMaskOffset + 2 * mask_bytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() ? 2 : 1;
+  const MaskGradientSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
+                                            boxes(problem.key, true, problem.key_heads, problem.width),
+                                            boxes(problem.value, true, problem.value_heads, problem.value_width),
+                                            boxes(gradients.grad_out, false, problem.heads, problem.value_width),
+                                            problem,
+                                            gradients,
+                                            space,
+                                            ScoreRule(problem),
+                                            problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
+                                            size[0] == 1 ? static_cast<int>(problem.batch) : 1,
+                                            size[1] == 1 ? static_cast<int>(problem.heads) : 1,
+                                            tiles.rows,
+                                            tiles.columns,
+                                            static_cast<int>(tiles.count),
+                                            buffers};
+  launch<mask_gradient_tiles_sm90<T, kWidth>>(arguments, std::min(arguments.tiles, multiprocessors()), Body::kThreads,
+                                              Body::kMaskOffset + buffers * mask_bytes, stream);
+}
+
+}  // namespace flash_online::cuda
