@@ -54,14 +54,6 @@ class MaskBlock {
     return moved;
   }
 
-  // Where the values of queries from `query` and keys from `key` on lie once load() has brought them, by whichever threads.
-  __device__ __forceinline__ void find(const HeadMask& mask, int query, int key) {
-    const bool vectors = mask.column_stride == mask.bytes;
-    pitch_ = mask.row_stride == 0 ? 0 : mask_pitch(kKeys, mask.bytes);
-    first_ = vectors ? misalignment(mask.data + query * mask.row_stride + key * mask.column_stride) : 0;
-    step_ = vectors ? static_cast<unsigned>(mask.row_stride) % kVectorBytes : 0;
-  }
-
   // Starts copying the values of queries [query, queries) and keys [key, keys), as many as the block has. They are seen after
   // commit_copies, wait_for_copies and a barrier; what is past either end is unknown.
   __device__ __forceinline__ void load(const HeadMask& mask, int query, int queries, int key, int keys) {
@@ -69,10 +61,12 @@ class MaskBlock {
     const int columns = min(keys - key, kKeys);
     const char* const data = mask.data + query * mask.row_stride + key * mask.column_stride;
     const int pitch = mask_pitch(kKeys, mask.bytes);
-    find(mask, query, key);
+    pitch_ = mask.row_stride == 0 ? 0 : pitch;
     visit_mask(mask.dtype, [&]<class T>(T) {
       if (mask.column_stride == sizeof(T)) {
         constexpr int kChunks = mask_pitch(kKeys, sizeof(T)) / kVectorBytes;
+        first_ = misalignment(data);
+        step_ = static_cast<unsigned>(mask.row_stride) % kVectorBytes;
         for (int index = thread_; index < rows * kChunks; index += kThreads) {
           const int r = index / kChunks, c = index % kChunks * kVectorBytes;
           const char* const row = data + r * mask.row_stride;
@@ -81,6 +75,7 @@ class MaskBlock {
             copy_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
         }
       } else {
+        first_ = step_ = 0;
         for (int index = thread_; index < rows * kKeys; index += kThreads) {
           const int r = index / kKeys, c = index % kKeys;
           if (c < columns)

@@ -100,14 +100,43 @@ __device__ __forceinline__ void MaskGradient<Element>::finish(const MaskGradient
   if (!mine) return;
 
   const int64_t first_row = int64_t{row_tile} * kMaskTile, first_column = int64_t{column_tile} * kMaskTile;
-  const int row = warp * 16;
+  const int rows = static_cast<int>(min(size[2] - first_row, int64_t{kMaskTile})),
+            columns = static_cast<int>(min(size[3] - first_column, int64_t{kMaskTile}));
+  const int row = warp * 16 + lane_group(), column = 2 * lane_place();
+  const auto store = [&]<class T>(T* data, int64_t row_stride, int64_t column_stride, bool add) {
+    const bool pairs =
+        !add && column_stride == 1 && row_stride % 2 == 0 && reinterpret_cast<uintptr_t>(data) % (2 * sizeof(T)) == 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= rows) break;
+      T* const to = data + (row + 8 * half) * row_stride;
+#pragma unroll
+      for (int j = 0; j < kMaskTile / 8; ++j) {
+        const int c = column + 8 * j;
+        const float x = sum[0][j][2 * half], y = sum[0][j][2 * half + 1];
+        if (pairs && c + 1 < columns) {
+          if constexpr (sizeof(T) == 2)
+            *reinterpret_cast<unsigned*>(to + c) = Fragments<T>::pair(x, y);
+          else
+            *reinterpret_cast<float2*>(to + c) = make_float2(x, y);
+        } else {
+          if (c < columns) to[c * column_stride] = narrow<T>(add ? widen(to[c * column_stride]) + x : x);
+          if (c + 1 < columns) to[(c + 1) * column_stride] = narrow<T>(add ? widen(to[(c + 1) * column_stride]) + y : y);
+        }
+      }
+    }
+  };
   if (arguments.splits > 1) {
     float* const part = arguments.space.mask_parts +
                         (((split * size[0] + batch) * size[1] + head) * size[2] + first_row) * size[3] + first_column;
-    const auto left = [](int64_t count, int64_t first) { return static_cast<int>(min(count - first, int64_t{kMaskTile})); };
-    return store_mask_sums(sum, part, size[3], 1, row, left(size[2], first_row), left(size[3], first_column), false);
+    return store(part, size[3], 1, false);
   }
-  store_mask_gradient(gradients, sum, batch, head, first_row, first_column, kMaskTile, kMaskTile, row);
+  const MutableView4& to = gradients.grad_mask;
+  const int64_t offset = batch * to.stride[0] + head * to.stride[1] + first_row * to.stride[2] + first_column * to.stride[3];
+  visit_mask(gradients.grad_mask_dtype, [&]<class T>(T) {
+    if constexpr (!std::is_same_v<T, bool>)
+      store(static_cast<T*>(to.data) + offset, to.stride[2], to.stride[3], gradients.add_to_grad_mask);
+  });
 }
 
 template <class Element>

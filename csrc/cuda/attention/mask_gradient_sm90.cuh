@@ -29,6 +29,7 @@ struct MaskGradientSm90Arguments {
   int mask_buffers;  // 1 or 2
 };
 
+// How many tiles a mask is cut into.
 struct MaskTilesSm90 {
   static constexpr int kQueries = 128, kKeys = 96;
   int rows, columns;
@@ -63,33 +64,34 @@ struct MaskGradientOnSm90 {
     Block<kQueries> query, grad_out;
     Block<kKeys> key, value;
   };
+  // Of the mask, and the first of the scores that it was added to.
+  struct Tile {
+    int batch, head, query, key;  // query -1: no more tiles
+    bool seen;  // whether arithmetic and the map leave something to see
+    bool whole;  // all queries see all keys by arithmetic, as far as both exist
+  };
+  using Sums = Accumulator<1, kKeys / 8>;
+  using Mask = MaskBlock<kQueries, kKeys, kMaskWarps * kWarp>;
   struct Shared {
     Stage stage[kStages];
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
     uint64_t scores_full[kStages], scores_empty[kStages], grads_full[kStages], grads_empty[kStages];
-    uint64_t mask_full[2], mask_empty[2];
+    Tile tile[2];
+    Mask mask[2];  // where the values of a tile lie
+    uint64_t tile_full[2], tile_empty[2];
   };
-  using Sums = Accumulator<1, kKeys / 8>;
-  using Mask = MaskBlock<kQueries, kKeys, kMaskWarps * kWarp>;
-
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   FLASH_ONLINE_HD static int mask_bytes(const AttentionProblem& problem) {
     return (problem.mask.stride[2] == 0 ? 1 : kQueries) * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
+
   __device__ static char* mask_buffer(const MaskGradientSm90Arguments& a, Shared& shared, int buffer) {
     return reinterpret_cast<char*>(&shared) + kMaskOffset + buffer * mask_bytes(a.problem);
   }
 
-  // Of the mask, and the first of the scores that it was added to.
-  struct Tile {
-    int batch, head, query, key;
-    bool seen;  // whether arithmetic and the map leave something to see
-  };
-
-  __device__ static bool sees(const MaskGradientSm90Arguments& a, const Tile& tile) {
-    const AttentionProblem& problem = a.problem;
-    const KeyRange range =
-        keys_of_any(problem.visible, tile.query, min(int64_t{tile.query + kQueries}, problem.queries), problem.keys);
+  // Whether arithmetic and the map leave something of a tile to see.
+  __device__ static bool sees(const MaskGradientSm90Arguments& a, const Tile& tile, int last_query) {
+    const KeyRange range = keys_of_any(a.problem.visible, tile.query, last_query, a.problem.keys);
     if (range.end <= range.begin || range.end <= tile.key || range.begin >= tile.key + kKeys) return false;
     const BlockMap& map = a.space.map;
     if (!map.data) return true;
@@ -101,7 +103,7 @@ struct MaskGradientOnSm90 {
     return false;
   }
 
-  // The tiles of this block of threads, in the order that all of its warps pass through them.
+  // The tiles of this block of threads, in the order that all of its warps take them.
   template <class F>
   __device__ __forceinline__ static void for_each_tile(const MaskGradientSm90Arguments& a, F&& f) {
     const int heads = static_cast<int>(a.gradients.mask_size[1]);
@@ -110,8 +112,11 @@ struct MaskGradientOnSm90 {
       int rest = n / a.column_tiles;
       const int column = n - rest * a.column_tiles, row = rest % a.row_tiles;
       rest /= a.row_tiles;
-      Tile tile{rest / heads, rest % heads, row * kQueries, column * kKeys, false};
-      tile.seen = sees(a, tile);
+      Tile tile{rest / heads, rest % heads, row * kQueries, column * kKeys};
+      const int last_query = static_cast<int>(min(int64_t{tile.query + kQueries}, a.problem.queries)),
+                last_key = static_cast<int>(min(int64_t{tile.key + kKeys}, a.problem.keys));
+      tile.seen = sees(a, tile, last_query);
+      tile.whole = all_see(a.problem.visible, tile.query, last_query, tile.key, last_key, a.problem.keys);
       f(tile);
     }
   }
@@ -156,23 +161,28 @@ struct MaskGradientOnSm90 {
     });
   }
 
-  // ---- the warps that bring the mask, by threads numbered from 0
+  // ---- the warps that bring the mask and say what to do, by threads numbered from 0
 
   __device__ static void load_masks(const MaskGradientSm90Arguments& a, Shared& shared, int thread) {
     int count = 0;
-    for_each_tile(a, [&](const Tile& tile) {
-      if (!tile.seen) return;
+    const auto send = [&](const Tile& tile) {
       const int buffer = count % a.mask_buffers;
-      wait(&shared.mask_empty[buffer], count / a.mask_buffers % 2 ^ 1);
-      Mask mask(mask_buffer(a, shared, buffer), thread);
-      mask.load(HeadMask(a.problem, tile.batch, tile.head), tile.query, static_cast<int>(a.problem.queries), tile.key,
-                static_cast<int>(a.problem.keys));
-      commit_copies();
-      wait_for_copies();
+      wait(&shared.tile_empty[buffer], count / a.mask_buffers % 2 ^ 1);
+      if (thread == 0) shared.tile[buffer] = tile;
+      if (tile.seen) {
+        Mask mask(mask_buffer(a, shared, buffer), thread);
+        mask.load(HeadMask(a.problem, tile.batch, tile.head), tile.query, static_cast<int>(a.problem.queries), tile.key,
+                  static_cast<int>(a.problem.keys));
+        commit_copies();
+        wait_for_copies();
+        if (thread == 0) shared.mask[buffer] = mask;
+      }
       __syncwarp();
-      if (lane() == 0) arrive(&shared.mask_full[buffer]);
+      if (lane() == 0) arrive(&shared.tile_full[buffer]);
       ++count;
-    });
+    };
+    for_each_tile(a, send);
+    send(Tile{.query = -1});
   }
 
   // ---- a computing warpgroup
@@ -183,7 +193,7 @@ struct MaskGradientOnSm90 {
 
   // Adds a batch entry's and head's part to a tile's sums. `row`: this warp's first of the tile.
   __device__ __forceinline__ static void add_head(const MaskGradientSm90Arguments& a, Shared& shared, Sums& sum,
-                                                  const Tile& tile, bool whole, const Mask& mask, int row, int batch, int head,
+                                                  const Tile& tile, const Mask& mask, int row, int batch, int head,
                                                   RingPlace<kStages> at) {
     const AttentionProblem& problem = a.problem;
     Stage& stage = shared.stage[at.stage];
@@ -202,18 +212,17 @@ struct MaskGradientOnSm90 {
     const float* const numbers = shared.rows[at.stage][row / kRowBlock] + row % kRowBlock + lane_group();
     const float high[] = {numbers[0], numbers[8]}, low[] = {numbers[kRowBlock], numbers[kRowBlock + 8]},
                 delta[] = {numbers[2 * kRowBlock], numbers[2 * kRowBlock + 8]};
-    const ScoreBlock here{tile.query, tile.key, static_cast<int>(problem.queries), static_cast<int>(problem.keys), whole};
+    const ScoreBlock here{tile.query, tile.key, static_cast<int>(problem.queries), static_cast<int>(problem.keys), tile.whole};
     bend_scores<false>(scores, row, a.rule.of_head(problem, batch, head), here, problem.visible);
     mask_scores<false>(scores, row, problem.mask_dtype, mask);
-    if (!whole) hide_scores<false>(scores, row, here, problem.visible);
+    if (!tile.whole) hide_scores<false>(scores, row, here, problem.visible);
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp((scores[0][j][e] - high[e / 2]) - low[e / 2]);
-    settle(flat(scores));  // made while the other products run
-
     wait_for_products<0>();
     settle(flat(grads));
+    __syncwarp();  // all lanes have read their numbers
     release(&shared.grads_empty[at.stage]);
     const Dropout dropout(problem, batch, head);
     if (dropout) {
@@ -228,31 +237,76 @@ struct MaskGradientOnSm90 {
       for (int e = 0; e < 4; ++e) sum[0][j][e] = fmaf(scores[0][j][e], grads[0][j][e] - delta[e / 2], sum[0][j][e]);
   }
 
+  // What a tile's gradients sum to, whole vectors at a time where they lie so. `row`: this warp's first of the tile.
+  template <class Value>
+  __device__ __forceinline__ static void store(const AttentionGradients& gradients, Sums& sum, const Tile& tile, int row) {
+    const MutableView4& to = gradients.grad_mask;
+    const int64_t row_stride = to.stride[2], column_stride = to.stride[3];
+    const int rows = static_cast<int>(min(gradients.mask_size[2] - tile.query, int64_t{kQueries})),
+              columns = static_cast<int>(min(gradients.mask_size[3] - tile.key, int64_t{kKeys}));
+    Value* const data = static_cast<Value*>(to.data) + tile.batch * to.stride[0] + tile.head * to.stride[1] +
+                        tile.query * row_stride + tile.key * column_stride;
+    const bool vectors = !gradients.add_to_grad_mask && column_stride == 1 && columns == kKeys && misalignment(data) == 0 &&
+                         row_stride % kPerVector<Value> == 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + 8 * half + lane_group();
+      Value* line = data + r * row_stride;
+      if (!vectors) {
+        line += 2 * lane_place() * column_stride;
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j, line += 8 * column_stride)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            Value& at = line[e * column_stride];
+            if (r < rows && 8 * j + 2 * lane_place() + e < columns)
+              at = narrow<Value>(sum[0][j][2 * half + e] + (gradients.add_to_grad_mask ? widen(at) : 0));
+          }
+      } else if constexpr (sizeof(Value) == 4) {
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+          if (r < rows)
+            *reinterpret_cast<float2*>(line + 8 * j + 2 * lane_place()) =
+                make_float2(sum[0][j][2 * half], sum[0][j][2 * half + 1]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; j += 4) {
+          unsigned words[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) words[n] = Fragments<Value>::pair(sum[0][j + n][2 * half], sum[0][j + n][2 * half + 1]);
+          transpose_places(words);
+          if (r < rows)
+            *reinterpret_cast<uint4*>(line + 8 * (j + lane_place())) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+
   __device__ static void compute(const MaskGradientSm90Arguments& a, Shared& shared, int warp) {
-    const AttentionProblem& problem = a.problem;
     const int row = warp * 16;
-    int count = 0;
     RingPlace<kStages> at;
-    for_each_tile(a, [&](const Tile& tile) {
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const int buffer = count % a.mask_buffers;
+      wait(&shared.tile_full[buffer], count / a.mask_buffers % 2);
+      const Tile tile = shared.tile[buffer];
+      if (tile.query < 0) return;
       Sums sum;
       clear(sum);
       if (tile.seen) {
-        const int buffer = count % a.mask_buffers;
-        const bool whole = all_see(problem.visible, tile.query, min(int64_t{tile.query + kQueries}, problem.queries), tile.key,
-                                   min(int64_t{tile.key + kKeys}, problem.keys), problem.keys);
-        Mask mask(mask_buffer(a, shared, buffer));
-        mask.find(HeadMask(problem, tile.batch, tile.head), tile.query, tile.key);
-        wait(&shared.mask_full[buffer], count / a.mask_buffers % 2);
+        // The address anew, as one that the compiler knows to be of shared memory.
+        const Mask mask = shared.mask[buffer].moved_to(mask_buffer(a, shared, buffer));
         for_each_head(a, tile, [&](int batch, int head) {
-          add_head(a, shared, sum, tile, whole, mask, row, batch, head, at);
+          add_head(a, shared, sum, tile, mask, row, batch, head, at);
           at.advance();
         });
-        __syncwarp();
-        release(&shared.mask_empty[buffer]);
-        ++count;
       }
-      store_mask_gradient(a.gradients, sum, tile.batch, tile.head, tile.query, tile.key, kQueries, kKeys, row);
-    });
+      __syncwarp();
+      release(&shared.tile_empty[buffer]);
+      visit_mask(a.gradients.grad_mask_dtype, [&]<class Value>(Value) {
+        if constexpr (!std::is_same_v<Value, bool>) store<Value>(a.gradients, sum, tile, row);
+      });
+    }
   }
 
   __device__ static void run(const MaskGradientSm90Arguments& a, Shared& shared) {
@@ -264,8 +318,8 @@ struct MaskGradientOnSm90 {
         init_barrier(&shared.grads_empty[i], kWarps);
       }
       for (int i = 0; i < 2; ++i) {
-        init_barrier(&shared.mask_full[i], kMaskWarps);
-        init_barrier(&shared.mask_empty[i], kWarps);
+        init_barrier(&shared.tile_full[i], kMaskWarps);
+        init_barrier(&shared.tile_empty[i], kWarps);
       }
       publish_barriers();
     }
