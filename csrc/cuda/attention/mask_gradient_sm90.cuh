@@ -66,9 +66,9 @@ struct MaskGradientOnSm90 {
   };
   // Of the mask, and the first of the scores that it was added to.
   struct Tile {
-    int batch, head, query, key;  // query -1: no more tiles
-    bool seen;  // whether arithmetic and the map leave something to see
-    bool whole;  // all queries see all keys by arithmetic, as far as both exist
+    int batch = 0, head = 0, query = -1, key = 0;  // query -1: no more tiles
+    bool seen = false;  // whether arithmetic and the map leave something to see
+    bool whole = false;  // all queries see all keys by arithmetic, as far as both exist
   };
   using Sums = Accumulator<1, kKeys / 8>;
   using Mask = MaskBlock<kQueries, kKeys, kMaskWarps * kWarp>;
@@ -182,7 +182,7 @@ struct MaskGradientOnSm90 {
       ++count;
     };
     for_each_tile(a, send);
-    send(Tile{.query = -1});
+    send(Tile{});
   }
 
   // ---- a computing warpgroup
