@@ -26,7 +26,6 @@ struct MaskGradientSm90Arguments {
   float keep_scale;  // of dropout: 1 / (1 - p)
   int batches, heads;  // that share a tile
   int row_tiles, column_tiles, tiles;
-  int mask_buffers;  // 1 or 2
 };
 
 // How many tiles a mask is cut into.
@@ -81,6 +80,7 @@ struct MaskGradientOnSm90 {
     uint64_t tile_full[2], tile_empty[2];
   };
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+  static_assert(kMaskOffset + 2 * kQueries * mask_pitch(kKeys, sizeof(float)) <= 227 << 10);
   FLASH_ONLINE_HD static int mask_bytes(const AttentionProblem& problem) {
     return (problem.mask.stride[2] == 0 ? 1 : kQueries) * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
@@ -166,8 +166,8 @@ struct MaskGradientOnSm90 {
   __device__ static void load_masks(const MaskGradientSm90Arguments& a, Shared& shared, int thread) {
     int count = 0;
     const auto send = [&](const Tile& tile) {
-      const int buffer = count % a.mask_buffers;
-      wait(&shared.tile_empty[buffer], count / a.mask_buffers % 2 ^ 1);
+      const int buffer = count % 2;
+      wait(&shared.tile_empty[buffer], count / 2 % 2 ^ 1);
       if (thread == 0) shared.tile[buffer] = tile;
       if (tile.seen) {
         Mask mask(mask_buffer(a, shared, buffer), thread);
@@ -287,8 +287,8 @@ struct MaskGradientOnSm90 {
     RingPlace<kStages> at;
 #pragma unroll 1
     for (int count = 0;; ++count) {
-      const int buffer = count % a.mask_buffers;
-      wait(&shared.tile_full[buffer], count / a.mask_buffers % 2);
+      const int buffer = count % 2;
+      wait(&shared.tile_full[buffer], count / 2 % 2);
       const Tile tile = shared.tile[buffer];
       if (tile.query < 0) return;
       Sums sum;
@@ -356,8 +356,6 @@ void mask_gradient_sm90(const AttentionProblem& problem, const AttentionGradient
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
   const MaskTilesSm90 tiles(size);
-  const int mask_bytes = Body::mask_bytes(problem),
-            buffers = Body::kMaskOffset + 2 * mask_bytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() ? 2 : 1;
   const MaskGradientSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
                                             boxes(problem.key, true, problem.key_heads, problem.width),
                                             boxes(problem.value, true, problem.value_heads, problem.value_width),
@@ -371,10 +369,9 @@ void mask_gradient_sm90(const AttentionProblem& problem, const AttentionGradient
                                             size[1] == 1 ? static_cast<int>(problem.heads) : 1,
                                             tiles.rows,
                                             tiles.columns,
-                                            static_cast<int>(tiles.count),
-                                            buffers};
+                                            static_cast<int>(tiles.count)};
   launch<mask_gradient_tiles_sm90<T, kWidth>>(arguments, std::min(arguments.tiles, multiprocessors()), Body::kThreads,
-                                              Body::kMaskOffset + buffers * mask_bytes, stream);
+                                              Body::kMaskOffset + 2 * Body::mask_bytes(problem), stream);
 }
 
 }  // namespace flash_online::cuda
