@@ -112,6 +112,29 @@ def test_options_in_pairs(pair, dtype):
     Attention(dtype=dtype, **made).check()
 
 
+LARGE_MASKS = {
+    "alone": {},
+    "-inf": {"mask": "-inf"},
+    "unaligned": {"layouts": ("contiguous",) * 3 + ("unaligned",), "lengths": (600, 611)},
+    "softcap": {"options": {"softcap": 4.0}},
+    "alibi": {"alibi": 2},
+    "dropout": {"options": {"dropout_p": 0.3}},
+    "causal": {"options": {"causal": True}},
+    "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
+    "groups": {"heads": (8, 4, 1)},
+    "narrow": {"widths": (40, 24)},
+    "wide": {"widths": (128, 96)},
+}
+
+
+@pytest.mark.parametrize("made", LARGE_MASKS.values(), ids=LARGE_MASKS)
+@pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_large_masks(made, mask_dtype):
+    """8 heads' masks that the batch shares: more tiles than a GPU has multiprocessors, which have a kernel of their own."""
+    made = {"mask": "float", "heads": (8, 2, 2), "lengths": (520, 616), "widths": (64, 64)} | made
+    Attention(dtype=torch.bfloat16, batch=(3,), mask_shape=(0, 1, 1, 1), mask_dtype=mask_dtype, **made).check()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences_of_many_lengths(dtype):
     lengths = tuple((random.Random(n).choice([0, 1, 63, 64, 65, 128, 200, 513]),) * 2 for n in range(40))

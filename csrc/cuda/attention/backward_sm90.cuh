@@ -17,13 +17,13 @@
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
 #include "../hw/turns.cuh"
-#include "../hw/wgmma.cuh"
 #include "attention.h"
 #include "block_map.cuh"
 #include "boxes.cuh"
 #include "delta.cuh"
 #include "load.cuh"
-#include "mask_gradient.cuh"
+#include "mask_gradient_sm90.cuh"
+#include "products_sm90.cuh"
 #include "refusal_sm90.h"
 #include "scores.cuh"
 #include "tiles_sm90.h"
@@ -115,12 +115,6 @@ struct BackwardOnSm90 {
   static_assert(OutTile::bytes(kKeys) <= static_cast<int>(kStages * sizeof(Stage)));
 
   static constexpr int kAllMath = 1;  // named barrier
-
-  // An accumulator as the products take it.
-  template <int kColumns>
-  __device__ static float (&flat(Accumulator<1, kColumns>& d))[4 * kColumns] {
-    return reinterpret_cast<float (&)[4 * kColumns]>(d);
-  }
 
   __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
     T* const data = static_cast<T*>(to.data) + head * to.stride[1];
@@ -264,15 +258,8 @@ struct BackwardOnSm90 {
       int first = kShared ? 0 : group() * kGroupKeys;
       // Or ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
       if constexpr (kShared) forget(first);
-      const uint64_t keys = rows_descriptor(shared_address(left.box) + first * kRowBytes),
-                     queries = rows_descriptor(shared_address(right.box) + score_query() * kRowBytes);
-      begin_products();
-#pragma unroll
-      for (int step = 0; step < kWidthSteps; ++step)
-        WarpgroupProduct<T, kScoreQueries>::template shared_shared<false>(
-            flat(d), moved(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32),
-            moved(queries, step / 4 * kQueries * kRowBytes + step % 4 * 32), step > 0);
-      commit_products();
+      start_row_products<T, kWidthSteps, kKeys, kQueries>(d, shared_address(left.box) + first * kRowBytes,
+                                                          shared_address(right.box) + score_query() * kRowBytes);
     }
 
     // The block before's gradients of queries, this warpgroup's piece of that number.
@@ -840,12 +827,8 @@ template <class T, int kWidth, bool kEverything>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                           int* turns, CUstream_st* stream) {
   using Body = BackwardOnSm90<T, kWidth, kEverything>;
-  constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
-    const int64_t rows = over_keys ? (problem.key_starts ? problem.total_keys : problem.keys)
-                                   : (problem.query_starts ? problem.total_queries : problem.queries);
-    return head_boxes(view, kElement, problem.batch, problem.heads, heads, rows, width,
-                      over_keys ? Body::kKeys : Body::kQueries);
+    return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
   const BackwardSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
                                         boxes(problem.key, true, problem.key_heads, problem.width),
@@ -886,7 +869,10 @@ void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gr
   });
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
-  if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
+  if (!gradients.grad_mask.data) return;
+  if (mask_gradient_sm90_refusal(gradients)) return mask_gradient(problem, gradients, space, stream);
+  problem.dtype == DType::kFloat16 ? mask_gradient_sm90<__half, kWidth>(problem, gradients, space, stream)
+                                   : mask_gradient_sm90<__nv_bfloat16, kWidth>(problem, gradients, space, stream);
 }
 
 }  // namespace flash_online::cuda

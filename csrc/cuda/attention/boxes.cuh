@@ -31,4 +31,14 @@ inline HeadBoxes head_boxes(const ConstView4& view, BoxElement element, int64_t 
           static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
 }
 
+// Of a problem's tensor of `heads`, over its keys or its queries.
+template <class T>
+HeadBoxes problem_boxes(const AttentionProblem& problem, const ConstView4& view, bool over_keys, int64_t heads, int64_t width,
+                        int box_rows) {
+  constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
+  const int64_t rows = over_keys ? (problem.key_starts ? problem.total_keys : problem.keys)
+                                 : (problem.query_starts ? problem.total_queries : problem.queries);
+  return head_boxes(view, kElement, problem.batch, problem.heads, heads, rows, width, box_rows);
+}
+
 }  // namespace flash_online::cuda

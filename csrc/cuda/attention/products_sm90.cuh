@@ -1,0 +1,30 @@
+// Products of operands whose rows lie in boxes, as TMA leaves them, by a warpgroup.
+#pragma once
+
+#include "../hw/fragment.cuh"
+#include "../hw/wgmma.cuh"
+
+namespace flash_online::cuda {
+
+// An accumulator as the products take it.
+template <int kColumns>
+__device__ __forceinline__ float (&flat(Accumulator<1, kColumns>& d))[4 * kColumns] {
+  return reinterpret_cast<float (&)[4 * kColumns]>(d);
+}
+
+// Starts d[m][n] = sum over k of left[m][k] right[n][k] as a group: 64 rows of boxes of kLeftRows from address `left` on,
+// 8 * kColumns rows of boxes of kRightRows from address `right` on, k up to 16 * kSteps.
+template <class T, int kSteps, int kLeftRows, int kRightRows, int kColumns>
+__device__ __forceinline__ void start_row_products(Accumulator<1, kColumns>& d, unsigned left, unsigned right) {
+  constexpr unsigned kRowBytes = 128, kStepBytes = 32, kBoxSteps = kRowBytes / kStepBytes;
+  const uint64_t a = rows_descriptor(left), b = rows_descriptor(right);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    WarpgroupProduct<T, 8 * kColumns>::template shared_shared<false>(
+        flat(d), moved(a, step / kBoxSteps * kLeftRows * kRowBytes + step % kBoxSteps * kStepBytes),
+        moved(b, step / kBoxSteps * kRightRows * kRowBytes + step % kBoxSteps * kStepBytes), step > 0);
+  commit_products();
+}
+
+}  // namespace flash_online::cuda
