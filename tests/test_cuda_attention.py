@@ -351,11 +351,10 @@ TF32_CALLS = {
     "softcap": {"softcap": 5.0},
     "mask": {"mask": True},
 }
-COARSE_WIDTHS = (32, 64, 96, 128, 192, 256)  # that have kernels for it, of calls without masks and the like
 
 
 @pytest.mark.parametrize("name", TF32_CALLS)
-@pytest.mark.parametrize("width", [20, *COARSE_WIDTHS, 300])
+@pytest.mark.parametrize("width", [20, 32, 64, 96, 128, 192, 256, 300])
 def test_tf32_where_torch_allows_it(width, name):
     """Errors within 2^-15 of what results are summed from, where tf32's numbers have 2^-11; none of it is left afterwards."""
     options = dict(TF32_CALLS[name])
@@ -383,8 +382,8 @@ def test_tf32_where_torch_allows_it(width, name):
     truth = run(flash_online.reference.attention, [t.detach().double().requires_grad_() for t in leaves], torch.float64)
     for ours, expected in zip(coarse, truth, strict=True):
         assert (ours - expected).abs().max() < 2**-15 * max(1, expected.abs().max().item())
-    differs = not torch.equal(coarse[0], exact[0])
-    assert differs == (width in (20, *COARSE_WIDTHS) and name in ("plain", "causal, window"))
+    if torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin > 100 << 10:  # with less some have no room for it
+        assert torch.equal(coarse[0], exact[0]) == (width > 256)
 
 
 @pytest.mark.parametrize("setting", ["the forward pass alone", "the backward pass alone"])

@@ -455,7 +455,10 @@ void visit_backward_sm80(const AttentionProblem& problem, F&& f,
         return f(kind, Plain{}), true;
     if constexpr (has_backward_sm80_tile(kBytes, kWidth, Small::value))
       if (BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{}), true;
-    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Everything::value)) return f(kind, Everything{}), true;
+    constexpr bool kLast = !std::is_same_v<Element, CoarseFloat>;  // which may yet fit as float, by kSmall
+    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Everything::value))
+      if (kLast || BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) <= room)
+        return f(kind, Everything{}), true;
     return false;
   };
   switch (problem.dtype) {

@@ -222,7 +222,10 @@ void visit_forward_sm80(const AttentionProblem& problem, F&& f,
         return f(element, Plain{}), true;
     if constexpr (has_forward_sm80_tile(kBytes, kWidth, Small::value))
       if (ForwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(element, Small{}), true;
-    if constexpr (has_forward_sm80_tile(kBytes, kWidth, Everything::value)) return f(element, Everything{}), true;
+    constexpr bool kLast = !std::is_same_v<Element, CoarseFloat>;  // which may yet fit as float, by kSmall
+    if constexpr (has_forward_sm80_tile(kBytes, kWidth, Everything::value))
+      if (kLast || ForwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) <= room)
+        return f(element, Everything{}), true;
     return false;
   };
   switch (problem.dtype) {

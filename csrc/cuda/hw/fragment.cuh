@@ -249,7 +249,7 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, S
       multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
   } else {
     using Sums = SplitSums<Element, kRows, kColumns>;
-    // With two pieces what is cut off of one sum over a head dim, at most 32 steps, does not count either.
+    // With two pieces what is cut off of one sum over a head dim does not count either.
     constexpr int kGroup = F::kPieces == 2 ? kSteps : Sums::group(kSteps);
     Sums sums;
     clear(sums.rest);
