@@ -129,8 +129,9 @@ def _one_by_one(op, info, in_dims, args):
 
 
 def _attention_forward_fake(
-    query, key, value, mask, alibi_slopes, sinks, rng, window_left, window_right, lower_right, scale, softcap, dropout_p
-):
+    query, key, value, mask, alibi_slopes, sinks, rng, window_left, window_right, lower_right, scale, softcap, dropout_p,
+    tf32=False,
+):  # fmt: skip
     out = _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
     return out, _accumulator(query, query.shape[:-1]), _accumulator(query, query.shape[:-1])
 
@@ -161,7 +162,7 @@ def _attention_forward_flops(query, key, value, *args, out_shape=None, **kwargs)
 _register("attention_forward", _attention_forward_fake, _attention_forward_vmap, _attention_forward_flops)
 
 
-def _attention_inference_fake(query, key, value, causal, scale):
+def _attention_inference_fake(query, key, value, causal, scale, tf32=False):
     return _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
 
 
@@ -175,7 +176,7 @@ _register("attention_inference", _attention_inference_fake, _attention_inference
 
 def _attention_backward_fake(
     grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left, window_right,
-    lower_right, scale, softcap, dropout_p, mask_grad, deterministic,
+    lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32=False,
 ):  # fmt: skip
     grads = [_empty_in_order(tensor.shape, tensor) for tensor in (query, key, value)]
     grad_mask = _empty_in_order(mask.shape, mask) if mask_grad else query.new_empty([0])
@@ -188,7 +189,7 @@ def _attention_backward_vmap(
     args = (grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, *options)
     if rng is not None or sinks is not None:  # the gradient of sinks would be summed over the mapped dimension
         return _one_by_one(ops.attention_backward.default, info, in_dims, args)
-    mask_grad = options[-2]
+    mask_grad = options[6]
 
     def front(index, expand=True):
         return _front(args[index], in_dims[index], info.batch_size, expand)

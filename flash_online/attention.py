@@ -63,6 +63,10 @@ def attention(
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
         NotImplementedError: the device has no kernel for this call.
 
+    float32 on CUDA has float32's digits, unless torch allows tf32 for matrix products
+    (`torch.backends.cuda.matmul.fp32_precision = "tf32"` or `allow_tf32 = True`) when the forward pass is called: then products
+    may be made of numbers of 16 digits, float32's being 24 and tf32's 11.
+
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
     if mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left":
@@ -180,8 +184,8 @@ def usual(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float 
             return None
         scale = _default_scale(shape[-1]) if scale is None else float(scale)
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _Usual.apply(query, key, value, (-1, 0 if causal else -1, False, scale, 0.0, 0.0))
-        return _run_inference(query, key, value, causal, scale)
+            return _Usual.apply(query, key, value, (-1, 0 if causal else -1, False, scale, 0.0, 0.0), tf32_for(query))
+        return _run_inference(query, key, value, causal, scale, tf32_for(query))
     except RuntimeError:  # nested tensors have no shape; and there may be no kernel
         return None
 
@@ -190,10 +194,10 @@ class _Usual(torch.autograd.Function):
     """_AttentionOp's output alone, of the call that `usual` takes: autograd looks at inputs and outputs one by one."""
 
     @staticmethod
-    def forward(ctx, query, key, value, options):
-        out, lse, lse_low = _run(query, key, value, None, None, None, None, *options)
+    def forward(ctx, query, key, value, options, tf32):
+        out, lse, lse_low = _run(query, key, value, None, None, None, None, *options, tf32)
         ctx.save_for_backward(query, key, value, out, lse, lse_low)
-        ctx.options = (*options, torch.are_deterministic_algorithms_enabled())
+        ctx.options = (*options, torch.are_deterministic_algorithms_enabled(), tf32)
         return out
 
     @staticmethod
@@ -203,8 +207,8 @@ class _Usual(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = _attention_backward(*tensors, False, *options)
         else:
-            gradients = _run_backward(*tensors, *options[:-1], False, options[-1])
-        return *gradients[:3], None
+            gradients = _run_backward(*tensors, *options[:-2], False, *options[-2:])
+        return *gradients[:3], None, None
 
 
 _run, _run_backward = ops.attention_forward.default._op, ops.attention_backward.default._op
@@ -236,7 +240,7 @@ def _attend(
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
     if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):
-            return ops.attention_inference.default(query, key, value, causal, scale), None
+            return ops.attention_inference.default(query, key, value, causal, scale, tf32_for(query)), None
     out, lse, _ = _attention(
         query,
         key,
@@ -252,8 +256,24 @@ def _attend(
         float(softcap),
         float(dropout_p),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        tf32_for(query),
     )
     return out, lse
+
+
+def tf32_for(query: Tensor) -> bool:
+    """Whether products may have fewer digits than query's dtype: of float32 on CUDA, by torch's setting for such products."""
+    return query.is_cuda and query.dtype is torch.float32 and tf32_allowed()
+
+
+def tf32_allowed() -> bool:
+    """torch.backends.cuda.matmul's fp32_precision; allow_tf32 sets it too, but cannot be read where both were set."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+
+
+# What torch.compiler.assume_constant_result sets, without its import of the compiler: Dynamo calls the function while tracing
+# and guards every graph by this setting.
+tf32_allowed._dynamo_marked_constant = True
 
 
 def _draw(dropout_p: float, device: torch.device) -> Tensor | None:
@@ -270,7 +290,7 @@ class _AttentionOp:
 
     @staticmethod
     def run(query, key, value, mask, sinks, alibi_slopes, rng, *options):
-        return ops.attention_forward.default(query, key, value, mask, alibi_slopes, sinks, rng, *options[:-1])
+        return ops.attention_forward.default(query, key, value, mask, alibi_slopes, sinks, rng, *options[:-2], options[-1])
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -310,7 +330,7 @@ class _AttentionBackwardOp:
     @staticmethod
     def run(grad_out, grad_lse, query, key, value, mask, sinks, alibi_slopes, rng, out, lse, lse_low, mask_grad, *options):
         tensors = (grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
-        return ops.attention_backward.default(*tensors, *options[:-1], mask_grad, options[-1])
+        return ops.attention_backward.default(*tensors, *options[:-2], mask_grad, *options[-2:])
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -364,7 +384,7 @@ def _directional_derivative(inputs, grad_out, grad_lse, options, directions, alo
     `first_batch` is the batch index that dropout's draws start from.
     """
     query, key, value, mask, sinks, alibi_slopes, rng = inputs
-    left, right, lower_right, scale, softcap, dropout_p, _ = options
+    left, right, lower_right, scale, softcap, dropout_p, *_ = options
     to_query, to_key, to_value, to_mask, to_sinks = directions
     dtype = accumulator_of(query.dtype)
     heads, queries, keys = query.shape[-3], query.shape[-2], key.shape[-2]

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import _shapes, plan
 from ._autograd import differentiable
 from ._ops import InvalidArgument, accumulator_of, ops
-from .attention import _check_options, _default_scale, _directional_derivative, _draw
+from .attention import _check_options, _default_scale, _directional_derivative, _draw, tf32_for
 
 
 def varlen_attention(
@@ -60,6 +60,8 @@ def varlen_attention(
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
         NotImplementedError: the device has no kernel for this call.
 
+    float32 on CUDA where torch allows tf32: as in `attention`.
+
     Source: FlashAttention-2 (arXiv 2307.08691), whose packed interface this is.
     """
     _check_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
@@ -95,6 +97,7 @@ def varlen_attention(
         float(softcap),
         float(dropout_p),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        tf32_for(query),
     )
     return (out, lse) if return_lse else out
 
@@ -105,7 +108,7 @@ class _VarlenOp:
     @staticmethod
     def run(query, key, value, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, rng, *options):
         tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng)
-        return ops.attention_varlen_forward.default(*tensors, *options[:-1])
+        return ops.attention_varlen_forward.default(*tensors, *options[:-2], options[-1])
 
     @staticmethod
     def save(ctx, inputs, outputs):

@@ -318,7 +318,7 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
     query, key, value = arguments[:3]
     mask = None if packed else arguments[3]
     alibi_slopes, sinks = arguments[5:7] if packed else arguments[4:6]
-    left, right, _, scale, softcap, dropout_p = arguments[-6:]
+    left, right, _, scale, softcap, dropout_p, *tf32 = arguments[10 if packed else 7 :]
 
     def shape(tensor):
         if packed:  # [rows, heads, width]
@@ -343,6 +343,7 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
         scale,
         softcap,
         dropout_p,
+        tf32 == [True],
         (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
         False,
     ).splitlines()
@@ -359,8 +360,9 @@ def _with_options(operator: str, arguments: tuple) -> tuple[str, tuple]:
     """attention_inference's call as attention_forward's; other operators' as they are."""
     if operator != "attention_inference":
         return operator, arguments
-    *tensors, causal, scale = arguments
-    return "attention_forward", (*tensors, None, None, None, None, -1, 0 if causal else -1, False, scale, 0.0, 0.0)
+    query, key, value, causal, scale, *tf32 = arguments
+    options = (-1, 0 if causal else -1, False, scale, 0.0, 0.0, *tf32)
+    return "attention_forward", (query, key, value, None, None, None, None, *options)
 
 
 def _scratch(operator: str, arguments: tuple) -> int:
@@ -371,6 +373,7 @@ def _scratch(operator: str, arguments: tuple) -> int:
     first, threads = arguments[0], torch.get_num_threads()
     if operator.startswith("attention"):
         shapes, mask, tables = [tuple(tensor.shape) for tensor in arguments[:3]], None, 0
+        dropout_p = arguments[12 if operator == "attention_forward" else 15]
         strides = [tensor.stride() for tensor in arguments[1:3]]
         if operator == "attention_forward":
             mask = arguments[3]
@@ -384,7 +387,7 @@ def _scratch(operator: str, arguments: tuple) -> int:
             strides = [(head, row, column) for row, head, column in strides]
             tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)
         dtype, mask_dtype = (str(t.dtype).removeprefix("torch.") if t is not None else "" for t in (first, mask))
-        return tables + introspect.attention_memory(str(LIBRARY), dtype, *shapes, *strides, mask_dtype, arguments[-1], threads)
+        return tables + introspect.attention_memory(str(LIBRARY), dtype, *shapes, *strides, mask_dtype, dropout_p, threads)
     bytes_a_thread = introspect.row_scratch(
         str(LIBRARY), first.dtype == torch.float64, arguments[1] if operator.startswith("topk") else 0
     )

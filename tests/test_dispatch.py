@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
 import flash_online.functional as F
-from flash_online import explain, plan
+from flash_online import explain, packed, plan
 
 TF = torch.nn.functional
+dense = importlib.import_module("flash_online.attention")  # the module, whose name is the function's too
 Q, K, V = (torch.randn(2, 4, 5, 8) for _ in range(3))
 LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
 
@@ -233,7 +236,7 @@ def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), width=64, pac
         pytest.skip("a build without CUDA has no kernels to choose among")
     tensor = ((2, 4, 512, width), (2048 * width, 512 * width, width, 1), 0)
     lines = introspect.attention_candidates(
-        str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, gpu, backward
+        str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, False, gpu, backward
     )
     return dict(line.split(" ", 1) for line in lines.splitlines())
 
@@ -277,3 +280,126 @@ def test_what_hoppers_backward_pass_takes():
     ):
         found = candidates(backward=True, **options)
         assert found["sm80"] == "" and reason in found["sm90"]
+
+
+# --- fewer digits for float32, where torch allows them ------------------------------------------------------------------------
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture
+def allow():
+    """Sets torch's precision of float32 products on CUDA, and puts it back."""
+    before = MATMUL.fp32_precision
+
+    def set_precision(allowed: bool):
+        MATMUL.fp32_precision = "tf32" if allowed else "ieee"
+
+    yield set_precision
+    MATMUL.fp32_precision = before
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """float32 calls on the CPU hand torch's setting on; its kernels do not look at it."""
+    for module in (dense, packed):
+        monkeypatch.setattr(module, "tf32_for", lambda query: query.dtype is torch.float32 and dense.tf32_allowed())
+
+
+class Handed(TorchDispatchMode):
+    """The attention operators that run, each with its argument tf32."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("flash_online::attention"):
+            place = [argument.name for argument in func._schema.arguments].index("tf32")
+            self.calls.append((func._schema.name.removeprefix("flash_online::attention_"), args[place:] == (True,)))
+        return func(*args, **(kwargs or {}))
+
+
+def varlen(query, key, value):
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    return flash_online.varlen_attention(query, key, value, starts, starts, 3, 3)
+
+
+def test_fewer_digits_are_for_float32_on_cuda_alone(allow):
+    with FakeTensorMode():
+        tensors = [torch.empty(2, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    for allowed in (False, True, False):
+        allow(allowed)
+        assert [dense.tf32_for(x) for x in (*tensors, Q)] == [allowed, False, False, False]
+    try:
+        for allowed in (True, False):
+            MATMUL.allow_tf32 = allowed  # the setting's older name
+            assert dense.tf32_for(tensors[0]) is allowed
+    finally:
+        MATMUL.allow_tf32 = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_torchs_setting_reaches_every_operator_and_its_backward_pass(allowed, dtype, allow, as_on_cuda):
+    """The backward pass goes by what was set when the forward pass was called."""
+    wanted = allowed and dtype == torch.float32
+    inputs = [t.to(dtype) for t in (Q, K, V)]
+    packed_inputs = [t[0].transpose(0, 1).contiguous() for t in inputs]
+    for function, of, names in (
+        (flash_online.attention, inputs, ("forward", "backward")),
+        (F.scaled_dot_product_attention, inputs, ("forward", "backward")),
+        (lambda q, k, v: flash_online.attention(q, k, v, softcap=3.0), inputs, ("forward", "backward")),
+        (lambda q, k, v: flash_online.attention(q[0, 0], k[0, 0], v[0, 0]), inputs, ("forward", "backward")),
+        (varlen, packed_inputs, ("varlen_forward", "varlen_backward")),
+    ):
+        leaves = [t.detach().requires_grad_() for t in of]
+        allow(allowed)
+        with Handed() as handed:
+            out = function(*leaves)
+            allow(not allowed)
+            out.sum().backward()
+        assert handed.calls == [(name, wanted) for name in names]
+        allow(allowed)
+        with Handed() as handed, torch.no_grad():
+            function(*leaves)
+        assert [tf32 for _, tf32 in handed.calls] == [wanted]
+
+
+def test_torchs_setting_under_transforms(allow, as_on_cuda):
+    allow(True)
+    gradient = torch.func.grad(lambda q, k, v: flash_online.attention(q, k, v).sum())
+    with Handed() as handed:
+        torch.func.vmap(gradient)(*(t[None] for t in (Q, K, V)))
+    assert handed.calls == [("forward", True), ("backward", True)]
+
+
+def test_compiled_calls_follow_torchs_setting(allow, as_on_cuda):
+    """One graph for each setting, without a break; a change of it compiles again."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.args[-1] for node in graph.graph.nodes if "flash_online.attention" in str(node.target)])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: flash_online.attention(q, k, v), fullgraph=True, backend=backend)
+    for allowed in (False, True, False, True):
+        allow(allowed)
+        torch.testing.assert_close(compiled(Q, K, V), flash_online.attention(Q, K, V))
+    assert graphs == [[False], [True]]
+
+
+def test_explain_reads_calls_with_and_without_it_alike(allow, as_on_cuda):
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed_inputs = (*(t[0].transpose(0, 1).contiguous() for t in (Q, K, V)), starts, starts, 3, 3)
+
+    def plans():
+        yield explain(flash_online.attention, Q, K, V)
+        yield explain(flash_online.attention, Q, K, V, return_lse=True, dropout_p=0.5)
+        yield explain(flash_online.varlen_attention, *packed_inputs)
+
+    allow(False)
+    without = list(plans())
+    allow(True)
+    assert list(plans()) == without

@@ -44,6 +44,7 @@ struct Visibility {
 struct AttentionProblem {
   DType dtype = DType::kFloat32;     // of query, key, value, out and their gradients
   DType mask_dtype = DType::kBool;
+  bool tf32 = false;                 // whether products of float32 on CUDA may be made of fewer digits, at least tf32's
   int64_t batch = 0, heads = 0, key_heads = 0, value_heads = 0;  // batch: the number of sequences
   int64_t queries = 0, keys = 0, width = 0, value_width = 0;     // packed: at most; longer sequences are cut
   int64_t batch_begin = 0;           // the index of batch 0 among the call's batches: a part of dropout's counter

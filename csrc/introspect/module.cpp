@@ -193,7 +193,7 @@ PYBIND11_MODULE(_introspect, m) {
       "attention_candidates",
       [](const std::string& library, const std::string& dtype, const Shape& query, const Shape& key, const Shape& value,
          const Shape& out, const std::optional<std::pair<std::string, Shape>>& mask, bool alibi, bool sinks, bool packed,
-         int64_t window_left, int64_t window_right, double scale, double softcap, double dropout_p,
+         int64_t window_left, int64_t window_right, double scale, double softcap, double dropout_p, bool tf32,
          const std::tuple<int, int, int>& gpu, bool backward) {
         AttentionProblem problem;
         problem.dtype = dtypes().at(dtype);
@@ -211,7 +211,7 @@ PYBIND11_MODULE(_introspect, m) {
           problem.total_queries = problem.queries, problem.total_keys = problem.keys;
         }
         problem.visible = {window_left, window_right, 0};
-        problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p;
+        problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p, problem.tf32 = tf32;
         const Api& api = api_of(library);
         const auto [major, minor, shared_bytes] = gpu;
         return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward)
@@ -219,7 +219,7 @@ PYBIND11_MODULE(_introspect, m) {
       },
       py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"), py::arg("mask"),
       py::arg("alibi"), py::arg("sinks"), py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("scale"),
-      py::arg("softcap"), py::arg("dropout_p"), py::arg("gpu"), py::arg("backward"),
+      py::arg("softcap"), py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
       "The CUDA kernels that a call of attention may run on, the best first, a line each: its name and why it does not take "
       "the "
       "call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, width]; mask: (dtype, tensor) or "

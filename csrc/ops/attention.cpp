@@ -188,42 +188,40 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
                                                      const std::optional<Tensor>& alibi_slopes,
                                                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
                                                      int64_t window_left, int64_t window_right, bool lower_right, double scale,
-                                                     double softcap, double dropout_p) {
+                                                     double softcap, double dropout_p, bool tf32) {
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
-  return forward(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p}));
+  return forward(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const std::optional<Tensor>& mask, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse, const Tensor& lse_low, int64_t window_left,
-    int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p, bool mask_grad,
-    bool deterministic) {
+    int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p, bool mask_grad, bool deterministic,
+    bool tf32) {
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
-  const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p});
+  const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   return backward(call, grad_out, grad_lse, out, lse, lse_low, mask_grad, deterministic);
 }
 
-Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale) {
+Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale, bool tf32) {
   const std::optional<Tensor> none;
   const Inputs in{query, key, value, none, none, none, none};
-  const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale});
+  const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32});
   Tensor out = empty_out(call);
   forward(call, {.out = out});
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                            const std::optional<Tensor>& alibi_slopes,
-                                                            const std::optional<Tensor>& sinks,
-                                                            const std::optional<Tensor>& rng, int64_t max_seqlen_q,
-                                                            int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
-                                                            bool lower_right, double scale, double softcap, double dropout_p) {
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right, double scale,
+    double softcap, double dropout_p, bool tf32) {
   const std::optional<Tensor> mask;
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                            {window_left, window_right, lower_right, scale, softcap, dropout_p}));
+                            {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
@@ -231,11 +229,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse,
     const Tensor& lse_low, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
-    bool lower_right, double scale, double softcap, double dropout_p, bool deterministic) {
+    bool lower_right, double scale, double softcap, double dropout_p, bool deterministic, bool tf32) {
   const std::optional<Tensor> mask;
   const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const PackedCall call(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                        {window_left, window_right, lower_right, scale, softcap, dropout_p});
+                        {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
       backward(call, grad_out, grad_lse, out, lse, lse_low, false, deterministic);
   return {grad_query, grad_key, grad_value, grad_sinks};

@@ -70,6 +70,7 @@ struct Options {
   int64_t window_left, window_right;
   bool lower_right = false;
   double scale, softcap = 0, dropout_p = 0;
+  bool tf32 = false;
 };
 
 inline bool on_one_device(const Tensor& a, const Tensor& b) {
@@ -190,6 +191,7 @@ class Call {
     problem_.scale = options.scale;
     problem_.softcap = options.softcap;
     problem_.dropout = options.dropout_p;
+    problem_.tf32 = options.tf32;
     if (in.rng && options.dropout_p > 0) problem_.rng = in.rng->const_data_ptr<int64_t>();
     if (in.mask) problem_.mask_dtype = dtype_of(*in.mask);
     if (in.sinks) problem_.sinks = in.sinks->data_ptr();

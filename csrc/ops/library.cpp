@@ -8,18 +8,19 @@
 
 STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
-  // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), wanted where dropout_p > 0.
+  // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), wanted where dropout_p > 0. tf32, of all
+  // below: whether products of float32 on CUDA may be made of fewer digits, at least those of tf32; elsewhere it says nothing.
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
       "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
-      "float dropout_p) -> (Tensor out, Tensor lse, Tensor lse_low)");
+      "float dropout_p, bool tf32=False) -> (Tensor out, Tensor lse, Tensor lse_low)");
   // Its out alone, for a call without gradients and options.
-  m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> Tensor out");
+  m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
       "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
-      "bool deterministic) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
+      "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
       "Tensor grad_sinks)");
   // Packed sequences: query, out [total queries, heads, width], key and value [total keys, heads, width], lse [heads, total
   // queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last, read on the device
@@ -28,14 +29,14 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
-      "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p) -> (Tensor out, Tensor lse, "
-      "Tensor lse_low)");
+      "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool tf32=False) -> (Tensor out, "
+      "Tensor lse, Tensor lse_low)");
   m.def(
       "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
       "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
-      "float scale, float softcap, float dropout_p, bool deterministic) -> (Tensor grad_query, Tensor grad_key, "
-      "Tensor grad_value, Tensor grad_sinks)");
+      "float scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
+      "Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
   // Which weights dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   m.def(
       "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "

@@ -21,7 +21,7 @@ struct BackwardQueriesArguments {
 
 template <class Element, int kWidth>
 struct BackwardQueriesOnSm80 {
-  static constexpr BackwardQueriesSm80 kTile = backward_queries_sm80_tile(sizeof(Element), kWidth);
+  static constexpr BackwardQueriesSm80 kTile = backward_queries_sm80_tile(kSplitBytes<Element>, kWidth);
   static constexpr int kThreads = 32 * kTile.warps, kQueries = 16 * kTile.warps, kKeys = kTile.keys, kColumns = kTile.columns;
   using Piece = typename Split<Element>::Piece;
   using WideTile = SharedTile<Element, kWidth>;

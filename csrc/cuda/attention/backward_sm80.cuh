@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kCol
 template <class Element, int kWidth, Variant kVariant>
 struct BackwardOnSm80 {
   static constexpr bool kEverything = kVariant != Variant::kPlain;
-  static constexpr BackwardSm80 kTile = backward_sm80_tile(sizeof(Element), kWidth, kVariant);
+  static constexpr BackwardSm80 kTile = backward_sm80_tile(kSplitBytes<Element>, kWidth, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
   // Scores: [key][query], so many rows of 16 and columns of 8 a warp.
   static constexpr int kScoreQueries = kQueries / kTile.score_split;
@@ -448,18 +448,24 @@ void visit_backward_sm80(const AttentionProblem& problem, F&& f,
   const auto visit = [&]<class Element>(Type<Element> kind) {
     using Plain = std::integral_constant<Variant, Variant::kPlain>;
     using Small = std::integral_constant<Variant, Variant::kSmall>;
-    if constexpr (has_backward_sm80_tile(sizeof(Element), kWidth, Plain::value))
+    constexpr int kBytes = kSplitBytes<Element>;
+    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Plain::value))
       if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
           BackwardOnSm80<Element, kWidth, Plain::value>::shared_bytes(problem) <= room)
-        return f(kind, Plain{});
-    if constexpr (has_backward_sm80_tile(sizeof(Element), kWidth, Small::value))
-      if (BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{});
-    f(kind, Everything{});
+        return f(kind, Plain{}), true;
+    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Small::value))
+      if (BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{}), true;
+    constexpr bool kLast = !std::is_same_v<Element, CoarseFloat>;  // which may yet fit as float, by kSmall
+    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Everything::value))
+      if (kLast || BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) <= room)
+        return f(kind, Everything{}), true;
+    return false;
   };
   switch (problem.dtype) {
-    case DType::kFloat16: return visit(Type<__half>{});
-    case DType::kBFloat16: return visit(Type<__nv_bfloat16>{});
-    default: visit(Type<float>{});
+    case DType::kFloat16: visit(Type<__half>{}); break;
+    case DType::kBFloat16: visit(Type<__nv_bfloat16>{}); break;
+    default:
+      if (!problem.tf32 || !visit(Type<CoarseFloat>{})) visit(Type<float>{});
   }
 }
 

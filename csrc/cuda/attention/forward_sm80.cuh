@@ -27,7 +27,7 @@ struct ForwardArguments {
 template <class Element, int kWidth, Variant kVariant>
 struct ForwardOnSm80 {
   static constexpr bool kEverything = kVariant != Variant::kPlain;
-  static constexpr ForwardSm80 kTile = forward_sm80_tile(sizeof(Element), kWidth, kVariant);
+  static constexpr ForwardSm80 kTile = forward_sm80_tile(kSplitBytes<Element>, kWidth, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kValueWidth = kTile.value_width, kRows = kTile.row_tiles;
   using Piece = typename Split<Element>::Piece;
@@ -215,18 +215,24 @@ void visit_forward_sm80(const AttentionProblem& problem, F&& f,
   const auto visit = [&]<class Element>(Type<Element> element) {
     using Plain = std::integral_constant<Variant, Variant::kPlain>;
     using Small = std::integral_constant<Variant, Variant::kSmall>;
-    if constexpr (has_forward_sm80_tile(sizeof(Element), kWidth, Plain::value))
+    constexpr int kBytes = kSplitBytes<Element>;
+    if constexpr (has_forward_sm80_tile(kBytes, kWidth, Plain::value))
       if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
           ForwardOnSm80<Element, kWidth, Plain::value>::shared_bytes(problem) <= room)
-        return f(element, Plain{});
-    if constexpr (has_forward_sm80_tile(sizeof(Element), kWidth, Small::value))
-      if (ForwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(element, Small{});
-    f(element, Everything{});
+        return f(element, Plain{}), true;
+    if constexpr (has_forward_sm80_tile(kBytes, kWidth, Small::value))
+      if (ForwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(element, Small{}), true;
+    constexpr bool kLast = !std::is_same_v<Element, CoarseFloat>;  // which may yet fit as float, by kSmall
+    if constexpr (has_forward_sm80_tile(kBytes, kWidth, Everything::value))
+      if (kLast || ForwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) <= room)
+        return f(element, Everything{}), true;
+    return false;
   };
   switch (problem.dtype) {
-    case DType::kFloat16: return visit(Type<__half>{});
-    case DType::kBFloat16: return visit(Type<__nv_bfloat16>{});
-    default: visit(Type<float>{});
+    case DType::kFloat16: visit(Type<__half>{}); break;
+    case DType::kBFloat16: visit(Type<__nv_bfloat16>{}); break;
+    default:
+      if (!problem.tf32 || !visit(Type<CoarseFloat>{})) visit(Type<float>{});
   }
 }
 

@@ -26,18 +26,18 @@ struct HeadRows {
 };
 
 // Whole vectors of floats on their way into a tile of their pieces: kCount of them a thread, from its `first`-th on.
-template <int kRows, int kThreads, int kWidth, int kCount>
+template <class Element, int kRows, int kThreads, int kWidth, int kCount>
 struct FloatsInRegisters {
   static constexpr unsigned kAcross = kWidth / 4, kVectors = kRows * kAcross;
   float4 values[kCount];
 
-  __device__ static bool take(const HeadRows<float>& from) { return from.vectors && from.width % 4 == 0; }
+  __device__ static bool take(const HeadRows<Element>& from) { return from.vectors && from.width % 4 == 0; }
 
-  __device__ __forceinline__ void fetch(const HeadRows<float>& from, int row, int rows, int first = 0) {
+  __device__ __forceinline__ void fetch(const HeadRows<Element>& from, int row, int rows, int first = 0) {
     // Where a thread keeps to its column, there is one address, moved on by a constant number of rows.
     constexpr bool kDown = kThreads % kAcross == 0;
     const int left = min(rows - row, kRows);
-    const float* at = nullptr;
+    const Element* at = nullptr;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const unsigned index = threadIdx.x + (first + n) * kThreads;
@@ -49,8 +49,8 @@ struct FloatsInRegisters {
       values[n] = r < left && c < from.width ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
     }
   }
-  __device__ __forceinline__ void put(SharedTile<float, kWidth> tile, int first = 0) const {
-    using F = Fragments<float>;
+  __device__ __forceinline__ void put(SharedTile<Element, kWidth> tile, int first = 0) const {
+    using F = Fragments<Element>;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const unsigned index = threadIdx.x + (first + n) * kThreads;
@@ -67,10 +67,12 @@ struct FloatsInRegisters {
 };
 
 // Floats into a tile of their pieces, as load() below.
-template <int kRows, int kThreads, int kWidth>
-__device__ __forceinline__ void load_floats(SharedTile<float, kWidth> tile, const HeadRows<float>& from, int row, int rows) {
+template <int kRows, int kThreads, class Element, int kWidth>
+  requires(Fragments<Element>::kPieces > 1)
+__device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows) {
   constexpr int kCount = 4;
-  using Part = FloatsInRegisters<kRows, kThreads, kWidth, kCount>;
+  using F = Fragments<Element>;
+  using Part = FloatsInRegisters<Element, kRows, kThreads, kWidth, kCount>;
   if (Part::take(from)) {
 #pragma unroll 1
     for (int first = 0; first * kThreads < Part::kVectors; first += kCount) {
@@ -82,14 +84,12 @@ __device__ __forceinline__ void load_floats(SharedTile<float, kWidth> tile, cons
 #pragma unroll 1
     for (int index = static_cast<int>(threadIdx.x); index < kRows * kWidth / 2; index += kThreads) {
       const int r = index / (kWidth / 2), c = index % (kWidth / 2) * 2;
-      const float* const at = from.data + (row + r) * from.row_stride + c * from.column_stride;
+      const float* const at = reinterpret_cast<const float*>(from.data + (row + r) * from.row_stride + c * from.column_stride);
       const bool there = row + r < rows;
-      unsigned words[Fragments<float>::kPieces];
-      Fragments<float>::split(words, there && c < from.width ? at[0] : 0,
-                              there && c + 1 < from.width ? at[from.column_stride] : 0);
+      unsigned words[F::kPieces];
+      F::split(words, there && c < from.width ? at[0] : 0, there && c + 1 < from.width ? at[from.column_stride] : 0);
 #pragma unroll
-      for (int piece = 0; piece < Fragments<float>::kPieces; ++piece)
-        *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+      for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
     }
   }
 }
@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_floats(SharedTile<float, kWidth> tile, cons
 // Copies the rows [row, row + kRows) into a tile; zeros stand for what is past `rows` or past the columns. Seen after
 // commit_copies, wait_for_copies and a barrier.
 template <int kRows, int kThreads, class Element, int kWidth>
+  requires(Fragments<Element>::kPieces == 1)
 __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows) {
-  if constexpr (std::is_same_v<Element, float>) return load_floats<kRows, kThreads>(tile, from, row, rows);
   constexpr int kPer = kPerVector<Element>, kChunks = kWidth / kPer;
   const int thread = static_cast<int>(threadIdx.x), left = min(rows - row, kRows);
   const Element* const data = from.data + row * from.row_stride;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
 
 // A block of rows under way while others are worked on: start() at any time, finish() once all have done with the tile. 16-bit
 // elements are copied into a tile that is free already; floats stay in registers until they are split.
-template <int kRows, int kThreads, class Element, int kWidth>
+template <int kRows, int kThreads, class Element, int kWidth, bool kSplit = (Fragments<Element>::kPieces > 1)>
 struct Incoming {
   using Tile = SharedTile<Element, kWidth>;
   __device__ __forceinline__ void start(Tile tile, const HeadRows<Element>& from, int row, int rows) {
@@ -143,21 +143,21 @@ struct Incoming {
   }
   __device__ __forceinline__ void finish(Tile, const HeadRows<Element>&, int, int) const {}
 };
-template <int kRows, int kThreads, int kWidth>
-struct Incoming<kRows, kThreads, float, kWidth> {
-  using Tile = SharedTile<float, kWidth>;
+template <int kRows, int kThreads, class Element, int kWidth>
+struct Incoming<kRows, kThreads, Element, kWidth, true> {
+  using Tile = SharedTile<Element, kWidth>;
   static constexpr int kCount = (kRows * kWidth / 4 + kThreads - 1) / kThreads;
   static constexpr bool kAhead = kCount <= 8;  // more take registers from the work meanwhile
-  FloatsInRegisters<kRows, kThreads, kWidth, kAhead ? kCount : 1> part;
+  FloatsInRegisters<Element, kRows, kThreads, kWidth, kAhead ? kCount : 1> part;
 
-  __device__ __forceinline__ void start(Tile, const HeadRows<float>& from, int row, int rows) {
+  __device__ __forceinline__ void start(Tile, const HeadRows<Element>& from, int row, int rows) {
     if (kAhead && part.take(from)) part.fetch(from, row, rows);
   }
-  __device__ __forceinline__ void finish(Tile tile, const HeadRows<float>& from, int row, int rows) const {
+  __device__ __forceinline__ void finish(Tile tile, const HeadRows<Element>& from, int row, int rows) const {
     if (kAhead && part.take(from))
       part.put(tile);
     else
-      load_floats<kRows, kThreads>(tile, from, row, rows);
+      load<kRows, kThreads>(tile, from, row, rows);
   }
 };
 

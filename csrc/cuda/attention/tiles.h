@@ -25,7 +25,8 @@ consteval const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int widt
 
 // forward_sm80.cuh: a block of threads takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
 struct ForwardSm80 {
-  int bytes, width;  // of an element; the head dim, of queries and keys
+  // Of an element in shared memory: 2; of a float in three pieces 6, in two 4. The head dim, of queries and keys.
+  int bytes, width;
   Variant variant;  // what all options need of registers leaves a warp 16 rows
   int value_width;  // of the values' columns that one block of threads sums
   int row_tiles, warps, keys;
@@ -40,11 +41,15 @@ inline constexpr ForwardSm80 kForwardSm80[] = {
     {2, 32, kAll, 32, 1, 4, 64, 2},     {2, 64, kAll, 64, 1, 4, 64, 2},     {2, 96, kAll, 96, 1, 4, 64, 2},
     {2, 128, kAll, 128, 1, 4, 64, 2},   {2, 192, kAll, 192, 1, 4, 64, 1},   {2, 256, kAll, 256, 1, 4, 64, 1},
     {2, 512, kPlain, 256, 1, 8, 32, 1}, {2, 512, kAll, 256, 1, 8, 32, 1},   {2, 512, kSmall, 256, 1, 4, 32, 1},
+    {6, 32, kPlain, 32, 1, 4, 64, 2},   {6, 64, kPlain, 64, 1, 4, 64, 2},   {6, 96, kPlain, 96, 1, 8, 32, 1},
+    {6, 128, kPlain, 128, 1, 8, 32, 1}, {6, 192, kPlain, 192, 1, 4, 32, 1}, {6, 256, kPlain, 256, 1, 4, 32, 1},
+    {6, 32, kAll, 32, 1, 4, 64, 2},     {6, 64, kAll, 64, 1, 4, 32, 2},     {6, 96, kAll, 96, 1, 4, 32, 2},
+    {6, 128, kAll, 128, 1, 8, 32, 1},   {6, 192, kAll, 192, 1, 4, 32, 1},   {6, 256, kAll, 256, 1, 4, 32, 1},
+    {6, 512, kAll, 256, 1, 2, 16, 1},   {6, 128, kSmall, 128, 1, 4, 16, 1}, {6, 192, kSmall, 192, 1, 2, 16, 1},
     {4, 32, kPlain, 32, 1, 4, 64, 2},   {4, 64, kPlain, 64, 1, 4, 64, 2},   {4, 96, kPlain, 96, 1, 8, 32, 1},
-    {4, 128, kPlain, 128, 1, 8, 32, 1}, {4, 192, kPlain, 192, 1, 4, 32, 1}, {4, 256, kPlain, 256, 1, 4, 32, 1},
+    {4, 128, kPlain, 128, 1, 8, 64, 1}, {4, 192, kPlain, 192, 1, 8, 32, 1}, {4, 256, kPlain, 256, 1, 4, 32, 1},
     {4, 32, kAll, 32, 1, 4, 64, 2},     {4, 64, kAll, 64, 1, 4, 32, 2},     {4, 96, kAll, 96, 1, 4, 32, 2},
     {4, 128, kAll, 128, 1, 8, 32, 1},   {4, 192, kAll, 192, 1, 4, 32, 1},   {4, 256, kAll, 256, 1, 4, 32, 1},
-    {4, 512, kAll, 256, 1, 2, 16, 1},   {4, 128, kSmall, 128, 1, 4, 16, 1}, {4, 192, kSmall, 192, 1, 2, 16, 1},
 };
 
 consteval bool has_forward_sm80_tile(int bytes, int width, Variant variant) {
@@ -83,14 +88,20 @@ inline constexpr BackwardSm80 kBackwardSm80[] = {
     {2, 192, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},   {2, 256, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
     {2, 512, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},  //
     {2, 128, kSmall, 64, 64, 4, 4, 1, 0, 2, 1, 2},  //
+    {6, 64, kPlain, 64, 32, 4, 4, 1, 0, 2, 1, 2},  {6, 96, kPlain, 64, 64, 8, 4, 2, 4, 4, 1, 1},
+    {6, 128, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1}, {6, 256, kPlain, 32, 32, 8, 2, 4, 1, 2, 1, 1},
+    {6, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {6, 64, kAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},
+    {6, 96, kAll, 64, 64, 8, 4, 2, 4, 4, 1, 1},    {6, 128, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
+    {6, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},   {6, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
+    {6, 512, kAll, 16, 16, 8, 1, 2, 1, 1, 1, 1},   {6, 32, kSmall, 64, 32, 4, 4, 1, 0, 2, 1, 2},
+    {6, 64, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},  {6, 96, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},
+    {6, 128, kSmall, 32, 16, 4, 2, 2, 1, 1, 1, 1}, {4, 32, kPlain, 64, 64, 4, 4, 1, 0, 4, 1, 2},
     {4, 64, kPlain, 64, 32, 4, 4, 1, 0, 2, 1, 2},  {4, 96, kPlain, 64, 64, 8, 4, 2, 4, 4, 1, 1},
-    {4, 128, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1}, {4, 256, kPlain, 32, 32, 8, 2, 4, 1, 2, 1, 1},
-    {4, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {4, 64, kAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},
-    {4, 96, kAll, 64, 64, 8, 4, 2, 4, 4, 1, 1},    {4, 128, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
-    {4, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},   {4, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
-    {4, 512, kAll, 16, 16, 8, 1, 2, 1, 1, 1, 1},   {4, 32, kSmall, 64, 32, 4, 4, 1, 0, 2, 1, 2},
-    {4, 64, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},  {4, 96, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},
-    {4, 128, kSmall, 32, 16, 4, 2, 2, 1, 1, 1, 1},
+    {4, 128, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1}, {4, 192, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1},
+    {4, 256, kPlain, 32, 32, 8, 2, 4, 1, 2, 1, 1}, {4, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
+    {4, 64, kAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},    {4, 96, kAll, 64, 64, 8, 4, 2, 4, 4, 1, 1},
+    {4, 128, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},   {4, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},
+    {4, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
 };
 
 // backward_queries_sm80.cuh: a block of threads takes `warps` * 16 queries and sums `columns` of their gradients' columns.
@@ -100,8 +111,8 @@ struct BackwardQueriesSm80 {
 
 inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
     {2, 32, 32, 4, 64},   {2, 64, 64, 4, 64},   {2, 96, 96, 4, 64},   {2, 128, 128, 4, 32}, {2, 192, 192, 4, 64},
-    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {4, 32, 32, 4, 64},   {4, 64, 64, 4, 32},   {4, 96, 96, 2, 32},
-    {4, 128, 128, 2, 16}, {4, 192, 192, 4, 16}, {4, 256, 256, 2, 32}, {4, 512, 256, 1, 16},
+    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {6, 32, 32, 4, 64},   {6, 64, 64, 4, 32},   {6, 96, 96, 2, 32},
+    {6, 128, 128, 2, 16}, {6, 192, 192, 4, 16}, {6, 256, 256, 2, 32}, {6, 512, 256, 1, 16},
 };
 
 consteval bool has_backward_sm80_tile(int bytes, int width, Variant variant) {

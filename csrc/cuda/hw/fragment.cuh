@@ -2,13 +2,19 @@
 //
 // float runs on the tensor cores too, with the digits of float: x = x0 + x1 + x2, each a bfloat16, which has a third of float's
 // digits and all of its range. Of the nine products of two such numbers the six largest are made; the rest is 2^-25 of the
-// whole. Numbers are split once, on their way into shared memory.
+// whole. Where a caller allows fewer digits, two pieces and three products: the rest is 2^-16. Numbers are split once, on their
+// way into shared memory.
 #pragma once
 
 #include "mma.cuh"
 #include "vector.cuh"
 
 namespace flash_online::cuda {
+
+// A float of which 16 of 24 digits are worked with.
+struct CoarseFloat {
+  float value;
+};
 
 // As what an element is kept in shared memory, and how many of them.
 template <class Element>
@@ -21,6 +27,14 @@ struct Split<float> {
   using Piece = __nv_bfloat16;
   static constexpr int kPieces = 3;
 };
+template <>
+struct Split<CoarseFloat> {
+  using Piece = __nv_bfloat16;
+  static constexpr int kPieces = 2;
+};
+// Bytes of an element in shared memory: what tiles are chosen by.
+template <class Element>
+constexpr int kSplitBytes = Split<Element>::kPieces * static_cast<int>(sizeof(typename Split<Element>::Piece));
 
 // An m x n accumulator of a warp: [m / 16][n / 8].
 template <int kRows, int kColumns>
@@ -180,9 +194,9 @@ __device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const 
 // Sums of products of floats, kept apart by size. The tensor cores cut off what a sum does not hold instead of rounding it,
 // each time that they add to it: the products of the leading pieces are summed a few steps at a time, and the float adders add
 // those sums up; the other products are so small that what is cut off of their sum does not count.
-template <int kRows, int kColumns>
+template <class Element, int kRows, int kColumns>
 struct SplitSums {
-  using F = Fragments<float>;
+  using F = Fragments<Element>;
   // Of so many steps, how many until the sums of the leading products must be added.
   static constexpr int group(int steps) { return steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3 : steps % 2 == 0 ? 2 : 1; }
   Accumulator<kRows, kColumns> leading, rest;
@@ -190,7 +204,8 @@ struct SplitSums {
   // One step, for kCount columns from `column` on: the same product of all before the next, so that none waits for the one
   // before.
   template <int kCount>
-  __device__ __forceinline__ void multiply(const F::Left (&a)[kRows], const F::Right (&b)[kCount], int column) {
+  __device__ __forceinline__ void multiply(const typename F::Left (&a)[kRows], const typename F::Right (&b)[kCount],
+                                           int column) {
 #pragma unroll
     for (int order = F::kPieces - 1; order >= 0; --order)  // the smallest first
 #pragma unroll
@@ -199,8 +214,8 @@ struct SplitSums {
         for (int j = 0; j < kCount; ++j)
 #pragma unroll
           for (int i = 0; i < kRows; ++i)
-            mma_16x8x16<F::Piece>((order == 0 ? leading : rest)[i][column + j], a[i].words[piece], b[j].words[order - piece][0],
-                                  b[j].words[order - piece][1]);
+            mma_16x8x16<typename F::Piece>((order == 0 ? leading : rest)[i][column + j], a[i].words[piece],
+                                           b[j].words[order - piece][0], b[j].words[order - piece][1]);
   }
 };
 
@@ -233,8 +248,9 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, S
     for (int step = 0; step < kSteps; ++step)
       multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
   } else {
-    using Sums = SplitSums<kRows, kColumns>;
-    constexpr int kGroup = Sums::group(kSteps);
+    using Sums = SplitSums<Element, kRows, kColumns>;
+    // With two pieces what is cut off of one sum over a head dim does not count either.
+    constexpr int kGroup = F::kPieces == 2 ? kSteps : Sums::group(kSteps);
     Sums sums;
     clear(sums.rest);
 #pragma unroll 1
@@ -308,7 +324,7 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
     }
   } else {
     constexpr int kCount = kColumns % 4 == 0 && kRows == 1 ? 4 : 2;
-    using Sums = SplitSums<kRows, kCount>;
+    using Sums = SplitSums<Element, kRows, kCount>;
     constexpr int kGroup = Sums::group(kSteps);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kGroup) {

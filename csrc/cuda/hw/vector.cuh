@@ -29,7 +29,7 @@ __device__ __forceinline__ T narrow(float x) {
   else if constexpr (std::is_same_v<T, __nv_bfloat16>)
     return __float2bfloat16_rn(x);
   else
-    return x;
+    return T{x};
 }
 
 // How far past a multiple of 16 bytes a pointer stands.
