@@ -4,21 +4,17 @@
 #include "attention_call.h"
 #ifdef FLASH_ONLINE_CUDA
 #include "../cuda/attention/attention.h"
-#include "cuda_stream.h"
+#include "cuda_call.h"
 #endif
 
 namespace flash_online::ops {
 namespace {
 
 #ifdef FLASH_ONLINE_CUDA
-// Memory for a kernel on CUDA, aligned to more than 16 bytes as all of torch's is; none for no bytes.
-std::optional<Tensor> workspace_of(int64_t bytes, const Tensor& like) {
-  return bytes > 0 ? std::optional(empty({bytes}, ScalarType::Byte, like)) : std::nullopt;
-}
-
 void forward_on_cuda(const AttentionProblem& problem, const Tensor& like) {
-  const std::optional<Tensor> workspace = workspace_of(cuda::attention_forward_workspace(problem), like);
-  cuda::attention_forward(problem, workspace ? workspace->data_ptr() : nullptr, current_cuda_stream(like.get_device_index()));
+  CudaCall call(like);
+  void* const workspace = call.workspace(cuda::attention_forward_workspace(problem));
+  cuda::attention_forward(problem, workspace, call.stream());
 }
 #endif
 
@@ -58,16 +54,15 @@ void backward_on_cuda(const Call& call, Results results, bool deterministic) {
   }
   if (shape.heads > 0 && !shape.query_starts)
     shape.batch = results.lse->numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
+  CudaCall on_device(like);
   const int64_t units = shape.heads > 0 ? cuda::attention_backward_units(shape) : 0;
   Partial keys(*results.grad_key, call.dims().heads, units), values(*results.grad_value, call.dims().heads, units);
   results.grad_key = keys.tensor();
   results.grad_value = values.tensor();
   call.for_each_problem(results, [&](const AttentionProblem& problem, AttentionGradients gradients) {
     gradients.units = units;
-    const std::optional<Tensor> workspace =
-        workspace_of(cuda::attention_backward_workspace(problem, gradients, deterministic), like);
-    cuda::attention_backward(problem, gradients, deterministic, workspace ? workspace->data_ptr() : nullptr,
-                             current_cuda_stream(like.get_device_index()));
+    void* const workspace = on_device.workspace(cuda::attention_backward_workspace(problem, gradients, deterministic));
+    cuda::attention_backward(problem, gradients, deterministic, workspace, on_device.stream());
   });
   keys.sum();
   values.sum();
@@ -255,7 +250,7 @@ Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t ba
                                .keep = keep.mutable_data_ptr<bool>()};
 #ifdef FLASH_ONLINE_CUDA
   if (rng.is_cuda()) {
-    cuda::attention_dropout_mask(problem, current_cuda_stream(rng.get_device_index()));
+    cuda::attention_dropout_mask(problem, CudaCall(rng).stream());
     return keep;
   }
 #endif

@@ -16,7 +16,7 @@
 
 #ifdef FLASH_ONLINE_CUDA
 #include "../cuda/rows/rows.h"
-#include "cuda_stream.h"
+#include "cuda_call.h"
 #else
 struct CUstream_st;
 #endif
@@ -157,13 +157,9 @@ constexpr CudaRows kCudaRows = {
 void run(RowKernel on_cpu, [[maybe_unused]] const CudaRows::Kernel& on_cuda, RowProblem problem, const Tensor& like) {
   if (!like.is_cuda()) return run_on_cpu(on_cpu, problem, like);
 #ifdef FLASH_ONLINE_CUDA
-  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
-  std::optional<Tensor> workspace;
-  if (const int64_t bytes = on_cuda.workspace(problem); bytes > 0) {
-    workspace = empty({bytes}, ScalarType::Byte, like);
-    problem.workspace = workspace->data_ptr();
-  }
-  on_cuda.run(problem, current_cuda_stream(like.get_device_index()));
+  CudaCall call(like);
+  problem.workspace = call.workspace(on_cuda.workspace(problem));
+  on_cuda.run(problem, call.stream());
 #endif
 }
 
@@ -341,23 +337,20 @@ std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::
   problem.loss = loss.data_ptr();
   problem.row_weight = row_weight.data_ptr();
   problem.result_dtype = dtype_of(dtype);
+  std::optional<Tensor> lse;
+  if (!input.is_cuda()) problem.lse = lse.emplace(empty({rows}, type, input)).data_ptr();
+  run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
   if (!input.is_cuda()) {
-    Tensor lse = empty({rows}, type, input);
-    problem.lse = lse.data_ptr();
-    run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
     if (type == ScalarType::Double)
       reduce_losses<double>(problem, mean, result, divisor);
     else
       reduce_losses<float>(problem, mean, result, divisor);
     return {result, divisor};
   }
-  run_cross_entropy(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
 #ifdef FLASH_ONLINE_CUDA
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  std::optional<Tensor> workspace;
-  if (const int64_t bytes = cuda::reduce_losses_workspace(rows); bytes > 0) workspace = empty({bytes}, ScalarType::Byte, input);
-  cuda::reduce_losses(problem, mean, result.data_ptr(), divisor.data_ptr(), workspace ? workspace->data_ptr() : nullptr,
-                      current_cuda_stream(input.get_device_index()));
+  CudaCall call(input);
+  void* const workspace = call.workspace(cuda::reduce_losses_workspace(rows));
+  cuda::reduce_losses(problem, mean, result.data_ptr(), divisor.data_ptr(), workspace, call.stream());
 #endif
   return {result, divisor};
 }
@@ -508,9 +501,8 @@ void scale_in_place(Tensor tensor, Tensor factor) {
   check(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float && factor.is_cuda() &&
             factor.get_device_index() == tensor.get_device_index(),
         "factor: one float32 number on the tensor's device is expected, got shape ", shape_of(factor));
-  const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
-  cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()),
-              current_cuda_stream(tensor.get_device_index()));
+  const CudaCall call(tensor);
+  cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()), call.stream());
 }
 #endif
 
