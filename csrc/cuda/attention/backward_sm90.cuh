@@ -870,9 +870,12 @@ void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gr
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
   if (!gradients.grad_mask.data) return;
-  if (mask_gradient_sm90_refusal(gradients)) return mask_gradient(problem, gradients, space, stream);
-  problem.dtype == DType::kFloat16 ? mask_gradient_sm90<__half, kWidth>(problem, gradients, space, stream)
-                                   : mask_gradient_sm90<__nv_bfloat16, kWidth>(problem, gradients, space, stream);
+  // A wider one's queries, keys and values of one tile leave no shared memory for the mask.
+  if constexpr (kWidth <= 128)
+    if (!mask_gradient_sm90_refusal(gradients))
+      return problem.dtype == DType::kFloat16 ? mask_gradient_sm90<__half, kWidth>(problem, gradients, space, stream)
+                                              : mask_gradient_sm90<__nv_bfloat16, kWidth>(problem, gradients, space, stream);
+  mask_gradient(problem, gradients, space, stream);
 }
 
 }  // namespace flash_online::cuda
