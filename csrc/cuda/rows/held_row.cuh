@@ -1,5 +1,5 @@
 // Rows whose classes lie side by side, held on the chip: read once, in vectors of 16 bytes. A few lanes of a warp have a short
-// row, a block a longer one, in registers; the longest are in shared memory (shared_row.cuh). Which thread has which class
+// row, a block a longer one, in registers; longer ones are in shared memory (shared_row.cuh). Which thread has which class
 // depends on the row's length alone, not on where the row starts: a row that starts off a multiple of 16 bytes is read as
 // aligned vectors and shifted.
 #pragma once
@@ -285,13 +285,16 @@ class HeldRow {
 
 // ---- which team
 
-constexpr int64_t kMostInRegisters = 2048;  // vectors of a row, all its tensors counted
+// Vectors of a row, all its tensors counted, that registers hold: of one that is read alone, and of one that is written too.
+// Longer ones of those are in shared memory, where more of them are on their way at once than registers are.
+constexpr int64_t kMostInRegisters = 2048, kMostInRegistersWritten = 512;
 
 // Calls f.operator()<Team, vectors>() with the team that holds rows of so many vectors of each of kTensors tensors in
 // registers; false if none does. The length alone decides, so that a row's result does not depend on how many rows there are.
-template <int kTensors, class F>
+template <int kTensors, int64_t kMost, class F>
 bool visit_held(int64_t vectors, const F& f) {
   const int64_t all = vectors * kTensors;
+  if (all > kMost) return false;
   if (all <= 16)
     f.template operator()<HeldTeam<8, 128>, 2 / kTensors>();
   else if (all <= 32)
@@ -302,14 +305,14 @@ bool visit_held(int64_t vectors, const F& f) {
     f.template operator()<HeldTeam<32, 128>, 4 / kTensors>();
   else if (all <= 256)
     f.template operator()<HeldTeam<64, 64>, 4 / kTensors>();
-  else if (all <= 512)
+  else if (all <= kMostInRegistersWritten)
     f.template operator()<HeldTeam<128, 128>, 4 / kTensors>();
-  else if (all <= 1024)
-    f.template operator()<HeldTeam<256, 256>, 4 / kTensors>();
-  else if (all <= kMostInRegisters)
-    f.template operator()<HeldTeam<512, 512>, 4 / kTensors>();
-  else
-    return false;
+  else if constexpr (kMost > kMostInRegistersWritten) {
+    if (all <= 1024)
+      f.template operator()<HeldTeam<256, 256>, 4 / kTensors>();
+    else
+      f.template operator()<HeldTeam<512, 512>, 4 / kTensors>();
+  }
   return true;
 }
 
