@@ -29,8 +29,6 @@
 
 namespace flash_online::cuda {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 // How a mask reaches the scores.
 enum class MaskWay {
   kNone,

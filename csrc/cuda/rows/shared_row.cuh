@@ -89,7 +89,7 @@ class InShared {
 #pragma unroll 1
       for (int i = 0; i < kVectors; i += kAtOnce) {
         uint4 v[kAtOnce];
-        load_row<T>(v, row, Team::lane() + i * Team::lanes(), Team::lanes(), classes, lowest_vector<T>());
+        load_row<T, true>(v, row, Team::lane() + i * Team::lanes(), Team::lanes(), classes, lowest_vector<T>());
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) *slot(i + j) = v[j];
       }
