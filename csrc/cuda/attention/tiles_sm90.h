@@ -69,20 +69,20 @@ struct BackwardSm90 {
   int width;
   bool everything;  // softcap, ALiBi, masks, dropout, any scale
   int keys, queries;
-  bool rounded_weights;  // the scores' gradients are made of weights as the products take them, which saves registers
-  // How many eighths of the weights are made before the block before's gradients of queries are added to memory, and before
-  // the weights' gradients are started. Not with `everything`.
-  int add_at, grad_at;
+  // Not with `everything`, nor with 64 keys.
+  bool lse_ahead;   // a block's lse is read into registers before its scores are there
+  bool in_turn;     // warpgroups start their scores one after another
+  bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
 
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, 128, true, 4, 8, 232, 40},
-    {128, false, 128, 64, false, 4, 6, 240, 24},
-    {128, true, 128, 64, false, 0, 0, 240, 24},
-    {256, false, 64, 64, false, 0, 0, 240, 24},
+    {64, false, 128, 128, false, false, true, 232, 40},
+    {128, false, 128, 64, true, true, false, 240, 24},
+    {128, true, 128, 64, false, false, false, 240, 24},
+    {256, false, 64, 64, false, false, false, 240, 24},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;

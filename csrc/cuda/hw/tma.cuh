@@ -84,6 +84,12 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, BoxPlace at, c
                "r"(shared_address(shared)), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
                : "memory");
 }
+// Adds `bytes` of floats in a row, a multiple of 16 as both ends are, to those in global memory, likewise.
+__device__ __forceinline__ void add_floats(float* global, const void* shared, unsigned bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
 // The thread's stores so far become a group.
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // The thread's groups have read their shared memory, which may be written again.
