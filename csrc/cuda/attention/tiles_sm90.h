@@ -4,41 +4,49 @@
 
 namespace flash_online::cuda {
 
-// A block of threads: `warpgroups` that compute, 64 queries each, and one that loads, `keys` at a time.
+// A block of threads: `warpgroups` that compute, 64 queries each (or all the same: split_values), and one that loads, `keys` at
+// a time.
 struct ForwardSm90 {
   int width, value_width;
   int warpgroups, keys;
-  int stages;              // buffers of keys, and as many of values
-  int query_buffers;       // of 64 queries each
+  int stages;  // buffers of keys, and as many of values
+  int query_buffers;  // of 64 queries each
   bool held_query;  // as the products' left operand in registers, so that its buffer is free behind the first of them
-  bool staged_out;         // results leave through shared memory of their own and the copy engine, not from registers
-  bool in_turn;            // warpgroups start their products one after another
+  bool staged_out;  // results leave through shared memory of their own and the copy engine, not from registers
+  bool in_turn;  // warpgroups start their products one after another
   int section_rounds;  // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
   int registers, loader_registers;
+  // All warpgroups take the same 64 queries: each makes all of their scores, but its part of the results' columns alone. Keys
+  // come in parts of the head dim.
+  bool split_values = false;
   int blocks = 1;  // of threads, on a multiprocessor at a time
   // Of a row for little work, without everything: it takes sequences of up to so many queries, windows of up to so many keys,
   // and what would leave half of the multiprocessors without a tile of the next row's. 0: a row for all.
   int most_queries = 0, most_window = 0;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
-  constexpr int queries() const { return 64 * warpgroups; }
+  constexpr int row_groups() const { return split_values ? 1 : warpgroups; }
+  constexpr int queries() const { return 64 * row_groups(); }
+  constexpr int key_parts() const { return split_values ? 2 : 1; }
+  constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of a part each
 };
 
 // Of one width those for little work first.
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 1, 64, 3, 2, false, true, false, 8, 128, 32, 3, 256, 512},
+    {64, 64, 1, 64, 3, 2, false, true, false, 8, 128, 32, false, 3, 256, 512},
     {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},
     {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
-    {128, 128, 1, 64, 2, 1, true, true, false, 1, 208, 40, 2, 64, 128},
+    {128, 128, 1, 64, 2, 1, true, true, false, 1, 208, 40, false, 2, 64, 128},
     {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},
     {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
     {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},
     {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
+    {512, 512, 2, 64, 1, 1, false, false, false, 1, 232, 40, true},
 };
 
 inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
 
-inline constexpr int kWidestEverythingSm90 = 192;
+inline constexpr int kWidestEverythingSm90 = 192, kWidestPackedSm90 = 256;
 
 // A row, and whether with everything (softcap, ALiBi, masks, dropout), which takes registers and shared memory from the block
 // of keys.
