@@ -1062,11 +1062,7 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void start_tile() {
       skip_blocks();  // first of all: others' last scores, and with them the queries' buffers, may wait for these releases
       wait(&shared.query_full[query.stage], query.parity);
-      if constexpr (kTile.held_query) {
-        hold_query();
-        __syncwarp();
-        release(&shared.query_empty[query.stage]);
-      }
+      if constexpr (kTile.held_query) hold_query();
       wait(&shared.key_full[key.stage], key.parity);
       take_turn();
       start_scores();
@@ -1075,6 +1071,8 @@ struct ForwardSm90Kernel {
     }
 
     __device__ __forceinline__ void first_weights() {
+      // Not behind hold_query(): its loads take their time, and an arrival overtakes them. A product has waited for them.
+      if constexpr (kTile.held_query) release(&shared.query_empty[query.stage]);
       row[0] = row[1] = Row{};
       accumulate = false;
       settle_scores();
