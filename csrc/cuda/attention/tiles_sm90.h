@@ -11,7 +11,7 @@ struct ForwardSm90 {
   int warpgroups, keys;
   int stages;  // buffers of keys, and as many of values
   int query_buffers;  // of 64 queries each
-  bool held_query;  // as the products' left operand in registers, so that its buffer is free at once
+  bool held_query;  // as the products' left operand in registers, so that its buffer is free behind the first of them
   bool staged_out;  // results leave through shared memory of their own and the copy engine, not from registers
   bool in_turn;  // warpgroups start their products one after another
   int section_rounds;  // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
