@@ -16,13 +16,13 @@ struct ForwardSm90 {
   bool in_turn;  // warpgroups start their products one after another
   int section_rounds;  // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
   int registers, loader_registers;
+  // All warpgroups take the same 64 queries: each makes all of their scores, but its part of the results' columns alone. Keys
+  // come in parts of the head dim.
+  bool split_values = false;
   int blocks = 1;  // of threads, on a multiprocessor at a time
   // Of a row for little work, without everything: it takes sequences of up to so many queries, windows of up to so many keys,
   // and what would leave half of the multiprocessors without a tile of the next row's. 0: a row for all.
   int most_queries = 0, most_window = 0;
-  // All warpgroups take the same 64 queries: each makes all of their scores, but its part of the results' columns alone. Keys
-  // come in parts of the head dim.
-  bool split_values = false;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int row_groups() const { return split_values ? 1 : warpgroups; }
@@ -33,15 +33,15 @@ struct ForwardSm90 {
 
 // Of one width those for little work first.
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 1, 64, 3, 2, false, true, false, 8, 128, 32, 3, 256, 512},
+    {64, 64, 1, 64, 3, 2, false, true, false, 8, 128, 32, false, 3, 256, 512},
     {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},
     {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
-    {128, 128, 1, 64, 2, 1, true, true, false, 1, 208, 40, 2, 64, 128},
+    {128, 128, 1, 64, 2, 1, true, true, false, 1, 208, 40, false, 2, 64, 128},
     {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},
     {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
     {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},
     {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
-    {512, 512, 2, 64, 1, 1, false, false, false, 1, 232, 40, 1, 0, 0, true},
+    {512, 512, 2, 64, 1, 1, false, false, false, 1, 232, 40, true},
 };
 
 inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
