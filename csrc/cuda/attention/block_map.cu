@@ -26,7 +26,12 @@ __device__ __forceinline__ unsigned lane_bits(const unsigned (&row)[2], int plac
   return bits;
 }
 
-// A block of threads a block of the mask, 16 rows a warp; a lane takes two columns.
+// Four bytes to four bits, set where a byte is not 0.
+__device__ __forceinline__ unsigned bits_of_bytes(unsigned bytes) {
+  return (__vcmpne4(bytes, 0) & 0x01010101) * 0x10204080 >> 28;
+}
+
+// A block of threads a block of the mask, 16 rows a warp.
 __global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_constant__ MapArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const BlockMap& map = arguments.map;
@@ -39,29 +44,44 @@ __global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_const
   const int queries =
       map.size[2] == 1 && mask.row_stride == 0 ? 1 : static_cast<int>(min(problem.queries - query, int64_t{kMapBlock}));
   const int keys = static_cast<int>(min(problem.keys - key, int64_t{kMapBlock}));
-  const char* const data = mask.data + query * mask.row_stride + key * mask.column_stride;
   const int lane = static_cast<int>(threadIdx.x) % kWarp, first = static_cast<int>(threadIdx.x) / kWarp * kBitRows;
+  const char* const data = mask.data + (query + first) * mask.row_stride + key * mask.column_stride;
+  const int rows = min(queries - first, kBitRows);  // of the warp, below 1 if there is none
+  const bool vectors = rows == kBitRows && keys == kMapBlock && mask.column_stride == mask.bytes &&
+                       mask.row_stride % kVectorBytes == 0 && misalignment(data) == 0;
   bool hidden = true, nothing = true;
   visit_mask(mask.dtype, [&]<class T>(T) {
     if constexpr (std::is_same_v<T, bool>) {
       unsigned own[2][2] = {};  // of the lane's two rows
-#pragma unroll 4
-      for (int r = 0; r < min(queries - first, kBitRows); ++r) {
-        unsigned seen[2];
+      if (vectors) {
+        const uint4* const half_row = reinterpret_cast<const uint4*>(data + lane / 2 * mask.row_stride) + lane % 2 * 2;
+        const uint4 a = half_row[0], b = half_row[1];
+        const unsigned seen = bits_of_bytes(a.x) | bits_of_bytes(a.y) << 4 | bits_of_bytes(a.z) << 8 |
+                              bits_of_bytes(a.w) << 12 | bits_of_bytes(b.x) << 16 | bits_of_bytes(b.y) << 20 |
+                              bits_of_bytes(b.z) << 24 | bits_of_bytes(b.w) << 28;
+        hidden = seen == 0;
+        nothing = seen == ~0u;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int c = lane + half * kWarp;
-          const bool shown = c < keys && *reinterpret_cast<const unsigned char*>(data + (first + r) * mask.row_stride +
-                                                                                 c * mask.column_stride) != 0;
-          hidden &= !shown;
-          nothing &= shown || c >= keys;
-          seen[half] = __ballot_sync(~0u, shown);
-        }
-        if (mask.row_stride == 0 || r % 8 == lane / 4) {
+        for (int i = 0; i < 4; ++i) own[i / 2][i % 2] = __shfl_sync(~0u, seen, (lane / 4 + i / 2 * 8) * 2 + i % 2);
+      } else {
+#pragma unroll 4
+        for (int r = 0; r < rows; ++r) {
+          unsigned seen[2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            if (mask.row_stride == 0 || r < 8) own[0][half] = seen[half];
-            if (mask.row_stride == 0 || r >= 8) own[1][half] = seen[half];
+            const int c = lane + half * kWarp;
+            const bool shown =
+                c < keys && *reinterpret_cast<const unsigned char*>(data + r * mask.row_stride + c * mask.column_stride) != 0;
+            hidden &= !shown;
+            nothing &= shown || c >= keys;
+            seen[half] = __ballot_sync(~0u, shown);
+          }
+          if (mask.row_stride == 0 || r % 8 == lane / 4) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (mask.row_stride == 0 || r < 8) own[0][half] = seen[half];
+              if (mask.row_stride == 0 || r >= 8) own[1][half] = seen[half];
+            }
           }
         }
       }
@@ -70,12 +90,30 @@ __global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_const
         words.data[(((batch * words.size[1] + head) * words.size[2] + group) * words.size[3] + column) * kWarp + lane] =
             lane_bits(own[0], lane % 4) | lane_bits(own[1], lane % 4) << 2;
     } else {
-      for (int r = first; r < min(queries, first + kBitRows); ++r)
-        for (int c = lane; c < (mask.column_stride == 0 ? 1 : keys); c += kWarp) {
-          const float x = widen(*reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride));
-          hidden &= x == -INFINITY;
-          nothing &= x == 0;
+      const auto look = [&](float x) {
+        hidden &= x == -INFINITY;
+        nothing &= x == 0;
+      };
+      if (vectors) {
+        constexpr int kRowVectors = kMapBlock / kPerVector<T>, kVectors = kBitRows * kRowVectors / kWarp;
+        uint4 v[kVectors];
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) {
+          const int i = n * kWarp + lane;
+          v[n] = reinterpret_cast<const uint4*>(data + i / kRowVectors * mask.row_stride)[i % kRowVectors];
         }
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) {
+          float x[kPerVector<T>];
+          unpack<T>(v[n], x);
+#pragma unroll
+          for (int i = 0; i < kPerVector<T>; ++i) look(x[i]);
+        }
+      } else {
+        for (int r = 0; r < rows; ++r)
+          for (int c = lane; c < (mask.column_stride == 0 ? 1 : keys); c += kWarp)
+            look(widen(*reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride)));
+      }
     }
   });
   if (!map.data) return;
@@ -95,9 +133,8 @@ BlockMap block_map_of(const AttentionProblem& problem) {
   const int64_t rows = blocks_of(problem.queries, mask.stride[2], kMapBlock),
                 columns = blocks_of(problem.keys, mask.stride[3], kMapBlock);
   if (!mask.data || rows * columns <= 1) return map;
-  const int64_t planes = (mask.stride[0] == 0 ? 1 : problem.batch) * (mask.stride[1] == 0 ? 1 : problem.heads);
-  // Reading a float mask twice pays where more than one head shares it.
-  if (problem.mask_dtype != DType::kBool && planes * 2 > problem.batch * problem.heads) return map;
+  // One more pass over a float mask pays where heads share it: that hides keys. One that differs from head to head is a bias.
+  if (problem.mask_dtype != DType::kBool && (mask.stride[1] != 0 || problem.heads == 1)) return map;
   map.size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
   map.size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
   map.size[2] = rows;

@@ -750,10 +750,8 @@ struct ForwardSm90Kernel {
     // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
     __device__ __forceinline__ void adjust() {
       if (a.softcap > 0) {
-        // cap tanh(s / cap), tanh(x) being 1 - 2 / (1 + exp(2 x)).
 #pragma unroll
-        for (int i = 0; i < kScores; ++i)
-          score[i] = fmaf(-2 * a.softcap, reciprocal(1 + exp2_flushed(score[i] * a.softcap_scale)), a.softcap);
+        for (int i = 0; i < kScores; ++i) score[i] = a.softcap * tanh_of_exponent(score[i] * a.softcap_scale);
       }
       if (a.alibi_slopes) {
         const Job& tile = shared.job[job];

@@ -191,21 +191,18 @@ __device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const 
     for (int j = 0; j < kCount; ++j) mma_16x8x16<Element>(d[i][column + j], a[i].words[0], b[j].words[0][0], b[j].words[0][1]);
 }
 
-// Sums of products of floats, kept apart by size. The tensor cores cut off what a sum does not hold instead of rounding it,
-// each time that they add to it: the products of the leading pieces are summed a few steps at a time, and the float adders add
-// those sums up; the other products are so small that what is cut off of their sum does not count.
+// Sums of products of floats, kept apart by size: those of the leading pieces are rounded each time that one is added, unless
+// fewer digits are asked for; the others are so small that what the tensor cores cut off of their sum does not count.
 template <class Element, int kRows, int kColumns>
-struct SplitSums {
+struct RestOfSums {
   using F = Fragments<Element>;
-  // Of so many steps, how many until the sums of the leading products must be added.
-  static constexpr int group(int steps) { return steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3 : steps % 2 == 0 ? 2 : 1; }
-  Accumulator<kRows, kColumns> leading, rest;
+  Accumulator<kRows, kColumns> sums;
 
-  // One step, for kCount columns from `column` on: the same product of all before the next, so that none waits for the one
-  // before.
-  template <int kCount>
-  __device__ __forceinline__ void multiply(const typename F::Left (&a)[kRows], const typename F::Right (&b)[kCount],
-                                           int column) {
+  // One step, for kCount columns from `column` of `rest` and from `to` of `leading` on: the same product of all before the
+  // next, so that none waits for the one before.
+  template <int kCount, int kLeading>
+  __device__ __forceinline__ void multiply(Accumulator<kRows, kLeading>& leading, int to, const typename F::Left (&a)[kRows],
+                                           const typename F::Right (&b)[kCount], int column) {
 #pragma unroll
     for (int order = F::kPieces - 1; order >= 0; --order)  // the smallest first
 #pragma unroll
@@ -213,9 +210,14 @@ struct SplitSums {
 #pragma unroll
         for (int j = 0; j < kCount; ++j)
 #pragma unroll
-          for (int i = 0; i < kRows; ++i)
-            mma_16x8x16<typename F::Piece>((order == 0 ? leading : rest)[i][column + j], a[i].words[piece],
-                                           b[j].words[order - piece][0], b[j].words[order - piece][1]);
+          for (int i = 0; i < kRows; ++i) {
+            float (&sum)[4] = order == 0 ? leading[i][to + j] : sums[i][column + j];
+            const unsigned (&words)[2] = b[j].words[order - piece];
+            if (order == 0 && F::kPieces == 3)
+              mma_16x8x16_rounded(sum, a[i].words[piece], words[0], words[1]);
+            else
+              mma_16x8x16<typename F::Piece>(sum, a[i].words[piece], words[0], words[1]);
+          }
   }
 };
 
@@ -248,20 +250,12 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, S
     for (int step = 0; step < kSteps; ++step)
       multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
   } else {
-    using Sums = SplitSums<Element, kRows, kColumns>;
-    // With two pieces what is cut off of one sum over a head dim does not count either.
-    constexpr int kGroup = F::kPieces == 2 ? kSteps : Sums::group(kSteps);
-    Sums sums;
-    clear(sums.rest);
+    RestOfSums<Element, kRows, kColumns> rest;
+    clear(rest.sums);
 #pragma unroll 1
-    for (int first = 0; first < kSteps; first += kGroup) {
-      clear(sums.leading);
-#pragma unroll 1
-      for (int step = 0; step < kGroup; ++step)
-        multiply_step(first + step, [&](const auto& a, const auto& b, int j) { sums.multiply(a, b, j); });
-      for_each(d, [&](float& x, int i, int j, int e) { x += sums.leading[i][j][e]; });
-    }
-    for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, sums.rest[i][j][e]); });
+    for (int step = 0; step < kSteps; ++step)
+      multiply_step(step, [&](const auto& a, const auto& b, int j) { rest.multiply(d, j, a, b, j); });
+    for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, rest.sums[i][j][e]); });
   }
 }
 
@@ -324,8 +318,8 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
     }
   } else {
     constexpr int kCount = kColumns % 4 == 0 && kRows == 1 ? 4 : 2;
-    using Sums = SplitSums<Element, kRows, kCount>;
-    constexpr int kGroup = Sums::group(kSteps);
+    // Steps whose sums are added to d at once.
+    constexpr int kGroup = kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps % 2 == 0 ? 2 : 1;
 #pragma unroll
     for (int first = 0; first < kSteps; first += kGroup) {
       typename F::Left a[kGroup][kRows];
@@ -335,17 +329,18 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
         for (int i = 0; i < kRows; ++i) left(a[step][i], i, first + step);
 #pragma unroll
       for (int j = 0; j < kColumns; j += kCount) {
-        Sums sums;
-        clear(sums.leading);
-        clear(sums.rest);
+        Accumulator<kRows, kCount> leading;
+        RestOfSums<Element, kRows, kCount> rest;
+        clear(leading);
+        clear(rest.sums);
 #pragma unroll
         for (int step = 0; step < kGroup; ++step) {
           typename F::Right b[kCount];
           F::right_columns(b, right, n + 8 * j, (first + step) * F::kDepth);
-          sums.multiply(a[step], b, 0);
+          rest.multiply(leading, 0, a[step], b, 0);
         }
-        for_each(sums.leading,
-                 [&](float x, int i, int column, int e) { d[i][j + column][e] += add_if_finite(x, sums.rest[i][column][e]); });
+        for_each(leading,
+                 [&](float x, int i, int column, int e) { d[i][j + column][e] += add_if_finite(x, rest.sums[i][column][e]); });
       }
     }
   }

@@ -17,4 +17,15 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// tanh(x) within 3 ulp, of u = 2 x log2(e): 1 - 2 / (1 + 2^u), and near 0, where that has lost its digits, u times a polynomial
+// in u^2 (least relative error, 2^-26).
+__device__ __forceinline__ float tanh_of_exponent(float u) {
+  const float square = u * u;
+  float factor = fmaf(1.2360706e-06f, square, -3.18221755e-05f);
+  factor = fmaf(factor, square, 0.000666250184f);
+  factor = fmaf(factor, square, -0.0138759175f);
+  factor = fmaf(factor, square, 0.346573591f);
+  return fabsf(u) < 1.44269504f ? u * factor : fmaf(-2, reciprocal(1 + exp2_flushed(u)), 1);
+}
+
 }  // namespace flash_online::cuda

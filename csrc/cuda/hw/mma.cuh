@@ -24,6 +24,16 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const unsigned (&a)[4
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b too, in two steps: the tensor cores cut off what a sum does not hold, the float adders round it.
+__device__ __forceinline__ void mma_16x8x16_rounded(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  float x[4];
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+#pragma unroll
+  for (int e = 0; e < 4; ++e) d[e] += x[e];
+}
+
 // Four matrices of 8 rows of 16 bytes; lane l names the address of row l % 8 of matrix l / 8, and receives of each matrix the
 // word `place` of row `group`.
 __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned shared_address) {

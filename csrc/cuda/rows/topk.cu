@@ -6,8 +6,8 @@
 // first.
 //   k <= 32   a block reads vectors; of a long row, each of several blocks a piece, whose lists another kernel merges. The
 //             maxima of parts of the first vectors give a bar that k elements are above and few more; who is above waits in
-//             shared memory, and a key's rank is the number of waiting keys that are larger. A block holds a short row at
-//             once; of a longer one it ranks those that wait, and raises the bar, when it has seen twice as much as before.
+//             shared memory. In a row that a block holds at once, a key's rank is the number of waiting keys that are larger.
+//             In a longer one a warp sorts those that wait into its list, and raises the bar, while the others read on.
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
 //             each 2048, looking only at keys behind the last one found.
 #include "../hw/stream_order.cuh"
@@ -131,7 +131,7 @@ __device__ __forceinline__ RowState merge_states(Board<kThreads>& board, RowStat
   return state;
 }
 
-// Whether the chunk's or row's element x of class c may be among the best.
+// Whether a row's element x of class c may be among the best.
 struct Above {
   float bar;
   int free;  // nothing is below -infinity, but only the first k of a row can be among its best with that
@@ -140,10 +140,8 @@ struct Above {
 };
 
 // Adds those of a vector's elements, of the classes c and on, that are above to the waiting ones, as long as there is room.
-// `first`: the class that indices count from.
 template <class T, int kThreads>
-__device__ __forceinline__ void let_wait(Board<kThreads>& board, const uint4& v, int c, int classes, const Above& above,
-                                         unsigned first) {
+__device__ __forceinline__ void let_wait(Board<kThreads>& board, const uint4& v, int c, int classes, const Above& above) {
   constexpr int kElements = kPerVector<T>;
   float x[kElements];
   unpack<T>(v, x);
@@ -153,21 +151,21 @@ __device__ __forceinline__ void let_wait(Board<kThreads>& board, const uint4& v,
   if (found == 0) return;
   for (int at = atomicAdd(&board.count, __popc(found)); found != 0; found &= found - 1, ++at) {
     const int e = __ffs(static_cast<int>(found)) - 1;
-    if (at < Board<kThreads>::kWaiting) board.waiting[at] = key_of(element<T>(v, e), first + static_cast<unsigned>(c + e));
+    if (at < Board<kThreads>::kWaiting) board.waiting[at] = key_of(element<T>(v, e), static_cast<unsigned>(c + e));
   }
 }
 
-// The same of all classes from `begin` to `end` of a row, where there were far too many, as of equal elements: one of each
-// thread at a time. Keeps the k best, and raises the bar. Barriers before and after.
+// The same of a whole row, where there were far too many, as of equal elements: one of each thread at a time. Keeps the k best.
+// Barriers before and after.
 template <class T, int kThreads>
-__device__ __forceinline__ void let_all_wait(Board<kThreads>& board, const T* row, int begin, int end, Above above, int k,
-                                             unsigned first) {
-  for (int c = begin + static_cast<int>(threadIdx.x); c - static_cast<int>(threadIdx.x) < end; c += kThreads) {
-    const float x = c < end ? widen(row[c]) : 0.0f;
-    if (c < end && above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, first + static_cast<unsigned>(c));
+__device__ __forceinline__ void let_all_wait(Board<kThreads>& board, const T* row, int classes, Above above, int k) {
+  for (int begin = 0; begin < classes; begin += kThreads) {
+    const int c = begin + static_cast<int>(threadIdx.x);
+    const float x = c < classes ? widen(row[c]) : 0.0f;
+    if (c < classes && above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, static_cast<unsigned>(c));
     __syncthreads();
     const int waiting = board.count;
-    if (waiting > Board<kThreads>::kRoom || c - static_cast<int>(threadIdx.x) + kThreads >= end) {
+    if (waiting > Board<kThreads>::kRoom || begin + kThreads >= classes) {
       keep_best(board, waiting, k);
       __syncthreads();
       above.bar = board.bar;
@@ -238,7 +236,7 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
   }
   for (; who != 0; who &= who - 1) {
     const int i = __ffs(static_cast<int>(who)) - 1;
-    let_wait<T>(board, any_of(v, i), first_of(i), classes, above, 0);
+    let_wait<T>(board, any_of(v, i), first_of(i), classes, above);
   }
   __syncthreads();
   const int count = board.count;
@@ -248,7 +246,7 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
     __syncthreads();
     if (thread == 0) board.count = 0;
     __syncthreads();
-    let_all_wait<T>(board, row, 0, classes, above, k, 0);
+    let_all_wait(board, row, classes, above, k);
   }
   return merge_states(board, state);
 }
@@ -285,13 +283,23 @@ __global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThrea
 // ---- the same, longer rows
 
 constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
-constexpr int kListVectors = 4;  // of a thread at a time: a chunk
-constexpr int kChunkVectors = kListThreads * kListVectors;
+constexpr int kListVectors = 4;  // of a thread at a time
+constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a row
 
 // A warp's best 32 keys, one a lane, descending.
 __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
   const Key other = __shfl_xor_sync(~0u, key, step);
   return (key > other) == keep_larger ? key : other;
+}
+
+// Bitonic sort, descending.
+__device__ __forceinline__ Key sort_warp(Key key) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int size = 2; size <= kWarp; size *= 2)
+#pragma unroll
+    for (int step = size / 2; step > 0; step /= 2) key = exchange(key, step, ((lane & size) == 0) == ((lane & step) == 0));
+  return key;
 }
 
 // The best 32 of two sorted lists.
@@ -304,15 +312,12 @@ __device__ __forceinline__ Key merge_sorted(Key a, Key b) {
   return key;
 }
 
-// Pieces of a row, of at most 8 chunks, all of a size but the last.
 struct ListPieces {
   int64_t classes, count;
   template <class T>
   __host__ __device__ static ListPieces of(int64_t classes, Type<T>) {
-    constexpr int64_t most = 8 * kChunkVectors;
-    const int64_t vectors = (classes + kPerVector<T> - 1) / kPerVector<T>, least = (vectors + most - 1) / most;
-    const int64_t piece = (vectors + least - 1) / least;
-    return {piece * kPerVector<T>, (vectors + piece - 1) / piece};
+    constexpr int64_t piece = kPieceVectors * kPerVector<T>;
+    return {piece, (classes + piece - 1) / piece};
   }
 };
 // In the workspace: a state a piece of each row, then the lists.
@@ -323,86 +328,148 @@ __host__ __device__ inline int64_t list_bytes(int64_t pieces) {
   return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key));
 }
 
+struct LongBoard {
+  static constexpr int kGroups = 64, kWaiting = 1024;
+  float groups[kGroups];  // the maximum of each group of 4 threads over the first vectors
+  float bar;
+  int count;  // of candidates that wait
+  Key waiting[kWaiting];
+};
+
+// The first warp: a first bar from the groups' maxima, as set_first_bar does.
+__device__ __forceinline__ void expect(LongBoard& board, int k) {
+  const int lane = threadIdx.x % kWarp;
+  const float a = sort_descending(board.groups[lane]), b = sort_descending(board.groups[kWarp + lane]);
+  const float top = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
+  const float bar = __shfl_sync(~0u, top, k - 1);
+  if (lane == 0) board.bar = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : NAN;
+}
+
+// The first warp: sorts `count` waiting candidates into its list and raises the bar.
+__device__ __forceinline__ Key take(LongBoard& board, Key list, int count, int k) {
+  const int lane = threadIdx.x % kWarp;
+  for (int i = 0; i < count; i += kWarp)
+    list = merge_sorted(list, sort_warp(i + lane < count ? board.waiting[i + lane] : kNoKey));
+  const Key last = __shfl_sync(~0u, list, k - 1);
+  if (lane == 0) {
+    board.count = 0;
+    if (last != kNoKey) board.bar = element_of(last) != element_of(last) ? INFINITY : element_of(last);
+  }
+  return list;
+}
+
 template <class T, class R>
 __global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __grid_constant__ RowProblem problem) {
-  using B = Board<kListThreads>;
-  constexpr int kElements = kPerVector<T>, kChunk = kChunkVectors * kElements;
-  __shared__ B board;
+  constexpr int kElements = kPerVector<T>, kStep = kListThreads * kListVectors * kElements;
+  constexpr int64_t kPiece = kPieceVectors * kElements;
+  __shared__ LongBoard board;
+  constexpr int kWaiting = LongBoard::kWaiting;
   let_next_kernel_start();
-  const int64_t number = blockIdx.x, piece = ListPieces::of(problem.classes, Type<T>{}).classes, offset = blockIdx.y * piece;
-  const RowPlace place = held_place(problem, number);
-  const int classes = static_cast<int>(min(problem.classes - offset, piece)), k = static_cast<int>(problem.k);
-  const int thread = threadIdx.x, lane = thread % kWarp;
+  const int64_t number = blockIdx.x, offset = blockIdx.y * kPiece;
+  const RowPlace place = place_at(problem, number);
+  const int classes = static_cast<int>(problem.classes - offset < kPiece ? problem.classes - offset : kPiece);
+  const int k = static_cast<int>(problem.k), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const T* row = row_of<const T>(problem.input, place).data + offset;
-  if (thread == 0) board.count = 0;
+  if (threadIdx.x == 0) board.count = 0, board.bar = NAN;
 
   RowState state;
-  Above above(INFINITY, k);
+  Key list = kNoKey;
+  float bar = NAN;  // nothing is below
+  int before = 0;  // candidates that waited already
   uint4 next[kListVectors];
-  load_row<T>(next, row, thread, kListThreads, classes, lowest_vector<T>());
-  for (int chunk = 0, begin = 0; begin < classes; ++chunk, begin += kChunk) {
+  load_row<T>(next, row, threadIdx.x, kListThreads, classes, lowest_vector<T>());
+  for (int begin = 0; begin < classes; begin += kStep) {
     uint4 v[kListVectors];
 #pragma unroll
     for (int i = 0; i < kListVectors; ++i) v[i] = next[i];
-    load_row<T>(next, row, (chunk + 1) * kChunkVectors + thread, kListThreads, classes, lowest_vector<T>());
-    float most = -INFINITY;
+    const int ahead = (begin + kStep) / kElements + static_cast<int>(threadIdx.x);
+    load_row<T>(next, row, ahead, kListThreads, classes, lowest_vector<T>());
+    float max[kListVectors], most = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kListVectors; ++i) most = fmaxf(most, max_of<T>(v[i]));
-    if (chunk == 0) {
-      group_maxima(board, most);
+    for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
+    if (begin == 0) {
+      float group = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      group = fmaxf(group, __shfl_xor_sync(~0u, group, 2));
+      if (lane % 4 == 0) board.groups[threadIdx.x / 4] = group;
       __syncthreads();
-      if (thread < kWarp) set_first_bar(board, k);
+      if (warp == 0) expect(board, k);
     }
     state.raise_beyond(kSlack, most);
-    add_weights<T>(state, v);
-    if (chunk == 0) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kListVectors; ++i) {
+      float x[kElements], part = 0;
+      unpack<T>(v[i], x);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
+      sum += part;
+    }
+    state.add(sum);
+    if (begin == 0) {
       __syncthreads();
-      above = Above(board.bar, k);
+      bar = board.bar;
     }
     const bool nan = state.sum != state.sum;  // which is in no maximum
-    const auto first_of = [&](int i) { return begin + (thread + i * kListThreads) * kElements; };
-    if (most > above.bar || nan || first_of(0) < above.free) {
-      unsigned who = 0;
+    const auto first_of = [&](int i) { return begin + (static_cast<int>(threadIdx.x) + i * kListThreads) * kElements; };
+    const auto key_at = [&](float x, int c) { return key_of(x, static_cast<unsigned>(offset) + static_cast<unsigned>(c)); };
+    if (nan || !(most <= bar)) {
 #pragma unroll
-      for (int i = 0; i < kListVectors; ++i)
-        who |= max_of<T>(v[i]) > above.bar || nan || first_of(i) < above.free ? 1u << i : 0;
-      for (; who != 0; who &= who - 1) {
-        const int i = __ffs(static_cast<int>(who)) - 1;
-        let_wait<T>(board, any_of(v, i), first_of(i), classes, above, static_cast<unsigned>(offset));
+      for (int i = 0; i < kListVectors; ++i) {
+        if (!nan && max[i] <= bar) continue;
+        float x[kElements];
+        unpack<T>(v[i], x);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          const int c = first_of(i) + e;
+          if (c >= classes || x[e] <= bar) continue;
+          const int at = atomicAdd(&board.count, 1);
+          if (at < kWaiting) board.waiting[at] = key_at(x[e], c);
+        }
       }
     }
-    const bool last = begin + kChunk >= classes;
-    if (!last && (chunk == 0 || (chunk & (chunk + 1)) != 0)) continue;
     __syncthreads();
     const int count = board.count;
-    if (count > B::kWaiting) {
-      const int settled = chunk < 2 ? 0 : 1 << (31 - __clz(chunk));  // chunks of which k are left
+    __syncthreads();  // all have read it: take() sets it
+    const bool last = begin + kStep >= classes;
+    if (count > kWaiting) {
+      // Far too many, as in a row that ascends: once more, one of each thread at a time.
+      if (threadIdx.x == 0) board.count = before;
       __syncthreads();
-      if (thread == 0) board.count = settled == 0 ? 0 : k;
+#pragma unroll 1
+      for (int n = 0; n < kListVectors * kElements; ++n) {
+        const int i = n / kElements, c = first_of(i) + n % kElements;
+        const float x = c < classes ? widen(row[c]) : 0.0f;
+        if (c < classes && !(x <= bar)) board.waiting[atomicAdd(&board.count, 1)] = key_at(x, c);
+        __syncthreads();
+        const int waiting = board.count;
+        __syncthreads();
+        if (waiting > kWaiting - kListThreads || n + 1 == kListVectors * kElements) {
+          if (warp == 0) list = take(board, list, waiting, k);
+          __syncthreads();
+          bar = board.bar;
+        }
+      }
+      before = 0;
+    } else if (count >= kWarp || last) {
+      if (warp == 0) list = take(board, list, count, k);
       __syncthreads();
-      const int end = min(begin + kChunk, classes);
-      let_all_wait<T>(board, row, settled * kChunk, end, above, k, static_cast<unsigned>(offset));
-      above.bar = board.bar;
-    } else if (last) {
-      rank_waiting(board, count, k);
+      bar = board.bar;
+      before = 0;
     } else {
-      keep_best(board, count, k);
-      __syncthreads();
-      above.bar = board.bar;
+      before = count;
     }
   }
 
-  state = merge_states(board, state);
-  if (thread >= kWarp) return;
-  const Key key = lane < k ? board.best[lane] : kNoKey;
+  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
+  if (warp != 0) return;
   if (gridDim.y == 1) {
-    write_list<R>(problem, place, state, key);
+    write_list<R>(problem, place, state, list);
     return;
   }
   auto* lists = static_cast<Key*>(problem.workspace);
   auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kWarp);
   const int64_t slot = number * gridDim.y + blockIdx.y;
-  lists[slot * kWarp + lane] = key;
+  lists[slot * kWarp + lane] = list;
   if (lane == 0) states[slot] = {state.max, state.sum};
 }
 
