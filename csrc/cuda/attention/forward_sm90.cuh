@@ -147,7 +147,6 @@ struct ForwardSm90Kernel {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
   static_assert(!kEverything || (kKeys == kMapBlock && kRows == kMapBlock && kKeys == kBoxColumns));
-  static constexpr int kMaskAhead = 8;  // blocks that a mask's boxes are asked for before they are loaded
   struct alignas(kBoxAlignment) Mask {
     uint16_t box[kGroups][kRows][kBoxColumns];
   };
@@ -443,13 +442,6 @@ struct ForwardSm90Kernel {
         query.advance();
       }
     }
-    // A block's mask into the L2 cache: its rows lie far apart in memory, and the stages cover too little of that latency.
-    __device__ void prefetch_mask(const Job& job, int block, int query_row, int mask_head, int mask_batch) {
-#pragma unroll 1
-      for (int g = 0; g < (a.mask_rows == 1 ? 1 : kGroups); ++g)
-        if (wants_mask(job, g, block))
-          prefetch_box(a.mask_boxes, {block * kKeys, a.mask_rows == 1 ? 0 : query_row + g * kRows, mask_head, mask_batch});
-    }
     __device__ void run() {
       fetch();
       while (batch >= 0) {
@@ -468,8 +460,6 @@ struct ForwardSm90Kernel {
 #pragma unroll 1
             for (int g = 0; g < kGroups; ++g) bytes += wants_mask(job, g, block) ? kRowBytes * a.mask_rows : 0;
             arrive_and_expect(&shared.key_full[place.stage], bytes);
-            for (int ahead = block == first_block ? kStages : kMaskAhead; ahead <= kMaskAhead; ++ahead)
-              if (block + ahead < end_block) prefetch_mask(job, block + ahead, mask_query, mask_head, mask_batch);
 #pragma unroll 1
             for (int g = 0; g < kGroups; ++g)
               if (wants_mask(job, g, block))
@@ -680,6 +670,11 @@ struct ForwardSm90Kernel {
         load_matrices(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
     }
 
+    // In 64 bits there are three times the instructions between the first products; in 32 one more register is held.
+    __device__ __forceinline__ static uint64_t further(uint64_t descriptor, unsigned bytes) {
+      return kEverything ? moved(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
+    }
+
     __device__ __forceinline__ void start_scores() {
       const uint64_t keys = rows_descriptor(shared_address(shared.key[key.stage].box));
       begin_products();
@@ -687,14 +682,14 @@ struct ForwardSm90Kernel {
 #pragma unroll
         for (int step = 0; step < kWidthSteps; ++step)
           WarpgroupProduct<T, kKeys>::template registers_shared<false>(
-              score, held[step], moved(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
+              score, held[step], further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
       } else {
         const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
 #pragma unroll
         for (int step = 0; step < kWidthSteps; ++step)
           WarpgroupProduct<T, kKeys>::template shared_shared<false>(
-              score, moved(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
-              moved(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
+              score, further(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
+              further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
       }
       commit_products();
     }
@@ -705,8 +700,8 @@ struct ForwardSm90Kernel {
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
         const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
-        WarpgroupProduct<T, kTile.value_width>::template registers_shared<true>(out, left, moved(values, step * 16 * kRowBytes),
-                                                                                step > 0 || accumulate);
+        WarpgroupProduct<T, kTile.value_width>::template registers_shared<true>(
+            out, left, further(values, step * 16 * kRowBytes), step > 0 || accumulate);
       }
       commit_products();
       accumulate = true;

@@ -58,13 +58,6 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, B
       : "memory");
 }
 
-// The box into the L2 cache.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, BoxPlace at) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at.column),
-               "r"(at.row), "r"(at.head), "r"(at.batch)
-               : "memory");
-}
-
 // `bytes` in a row, a multiple of 16 as both ends are, count on the barrier likewise.
 __device__ __forceinline__ void load_bytes(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
   asm volatile(
