@@ -168,7 +168,12 @@ CUDA = [
     *_rows("log_softmax", ((16384, 4096),), (BFLOAT,), "the logarithm must cost nothing more"),
     *_rows("cross_entropy", ((32768, 4096), (4096, 65536)), (FLOAT, BFLOAT), "reads the logits once, writes none"),
     *_rows("logsumexp", ((16384, 4096),), (FLOAT,), "the merge itself and nothing else"),
-    *_rows("topk_softmax", ((4000, 25000),), (FLOAT,), "the paper's fused top-k, at the paper's batch", k=5),
+    *(
+        case
+        for k in (5, 15, 30)
+        for case in _rows("topk_softmax", ((4000, 4000), (4000, 25000)), (FLOAT,), "the paper's fused top-k, its batch", k=k)
+    ),
+    *_rows("topk_softmax", ((10, 1000000),), (FLOAT,), "few long rows, each on many multiprocessors", k=5),
 ]
 
 _QUICK = "seconds for all of them: does the benchmark itself work?"

@@ -44,7 +44,7 @@ from cases import CPU, CUDA, QUICK, Case  # noqa: E402
 from cuda_peers import CUDA_PEERS  # noqa: E402
 from paper import measure as paper  # noqa: E402
 from peers import PEER_TOLERANCE, PEERS, Absent  # noqa: E402
-from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, marks, over_best, ratio, summarize, unrest  # noqa: E402
+from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, cuda_marks, marks, over_best, ratio, summarize, unrest  # noqa: E402
 from training import run as run_training  # noqa: E402
 from turns import Turns, take_turns  # noqa: E402
 
@@ -511,7 +511,7 @@ def main() -> int:
     record["wrong"] = failures
     record["unrest"] = unrest(record["results"])
     record["summary"] = summarize(record["results"])
-    record["marks"] = marks(record["results"]) if device == "cpu" else []
+    record["marks"] = (marks if device == "cpu" else cuda_marks)(record["results"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(summary_lines(record)))

@@ -141,6 +141,39 @@ def marks(results: list[dict]) -> list[dict]:
     return found
 
 
+def cuda_marks(results: list[dict]) -> list[dict]:
+    """The marks set for the row functions on a GPU. Shares are of the copy rate, which stands for that of a read alone too."""
+    of = {
+        function: [r for r in results if r["function"] == function and OURS in r["contestants"]]
+        for function in ("softmax", "log_softmax", "cross_entropy", "topk_softmax")
+    }
+
+    def share(result: dict, direction: str) -> float:
+        return result["contestants"][OURS][f"{direction}_share"]
+
+    def beside_best(result: dict, direction: str) -> float:
+        return result["over_best"][direction]["times"]
+
+    def quack_step(result: dict, _: str) -> float:
+        ours, theirs = (sum(result["contestants"][name][f"{d}_ms"] for d in DIRECTIONS) for name in (OURS, "quack"))
+        return theirs / ours
+
+    forward = DIRECTIONS[:1]
+    softmaxes = of["softmax"] + of["log_softmax"]
+    several = [r for r in softmaxes if r["over_best"]]
+    with_quack = [r for r in of["cross_entropy"] if "quack" in r["contestants"]]
+    wide = [r for r in of["topk_softmax"] if r["sizes"]["rows"] > 10]
+    few = [r for r in of["topk_softmax"] if r["sizes"]["rows"] <= 10]
+    return [
+        *judge("softmax, log_softmax, of the copy rate", softmaxes, share, least_each=0.93),
+        *judge("softmax, log_softmax, x the fastest peer", several, beside_best, least=1.03, least_each=1.0),
+        *judge("cross_entropy, of the copy rate", of["cross_entropy"], share, least_each=0.9, directions=forward),
+        *judge("cross_entropy, x quack", with_quack, quack_step, least=1.1, least_each=1.0, directions=("step",)),
+        *judge("topk_softmax, 4000 rows, of the copy rate", wide, share, least_each=round(1 / 1.2, 2), directions=forward),
+        *judge("topk_softmax, 10 rows, of the copy rate", few, share, least_each=0.8, directions=forward),
+    ]
+
+
 def _faster(name: str, members: list[dict], **least) -> list[dict]:
     return judge(name, members, lambda r, direction: r["ratio"][direction], **least)
 

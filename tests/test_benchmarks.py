@@ -166,6 +166,25 @@ def test_marks_are_judged_by_mean_and_by_every_case(modules):
     assert marks["softmax, 32768 classes and more, of the copy rate, forward"]["met"]
 
 
+def test_marks_of_a_gpu_look_at_the_fastest_peer_and_at_the_copy(modules):
+    summary = modules["summary"]
+    results = [
+        result_of(2.0, 2.0, function=name, sizes={"rows": 4000}) for name in ("softmax", "cross_entropy", "topk_softmax")
+    ]
+    for result in results:
+        ours = result["contestants"]["flash_online"]
+        result["contestants"]["quack"] = {f"{d}_ms": ours[f"{d}_ms"] * 1.05 for d in summary.DIRECTIONS}
+        result["over_best"] = summary.over_best(result["contestants"])
+    marks = {mark["mark"]: mark for mark in summary.cuda_marks(results)}
+    assert marks["softmax, log_softmax, x the fastest peer, forward"]["met"]
+    assert marks["cross_entropy, x quack, step"]["mean"] == pytest.approx(1.05)
+    assert not marks["cross_entropy, x quack, step"]["met"]  # 1.1 is wanted
+    share = results[2]["contestants"]["flash_online"]["forward_share"]
+    assert marks["topk_softmax, 4000 rows, of the copy rate, forward"]["worst"] == share
+    assert not any("10 rows" in name for name in marks)
+    assert summary.cuda_marks([]) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "random"}, {"mask": "padding"}, {"window": 5}])
 def test_flops_count_the_pairs_that_see_each_other(modules, options):
     case = modules["cases"].Case("attention", {"B": 2, "H": 3, "L": 16, "E": 8}, torch.float32, "", options)

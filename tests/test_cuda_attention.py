@@ -79,7 +79,7 @@ def test_head_dims(width, dtype, options):
         Attention(dtype=dtype, batch=(2,), heads=(2, 1, 1), lengths=lengths, widths=(width, width), options=options).check()
 
 
-@pytest.mark.parametrize("widths", [(192, 128), (64, 256), (256, 64), (40, 72)], ids=str)
+@pytest.mark.parametrize("widths", [(192, 128), (64, 256), (256, 64), (40, 72), (512, 264), (72, 400)], ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_wide_and_narrow_values(widths, dtype):
     Attention(dtype=dtype, heads=(4, 2, 2), lengths=(300, 270), widths=widths, options={"causal": True}).check()

@@ -248,7 +248,9 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         ({"mask": ("float32", mask)}, "float32"),
         ({"mask": ("bfloat16", ((1, 1, 512, 512), (0, 0, 1, 512), 0))}, "mask's rows"),
         ({"mask": ("bool", mask), "width": 256}, "192"),
+        ({"mask": ("bool", mask), "width": 512}, "192"),
         ({"packed": True, "mask": ("bool", mask)}, "packed"),
+        ({"packed": True, "width": 264}, "packed"),
         ({"width": 36}, "multiple of 8"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
@@ -261,7 +263,10 @@ def test_what_hoppers_forward_pass_takes():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in (
         {},
+        {"width": 264},
+        {"width": 512},
         {"packed": True},
+        {"packed": True, "width": 256},
         {"mask": ("bool", mask)},
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 1, 512), 0))},
         {"mask": ("bfloat16", mask)},
@@ -270,12 +275,18 @@ def test_what_hoppers_forward_pass_takes():
 
 
 def test_what_hoppers_backward_pass_takes():
-    for options in ({}, {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))}, {"width": 128}, {"width": 40}):
+    for options in (
+        {},
+        {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))},
+        {"width": 128},
+        {"width": 40},
+        {"width": 256},
+    ):
         assert candidates(backward=True, **options) == {"sm80": "", "sm90": ""}
     for options, reason in (
         ({"dtype": "float32"}, "dtype"),
         ({"width": 36}, "16 bytes"),
-        ({"width": 256}, "head dim"),
+        ({"width": 264}, "head dim"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
         found = candidates(backward=True, **options)

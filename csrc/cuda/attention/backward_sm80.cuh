@@ -7,7 +7,6 @@
 // threads, in global memory.
 #pragma once
 
-#include "../../core/visit.h"
 #include "../hw/reduce.cuh"
 #include "attention.h"
 #include "block_map.cuh"
@@ -16,6 +15,7 @@
 #include "mask_gradient.cuh"
 #include "scores.cuh"
 #include "tiles.h"
+#include "visit_sm80.cuh"
 
 namespace flash_online::cuda {
 
@@ -439,34 +439,9 @@ __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
   Body::run(arguments);
 }
 
-// Calls f(Type<Element>, std::integral_constant<Variant>) with what a problem needs and a GPU with so much shared memory
-// for a block has room for. For a problem that finds no room it is the last one.
-template <int kWidth, class F>
-void visit_backward_sm80(const AttentionProblem& problem, F&& f,
-                         int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
-  using Everything = std::integral_constant<Variant, Variant::kEverything>;
-  const auto visit = [&]<class Element>(Type<Element> kind) {
-    using Plain = std::integral_constant<Variant, Variant::kPlain>;
-    using Small = std::integral_constant<Variant, Variant::kSmall>;
-    constexpr int kBytes = kSplitBytes<Element>;
-    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Plain::value))
-      if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
-          BackwardOnSm80<Element, kWidth, Plain::value>::shared_bytes(problem) <= room)
-        return f(kind, Plain{}), true;
-    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Small::value))
-      if (BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(kind, Small{}), true;
-    constexpr bool kLast = !std::is_same_v<Element, CoarseFloat>;  // which may yet fit as float, by kSmall
-    if constexpr (has_backward_sm80_tile(kBytes, kWidth, Everything::value))
-      if (kLast || BackwardOnSm80<Element, kWidth, Everything::value>::shared_bytes(problem) <= room)
-        return f(kind, Everything{}), true;
-    return false;
-  };
-  switch (problem.dtype) {
-    case DType::kFloat16: visit(Type<__half>{}); break;
-    case DType::kBFloat16: visit(Type<__nv_bfloat16>{}); break;
-    default:
-      if (!problem.tf32 || !visit(Type<CoarseFloat>{})) visit(Type<float>{});
-  }
+template <int kWidth, class F, class... Room>
+void visit_backward_sm80(const AttentionProblem& problem, F&& f, Room... room) {
+  visit_sm80<BackwardOnSm80, has_backward_sm80_tile, kWidth>(problem, f, room...);
 }
 
 template <int kWidth>

@@ -45,8 +45,9 @@ constexpr Forward kForwardOnSm90{
     .name = "sm90",
     .refusal =
         [](const AttentionProblem& problem, const Gpu& gpu) {
-          const bool fits = visit_head_dim(HopperHeadDims{}, problem, [](auto) {});
-          const char* const reason = forward_sm90_refusal(problem, gpu);
+          int head_dim = 0;
+          const bool fits = visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { head_dim = width(); });
+          const char* const reason = forward_sm90_refusal(problem, gpu, head_dim);
           return reason || fits ? reason : kTooWide;
         },
     .run =

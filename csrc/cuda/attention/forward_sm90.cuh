@@ -1,6 +1,6 @@
 // Attention's forward pass on Hopper (compute capability 9.0): TMA loads and wgmma products; docs/forward_sm90.md draws it. A
 // block of threads stays for the whole launch and takes one tile of queries after another: a warp plans them, a warp loads, two
-// or three warpgroups of 64 queries each compute.
+// or three warpgroups compute, of 64 queries each or, where values are split, of the same 64.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,6 @@
 #include "tiles_sm90.h"
 
 namespace flash_online::cuda {
-
-constexpr float kLog2E = 1.4426950408889634f;
 
 // How a mask reaches the scores.
 enum class MaskWay {
@@ -118,13 +116,17 @@ struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
   static constexpr bool kEverything = Tile::kEverything, kFloatMask = Tile::kFloatMask, kPacked = Tile::kPacked;
   static constexpr bool kMasked = kEverything && !kPacked;  // whether there may be a mask, and then its map
-  static constexpr int kGroups = kTile.warpgroups, kKeys = kTile.keys, kStages = kTile.stages;
+  static constexpr int kGroups = kTile.row_groups(), kKeys = kTile.keys, kStages = kTile.stages;
+  static constexpr bool kSplit = kTile.split_values;
+  static_assert(!kSplit || (!kEverything && !kPacked && !kTile.held_query && !kTile.staged_out));
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kQueries = kTile.query_buffers;
   static constexpr int kWidthBoxes = (kTile.width + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kValueBoxes = (kTile.value_width + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kWidthSteps = kTile.width / 16, kKeySteps = kKeys / 16;
-  static constexpr int kScores = kKeys / 2, kOuts = kTile.value_width / 2;  // registers of a thread
+  static constexpr int kOutColumns = kTile.value_width / (kTile.warpgroups / kGroups);  // of a warpgroup
+  static constexpr int kScores = kKeys / 2, kOuts = kOutColumns / 2;  // registers of a thread
+  static constexpr int kKeyParts = kTile.key_parts(), kKeyStages = kTile.key_stages(), kKeyBoxes = kWidthBoxes / kKeyParts;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   static constexpr int kOutRows = 16;  // of a warp: it stores its rows by itself
   // What the warpgroups take must be there: the block has what all threads were launched with, in eights, else they wait for
@@ -138,7 +140,7 @@ struct ForwardSm90Kernel {
     T box[kWidthBoxes][kRows][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Key {
-    T box[kWidthBoxes][kKeys][kBoxColumns];
+    T box[kKeyBoxes][kKeys][kBoxColumns];
   };
   struct alignas(kBoxAlignment) Value {
     T box[kValueBoxes][kKeys][kBoxColumns];
@@ -215,7 +217,7 @@ struct ForwardSm90Kernel {
 
   struct Shared {
     Query query[kQueries];
-    Key key[kStages];
+    Key key[kKeyStages];
     Value value[kStages];
     [[no_unique_address]] std::conditional_t<kFloatMask, Masks, Nothing> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
@@ -223,13 +225,13 @@ struct ForwardSm90Kernel {
     Job job[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
     uint64_t query_full[kQueries], query_empty[kQueries];
-    uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
+    uint64_t key_full[kKeyStages], key_empty[kKeyStages], value_full[kStages], value_empty[kStages];
     [[no_unique_address]] std::conditional_t<kPacked, Ragged, Nothing> ragged;
   };
   static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
 
   // Named barriers.
-  static constexpr int kVote = 1, kTurn = 1 + kGroups;
+  static constexpr int kVote = 1, kTurn = 1 + kTile.warpgroups;
 
   // The first block from `block` on that the tile reads; `end` if there is none.
   __device__ static int next_read(const Job& job, int block, int end) {
@@ -404,13 +406,20 @@ struct ForwardSm90Kernel {
 
   // ---- the loading warp: one thread of it
 
+  __device__ __forceinline__ static void load_value(const ForwardSm90Arguments& a, Value& to, int row, int head, int batch,
+                                                    uint64_t* there) {
+    arrive_and_expect(there, sizeof(Value));
+#pragma unroll
+    for (int box = 0; box < kValueBoxes; ++box) load_box(to.box[box], a.value, {box * kBoxColumns, row, head, batch}, there);
+  }
+
   struct Loader {
     const ForwardSm90Arguments& a;
     Shared& shared;
     static constexpr bool kHoldsJob = kEverything || kPacked;  // to the end of its tile
     RingPlace<kJobs> next;
     RingPlace<kQueries> query;
-    RingPlace<kStages> place;
+    RingPlace<kKeyStages> place;
     int batch, head, first_query, begin, end, stage;  // of the tile whose queries are loaded or being loaded
     int group;  // the first whose queries are not
 
@@ -470,9 +479,15 @@ struct ForwardSm90Kernel {
             arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
           }
 #pragma unroll
-          for (int box = 0; box < kWidthBoxes; ++box)
-            load_box(shared.key[place.stage].box[box], a.key, {box * kBoxColumns, key_row + block * kKeys, key_head, key_batch},
-                     &shared.key_full[place.stage]);
+          for (int box = 0; box < kWidthBoxes; ++box) {
+            if (box > 0 && box % kKeyBoxes == 0) {  // the next part
+              place.advance();
+              wait(&shared.key_empty[place.stage], place.parity ^ 1);
+              arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+            }
+            load_box(shared.key[place.stage].box[box % kKeyBoxes], a.key,
+                     {box * kBoxColumns, key_row + block * kKeys, key_head, key_batch}, &shared.key_full[place.stage]);
+          }
           // This tile's queries behind its first keys, the next tile's as early as they find a buffer.
           if (block == first_block) {
             load_queries(true);
@@ -480,15 +495,13 @@ struct ForwardSm90Kernel {
           } else {
             load_queries(false);
           }
-          wait(&shared.value_empty[place.stage], place.parity ^ 1);
-          uint64_t* value_there = &shared.value_full[place.stage];
-          if constexpr (kPacked)
-            if ((block + 1) * kKeys > job.of.keys) value_there = &shared.ragged.value_there[place.stage];
-          arrive_and_expect(value_there, sizeof(Value));
-#pragma unroll
-          for (int box = 0; box < kValueBoxes; ++box)
-            load_box(shared.value[place.stage].box[box], a.value,
-                     {box * kBoxColumns, key_row + block * kKeys, value_head, value_batch}, value_there);
+          if constexpr (!kSplit) {
+            wait(&shared.value_empty[place.stage], place.parity ^ 1);
+            uint64_t* value_there = &shared.value_full[place.stage];
+            if constexpr (kPacked)
+              if ((block + 1) * kKeys > job.of.keys) value_there = &shared.ragged.value_there[place.stage];
+            load_value(a, shared.value[place.stage], key_row + block * kKeys, value_head, value_batch, value_there);
+          }
           place.advance();
         }
         if (kHoldsJob) arrive(&shared.job_empty[tile]);
@@ -545,8 +558,30 @@ struct ForwardSm90Kernel {
         if (lane == 0) arrive(&shared.key_full[place.stage]);
         place.advance();
       }
+      __syncwarp();
       if (lane == 0) arrive(&shared.job_empty[next.stage]);
       next.advance();
+    }
+  }
+
+  // ---- values split: a thread of another warp loads them, whose one buffer becomes free out of turn with those of keys
+
+  __device__ static void load_values(const ForwardSm90Arguments& a, Shared& shared) {
+    RingPlace<kJobs> next;
+    RingPlace<kStages> place;
+    while (true) {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      if (job.batch < 0) return;
+      const int head = job.head / a.heads_a_value, batch = job.batch * a.value_batch_step, begin = job.begin, end = job.end;
+      arrive(&shared.job_empty[next.stage]);
+      next.advance();
+#pragma unroll 1
+      for (int block = begin; block < end; ++block) {
+        wait(&shared.value_empty[place.stage], place.parity ^ 1);
+        load_value(a, shared.value[place.stage], block * kKeys, head, batch, &shared.value_full[place.stage]);
+        place.advance();
+      }
     }
   }
 
@@ -612,15 +647,18 @@ struct ForwardSm90Kernel {
   // Weights are measured from a maximum that is raised only where a thread's weights of a block sum to more than this: in
   // float16 a weight must stay below 65504, and float32 sums of rows and products must not overflow.
   static constexpr float kLargestSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
+  static constexpr float kSlack = 8;  // where values are split: weights are up to 2^this before the maximum is raised
 
   struct Group {
     const ForwardSm90Arguments& a;
     Shared& shared;
-    int group;  // the warpgroup's number
+    int group;  // which 64 of the tile's queries: the warpgroup's number, or 0 where values are split
+    int part;  // which of the values' columns: 0, or the warpgroup's number
     int warp, lane;
     RingPlace<kJobs> next;
     RingPlace<kQueries> query;
-    RingPlace<kStages> key, value;
+    RingPlace<kKeyStages> key;
+    RingPlace<kStages> value;
     int job;  // the tile's place among the jobs
     int block, end, whole_begin, whole_end;  // the block at hand, and this warpgroup's numbers in the job
     // Blocks that only other warpgroups see: before the next of this one's, and behind the tile's last.
@@ -648,10 +686,10 @@ struct ForwardSm90Kernel {
     bool accumulate;  // whether `out` holds something of this tile
 
     __device__ __forceinline__ void take_turn() {
-      if constexpr (kTile.in_turn) sync_named(kTurn + group, 256);
+      if constexpr (kTile.in_turn) sync_named(kTurn + group + part, 256);
     }
     __device__ __forceinline__ void pass_turn() {
-      if constexpr (kTile.in_turn) arrive_named(kTurn + (group + 1 == kGroups ? 0 : group + 1), 256);
+      if constexpr (kTile.in_turn) arrive_named(kTurn + (group + part + 1) % kTile.warpgroups, 256);
     }
     __device__ __forceinline__ void release(uint64_t* barrier) {
       if (lane == 0) arrive(barrier);
@@ -675,8 +713,9 @@ struct ForwardSm90Kernel {
       return kEverything ? moved(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
     }
 
+    // Where keys come in two parts, the first is done and released behind it.
     __device__ __forceinline__ void start_scores() {
-      const uint64_t keys = rows_descriptor(shared_address(shared.key[key.stage].box));
+      uint64_t keys = rows_descriptor(shared_address(shared.key[key.stage].box));
       begin_products();
       if constexpr (kTile.held_query) {
 #pragma unroll
@@ -684,24 +723,41 @@ struct ForwardSm90Kernel {
           WarpgroupProduct<T, kKeys>::template registers_shared<false>(
               score, held[step], further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
       } else {
-        const uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
+        uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
+        if constexpr (kSplit) queries = made_anew(queries);
+        constexpr int kPartSteps = kWidthSteps / kKeyParts;
 #pragma unroll
-        for (int step = 0; step < kWidthSteps; ++step)
+        for (int step = 0; step < kWidthSteps; ++step) {
+          if (step > 0 && step % kPartSteps == 0) {
+            commit_products();
+            RingPlace<kKeyStages> next_part = key;
+            next_part.advance();
+            wait(&shared.key_full[next_part.stage], next_part.parity);
+            keys = rows_descriptor(shared_address(shared.key[next_part.stage].box));
+            begin_products();
+          }
           WarpgroupProduct<T, kKeys>::template shared_shared<false>(
               score, further(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
-              further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
+              further(keys, step % kPartSteps / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
+        }
       }
       commit_products();
+      if constexpr (kKeyParts == 2) {
+        wait_for_products<1>();
+        release_key();
+      }
     }
 
     __device__ __forceinline__ void start_out() {
-      const uint64_t values = columns_descriptor(shared_address(shared.value[value.stage].box), kKeys * kRowBytes);
+      const unsigned first_box = shared_address(shared.value[value.stage].box[part * kOutColumns / kBoxColumns]);
+      uint64_t values = columns_descriptor(first_box, kKeys * kRowBytes);
+      if constexpr (kSplit) values = made_anew(values);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
         const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
-        WarpgroupProduct<T, kTile.value_width>::template registers_shared<true>(
-            out, left, further(values, step * 16 * kRowBytes), step > 0 || accumulate);
+        WarpgroupProduct<T, kOutColumns>::template registers_shared<true>(out, left, further(values, step * 16 * kRowBytes),
+                                                                          step > 0 || accumulate);
       }
       commit_products();
       accumulate = true;
@@ -859,7 +915,7 @@ struct ForwardSm90Kernel {
         float all = fmaxf(most[0], most[1]);
         all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
         all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-        factor[r] = row[r].raise(all * a.scale);
+        factor[r] = kSplit ? row[r].raise_beyond(kSlack, all * a.scale) : row[r].raise(all * a.scale);
       }
     }
 
@@ -929,6 +985,24 @@ struct ForwardSm90Kernel {
       row[1].add(sum[1]);
     }
 
+    // The same where values are split: from the block's maxima, so that its keys are not kept for a second product.
+    __device__ __forceinline__ void raised_weights() {
+      float factor[2], sum[2];
+      raise(factor);
+      weigh(sum);
+      // Asked before the wait and of the weights too, or the compiler puts their work behind it.
+      const bool moved =
+          any_named(kVote + part, 128, factor[0] != 1 || factor[1] != 1 || !(sum[0] < kLargestSum && sum[1] < kLargestSum));
+      wait_for_products<0>();
+      release_value();
+      if (moved) {
+#pragma unroll
+        for (int i = 0; i < kOuts; ++i) out[i] *= factor[i / 2 % 2];
+      }
+      row[0].add(sum[0]);
+      row[1].add(sum[1]);
+    }
+
     // The rows' lse, and what their results are to be multiplied by.
     __device__ __forceinline__ void finish_rows(int of_job, float (&inverse)[2]) {
       const Job& tile = shared.job[of_job];
@@ -951,7 +1025,7 @@ struct ForwardSm90Kernel {
       mine.max = second ? row[1].max : row[0].max;
       mine.sum = second ? row[1].sum : row[0].sum;
       const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
-      if (lane % 4 < 2 && query_row < queries(a, tile) && a.lse) {
+      if (lane % 4 < 2 && part == 0 && query_row < queries(a, tile) && a.lse) {
         const int64_t at =
             (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + query_row;
         // From the base 2, in two floats.
@@ -1002,7 +1076,7 @@ struct ForwardSm90Kernel {
         __syncwarp();
       } else {
         // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
-        static_assert(kTile.value_width % 32 == 0);
+        static_assert(kOutColumns % 32 == 0);
         const bool odd = lane & 1, upper = lane & 2;
         const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
           const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
@@ -1025,7 +1099,7 @@ struct ForwardSm90Kernel {
             swap(odd, words[2], words[3], 1);
             swap(upper, words[0], words[2], 2);
             swap(upper, words[1], words[3], 2);
-            const int column = 32 * i + lane % 4 * 8;
+            const int column = part * kOutColumns + 32 * i + lane % 4 * 8;
             if (at_row < queries(a, tile) && column < a.value_width)
               *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
           }
@@ -1084,7 +1158,7 @@ struct ForwardSm90Kernel {
     // A block at a time: under a mask the values of this warpgroup's last block may still be held.
     __device__ __forceinline__ void skip_blocks() {
 #pragma unroll 1
-      for (; skipped > 0; --skipped) {
+      for (; kGroups > 1 && skipped > 0; --skipped) {
         wait(&shared.key_full[key.stage], key.parity);
         release(&shared.key_empty[key.stage]);
         wait(&shared.value_full[key.stage], key.parity);
@@ -1100,11 +1174,7 @@ struct ForwardSm90Kernel {
     __device__ __forceinline__ void start_tile() {
       skip_blocks();  // first of all: others' last scores, and with them the queries' buffers, may wait for these releases
       wait(&shared.query_full[query.stage], query.parity);
-      if constexpr (kTile.held_query) {
-        hold_query();
-        __syncwarp();
-        release(&shared.query_empty[query.stage]);
-      }
+      if constexpr (kTile.held_query) hold_query();
       wait(&shared.key_full[key.stage], key.parity);
       take_turn();
       start_scores();
@@ -1114,6 +1184,8 @@ struct ForwardSm90Kernel {
     }
 
     __device__ __forceinline__ void first_weights() {
+      // Not behind hold_query(): its loads take their time, and an arrival overtakes them. A product has waited for them.
+      if constexpr (kTile.held_query) release(&shared.query_empty[query.stage]);
       row[0] = row[1] = Row{};
       accumulate = false;
       settle_scores();
@@ -1123,15 +1195,14 @@ struct ForwardSm90Kernel {
       weigh(sum);
       row[0].add(sum[0]);
       row[1].add(sum[1]);
-      release_key();
-      release_query();
+      release_scores();
       pack_weights();
       step();
     }
 
     __device__ void run() {
       query.advance(group);
-      if (kTile.in_turn && group == kGroups - 1) pass_turn();
+      if (kTile.in_turn && group + part == kTile.warpgroups - 1) pass_turn();
       if (!fetch()) return;
       start_tile();
       wait_for_products<0>();
@@ -1150,10 +1221,15 @@ struct ForwardSm90Kernel {
           pass_turn();
           fetch_kept();
           wait_for_products<1>();
-          settle_scores();
-          next_weights();
-          release_key();
-          release_query();
+          if constexpr (kSplit) {
+            release_scores();
+            settle_scores();
+            raised_weights();
+          } else {
+            settle_scores();
+            next_weights();
+            release_scores();
+          }
           pack_weights();
         }
         query.advance(kGroups);
@@ -1205,8 +1281,9 @@ struct ForwardSm90Kernel {
       else
         value.advance();
     }
-    // Behind the tile's last scores.
-    __device__ __forceinline__ void release_query() {
+    // What the block's scores are made of: the keys, and behind the tile's last scores the queries.
+    __device__ __forceinline__ void release_scores() {
+      release_key();
       if (!kTile.held_query && is_last()) release(&shared.query_empty[query.stage]);
     }
   };
@@ -1214,19 +1291,21 @@ struct ForwardSm90Kernel {
   __device__ static void run(const ForwardSm90Arguments& a, Shared& shared) {
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x == 0) {
-      constexpr int kReaders = 4 * kGroups;  // warps
+      constexpr int kReaders = 4 * kTile.warpgroups;  // warps
       const int drawers = kEverything && a.rng ? kTile.drawers : 0;
       for (int i = 0; i < kJobs; ++i) {
         init_barrier(&shared.job_full[i], 1);
-        init_barrier(&shared.job_empty[i], kReaders + drawers + (kPacked ? 2 : 1));
+        init_barrier(&shared.job_empty[i], kReaders + drawers + (kPacked || kSplit ? 2 : 1));
       }
       for (int i = 0; i < kQueries; ++i) {
         init_barrier(&shared.query_full[i], 1);
-        init_barrier(&shared.query_empty[i], 4);
+        init_barrier(&shared.query_empty[i], kReaders / kGroups);
       }
-      for (int i = 0; i < kStages; ++i) {
+      for (int i = 0; i < kKeyStages; ++i) {
         init_barrier(&shared.key_full[i], 1 + drawers);
         init_barrier(&shared.key_empty[i], kReaders);
+      }
+      for (int i = 0; i < kStages; ++i) {
         init_barrier(&shared.value_full[i], 1);
         init_barrier(&shared.value_empty[i], kReaders);
         if constexpr (kPacked) init_barrier(&shared.ragged.value_there[i], 1);
@@ -1238,17 +1317,20 @@ struct ForwardSm90Kernel {
       shrink_registers<kTile.loader_registers>();
       if (threadIdx.x == 0) Loader{a, shared}.run();
       if (warp == 1) plan(a, shared, lane);
+      if constexpr (kSplit)
+        if (warp == 2 && lane == 0) load_values(a, shared);
       if constexpr (kPacked) {
         if (warp == 2) clear_tails(shared, lane);
         if (warp == 3) clear_unowned(a, lane);
       }
-    } else if (warp < 4 * (1 + kGroups)) {
+    } else if (warp < 4 * (1 + kTile.warpgroups)) {
       grow_registers<kTile.registers>();
-      Group group{a, shared, warp / 4 - 1, warp % 4, lane};
+      const int number = warp / 4 - 1;
+      Group group{a, shared, kSplit ? 0 : number, kSplit ? number : 0, warp % 4, lane};
       group.run();
     } else if constexpr (kEverything) {
       shrink_registers<kTile.drawer_registers>();
-      draw(a, shared, warp - 4 * (1 + kGroups), lane);
+      draw(a, shared, warp - 4 * (1 + kTile.warpgroups), lane);
     }
   }
 };
@@ -1411,8 +1493,9 @@ void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tabl
     if constexpr (kTile.value_width < kWidth)
       if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, stream);
     const auto visit = [&]<class T>(T) {
-      problem.query_starts ? launch_forward_sm90_row<T, kRow, true>(problem, tables, stream)
-                           : launch_forward_sm90_row<T, kRow, false>(problem, tables, stream);
+      if constexpr (kWidth <= kWidestPackedSm90)
+        if (problem.query_starts) return launch_forward_sm90_row<T, kRow, true>(problem, tables, stream);
+      launch_forward_sm90_row<T, kRow, false>(problem, tables, stream);
     };
     problem.dtype == DType::kFloat16 ? visit(__half{}) : visit(__nv_bfloat16{});
   }

@@ -18,8 +18,8 @@ inline bool is_copied_in_boxes(const void* data, const int64_t (&stride)[4], int
          walkable(stride[2], rows) && (rows == 1 || stride[2] > 0) && (stride[3] == 1 || width == 1);
 }
 
-// Why forward_sm90 does not take a problem; null: it does.
-inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gpu) {
+// Why forward_sm90 does not take a problem in the tile of this head dim; null: it does.
+inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, int head_dim) {
   constexpr int64_t kMost = int64_t{1} << 30;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
@@ -27,14 +27,14 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (p.width % 8 != 0 || p.value_width % 8 != 0) return "a head dim that is no multiple of 8";
   if (p.keys == 0 || (p.query_starts && p.total_keys == 0)) return "there are no keys";
   if (p.query_starts && p.mask.data) return "a mask over packed sequences";
+  if (p.query_starts && head_dim > kWidestPackedSm90) return "packed sequences with a head dim over 256";
   const int64_t batch = p.query_starts ? 1 : p.batch, queries = p.query_starts ? p.total_queries : p.queries,
-                keys = p.query_starts ? p.total_keys : p.keys, tiles = queries / 128 + (p.query_starts ? p.batch : 1);
+                keys = p.query_starts ? p.total_keys : p.keys, tiles = queries / 64 + (p.query_starts ? p.batch : 1);
   if (queries > kMost || keys > kMost || p.queries > kMost || p.keys > kMost || batch * p.heads > kMost ||
       batch * p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
   if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
-  if ((p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0) &&
-      std::max(p.width, p.value_width) > kWidestEverythingSm90)
+  if ((p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0) && head_dim > kWidestEverythingSm90)
     return "ALiBi, a softcap, a mask or dropout with a head dim over 192";
   if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";
   if (p.mask.data && p.mask_dtype != DType::kBool &&

@@ -11,7 +11,6 @@
 
 namespace flash_online::cuda {
 
-constexpr float kLog2E = 1.44269504f;
 constexpr double kLn2 = 0.693147180559945309417;
 
 struct FastBinary {

@@ -17,7 +17,7 @@ enum class Variant : signed char {
 inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kEverything, kSmall = Variant::kSmall;
 
 template <class Tile, int kCount>
-consteval const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int width, Variant variant) {
+constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int width, Variant variant) {
   for (const Tile& tile : tiles)
     if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return &tile;
   return nullptr;
@@ -52,7 +52,7 @@ inline constexpr ForwardSm80 kForwardSm80[] = {
     {4, 128, kAll, 128, 1, 8, 32, 1},   {4, 192, kAll, 192, 1, 4, 32, 1},   {4, 256, kAll, 256, 1, 4, 32, 1},
 };
 
-consteval bool has_forward_sm80_tile(int bytes, int width, Variant variant) {
+constexpr bool has_forward_sm80_tile(int bytes, int width, Variant variant) {
   return find_tile(kForwardSm80, bytes, width, variant) != nullptr;
 }
 
@@ -115,7 +115,7 @@ inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
     {6, 128, 128, 2, 16}, {6, 192, 192, 4, 16}, {6, 256, 256, 2, 32}, {6, 512, 256, 1, 16},
 };
 
-consteval bool has_backward_sm80_tile(int bytes, int width, Variant variant) {
+constexpr bool has_backward_sm80_tile(int bytes, int width, Variant variant) {
   return find_tile(kBackwardSm80, bytes, width, variant) != nullptr;
 }
 

@@ -4,32 +4,40 @@
 
 namespace flash_online::cuda {
 
-// A block of threads: `warpgroups` that compute, 64 queries each, and one that loads, `keys` at a time.
+// A block of threads: `warpgroups` that compute, 64 queries each (or all the same: split_values), and one that loads, `keys` at
+// a time.
 struct ForwardSm90 {
   int width, value_width;
   int warpgroups, keys;
-  int stages;              // buffers of keys, and as many of values
-  int query_buffers;       // of 64 queries each
-  bool held_query;         // as the products' left operand in registers, so that its buffer is free at once
-  bool staged_out;         // results leave through shared memory of their own and the copy engine, not from registers
-  bool in_turn;            // warpgroups start their products one after another
+  int stages;  // buffers of keys, and as many of values
+  int query_buffers;  // of 64 queries each
+  bool held_query;  // as the products' left operand in registers, so that its buffer is free behind the first of them
+  bool staged_out;  // results leave through shared memory of their own and the copy engine, not from registers
+  bool in_turn;  // warpgroups start their products one after another
   int section_rounds;  // how many tiles a block of threads takes from the heads that run side by side, under a causal mask
   int registers, loader_registers;
+  // All warpgroups take the same 64 queries: each makes all of their scores, but its part of the results' columns alone. Keys
+  // come in parts of the head dim.
+  bool split_values = false;
   int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps
 
   constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * drawers; }
-  constexpr int queries() const { return 64 * warpgroups; }
+  constexpr int row_groups() const { return split_values ? 1 : warpgroups; }
+  constexpr int queries() const { return 64 * row_groups(); }
+  constexpr int key_parts() const { return split_values ? 2 : 1; }
+  constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of a part each
 };
 
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},   {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
-    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},  {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
-    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40}, {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
+    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},          {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},         {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
+    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},        {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
+    {512, 512, 2, 64, 1, 1, false, false, false, 1, 232, 40, true},
 };
 
 inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm90[0]);
 
-inline constexpr int kWidestEverythingSm90 = 192;
+inline constexpr int kWidestEverythingSm90 = 192, kWidestPackedSm90 = 256;
 
 // What a kernel has besides plain attention: nothing, everything (softcap, ALiBi, bool masks, dropout) but a float mask, or
 // that too, whose tiles take shared memory.

@@ -3,6 +3,8 @@
 
 namespace flash_online::cuda {
 
+constexpr float kLog2E = 1.44269504f;
+
 // 2^x within 2 ulp, with results below 2^-126 flushed to 0: one instruction, where exp2f adds three for the denormal ones.
 __device__ __forceinline__ float exp2_flushed(float x) {
   float y;
@@ -25,7 +27,7 @@ __device__ __forceinline__ float tanh_of_exponent(float u) {
   factor = fmaf(factor, square, 0.000666250184f);
   factor = fmaf(factor, square, -0.0138759175f);
   factor = fmaf(factor, square, 0.346573591f);
-  return fabsf(u) < 1.44269504f ? u * factor : fmaf(-2, reciprocal(1 + exp2_flushed(u)), 1);
+  return fabsf(u) < kLog2E ? u * factor : fmaf(-2, reciprocal(1 + exp2_flushed(u)), 1);
 }
 
 }  // namespace flash_online::cuda

@@ -46,6 +46,12 @@ __device__ __forceinline__ uint64_t columns_descriptor(unsigned shared_address, 
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
 }
 constexpr uint64_t kDescriptorStep = 16;  // bytes
+// The same, but nothing that is derived from it is kept in registers from one use to the next: of a buffer that stands where it
+// stands the compiler would keep the descriptors of all steps.
+__device__ __forceinline__ uint64_t made_anew(uint64_t descriptor) {
+  asm volatile("" : "+l"(descriptor));
+  return descriptor;
+}
 // An operand that starts `bytes` further on, in 32 bits: a start is in a descriptor's low word and does not leave it.
 __device__ __forceinline__ uint64_t moved(uint64_t descriptor, unsigned bytes) {
   const uint64_t rest = descriptor >> 32 << 32;

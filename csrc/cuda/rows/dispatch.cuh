@@ -111,12 +111,12 @@ struct SplitRows {
 };
 
 // Blocks to be resident on a multiprocessor. What writes nothing of a row's size waits for reads alone: the more, the better.
-template <class Op, class Team, class T>
+template <class Op, class Team>
 constexpr int kHeldBlocks =
-    Op::kReduces && !Op::kSumsAgain && sizeof(T) == sizeof(float) ? 1280 / Team::kThreads : Team::kBlocks;
+    Op::kReduces && !Op::kSumsAgain ? (Team::kThreads == 512 ? 3 : 1280 / Team::kThreads) : Team::kBlocks;
 
 template <class Op, class Team, int kVectors, class T, class R>
-__global__ void __launch_bounds__(Team::kThreads, kHeldBlocks<Op, Team, T>)
+__global__ void __launch_bounds__(Team::kThreads, kHeldBlocks<Op, Team>)
     held_kernel(const __grid_constant__ RowProblem problem) {
   Op::template run<R>(problem, HeldRows<Team, kVectors, T>{problem, held_place<Team>(problem)});
 }
@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 template <class Op, class T, class R>
 bool launch_held(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
   bool launched = false;
-  visit_held<Op::kTensors>(vectors, [&]<class Team, int kVectors>() {
+  constexpr int64_t kMost = Op::kReduces ? kMostInRegisters : kMostInRegistersWritten;
+  visit_held<Op::kTensors, kMost>(vectors, [&]<class Team, int kVectors>() {
     const int64_t blocks = (problem.outer * problem.inner + Team::kRows - 1) / Team::kRows;
     if (blocks > 0x7fffffff) return;
     held_kernel<Op, Team, kVectors, T, R><<<static_cast<unsigned>(blocks), Team::kThreads, 0, stream>>>(problem);

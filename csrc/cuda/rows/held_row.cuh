@@ -1,5 +1,5 @@
 // Rows whose classes lie side by side, held on the chip: read once, in vectors of 16 bytes. A few lanes of a warp have a short
-// row, a block a longer one, in registers; the longest are in shared memory (shared_row.cuh). Which thread has which class
+// row, a block a longer one, in registers; longer ones are in shared memory (shared_row.cuh). Which thread has which class
 // depends on the row's length alone, not on where the row starts: a row that starts off a multiple of 16 bytes is read as
 // aligned vectors and shifted.
 #pragma once
@@ -49,9 +49,19 @@ __device__ __forceinline__ RowPlace held_place(const RowProblem& problem) {
   return held_place(problem, int64_t{blockIdx.x} * Team::kRows + Team::row());
 }
 
+// The vector of the lane so far after this one, or before it if below 0.
+template <int kDistance>
+__device__ __forceinline__ uint4 neighbor(const uint4& v) {
+  const auto of = [](unsigned word) {
+    return kDistance < 0 ? __shfl_up_sync(~0u, word, -kDistance) : __shfl_down_sync(~0u, word, kDistance);
+  };
+  return {of(v.x), of(v.y), of(v.z), of(v.w)};
+}
+
 // Vectors of a row: the ones of numbers first, first + step, ...; past its `classes` elements there are `filler`s. What is read
 // are aligned vectors that hold at least one element of the row, so that none reaches into memory that is not there.
-template <class T, int kVectors>
+// kTogether: the lanes of a warp have neighboring vectors of one row, and all of them are here.
+template <class T, bool kTogether = false, int kVectors>
 __device__ __forceinline__ void load_row(uint4 (&v)[kVectors], const T* row, int first, int step, int classes, uint4 filler) {
   constexpr int kElements = kPerVector<T>;
   const unsigned skip = misalignment(row);
@@ -65,9 +75,16 @@ __device__ __forceinline__ void load_row(uint4 (&v)[kVectors], const T* row, int
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int c = (first + i * step) * kElements;
+      uint4 next = filler;
+      bool has_next = false;
+      if constexpr (kTogether) {
+        next = neighbor<1>(v[i]);
+        has_next = threadIdx.x % kWarp != kWarp - 1 && c + kElements < classes;
+      }
       if (c < classes) {
         const bool more = (classes - c) * static_cast<int>(sizeof(T)) > kVectorBytes - static_cast<int>(skip);
-        v[i] = bytes_from(v[i], more ? load_streaming(aligned + int64_t{c} * sizeof(T) + kVectorBytes) : filler, skip);
+        if (!has_next) next = more ? load_streaming(aligned + int64_t{c} * sizeof(T) + kVectorBytes) : filler;
+        v[i] = bytes_from(v[i], next, skip);
       }
     }
   }
@@ -80,11 +97,26 @@ __device__ __forceinline__ void load_row(uint4 (&v)[kVectors], const T* row, int
   }
 }
 
-// Writes a vector's elements c, c + 1, ... of a row.
-template <class Result, int kElements>
+// Writes a vector's elements c, c + 1, ... of a row, as far as there are classes. kTogether as above: then a row that starts
+// off a multiple of 16 bytes is written in aligned vectors too, of the end of the lane before's and the beginning of one's own.
+template <bool kTogether = false, class Result, int kElements>
 __device__ __forceinline__ void store_vector(Result* row, int c, int classes, const float (&y)[kElements]) {
   constexpr int kBytes = kElements * static_cast<int>(sizeof(Result));
   Result* at = row + c;
+  if constexpr (kTogether && kBytes == kVectorBytes) {
+    const unsigned skip = misalignment(row);
+    if (skip != 0) {
+      const uint4 own = pack<Result>(y), before = neighbor<-1>(own);
+      const int lane = static_cast<int>(threadIdx.x) % kWarp, rest = kElements - static_cast<int>(skip / sizeof(Result));
+      const bool joined = lane != 0 && c + kElements <= classes;
+      const bool next_joins = lane != kWarp - 1 && c + 2 * kElements <= classes;
+      if (joined) store_streaming(reinterpret_cast<char*>(at) - skip, bytes_from(before, own, kVectorBytes - skip));
+#pragma unroll
+      for (int e = 0; e < kElements; ++e)
+        if (c + e < classes && !(e < rest ? joined : next_joins)) at[e] = narrow<Result>(y[e]);
+      return;
+    }
+  }
   if (c + kElements <= classes && misalignment(at) % (kBytes < kVectorBytes ? kBytes : kVectorBytes) == 0) {
     if constexpr (kBytes < kVectorBytes) {
       float padded[2 * kElements] = {};
@@ -130,7 +162,7 @@ class InRegisters {
   using Team = Team_;
   static constexpr int kVectors = kVectors_, kUnroll = kVectors;  // of loops over them
   __device__ __forceinline__ InRegisters(const T* row, int classes) {
-    load_row<T>(v_, row, Team::lane(), Team::lanes(), classes, lowest_vector<T>());
+    load_row<T, Team::kLanes >= kWarp>(v_, row, Team::lane(), Team::lanes(), classes, lowest_vector<T>());
   }
   __device__ __forceinline__ void wait() const {}  // until the vectors are there
   __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
@@ -193,17 +225,14 @@ class HeldRow {
   // The same, less `less` in one class.
   template <class Result, class F>
   __device__ __forceinline__ void write_less(const MutableView3& view, int64_t at, float less, const F& f) const {
-    Result* result = row_of<Result>(view, place_).data;
     const int that = static_cast<int>(at);
-    each_with(*this, [&](int c, const float (&x)[kElements], const float (&)[kElements]) {
-      float z[kElements];
+    put<Result>(*this, view, [&](int c, const float (&x)[kElements], const float (&)[kElements], float (&z)[kElements]) {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);
       if (c <= that && that < c + kElements) {  // not asked of every element
 #pragma unroll
         for (int e = 0; e < kElements; ++e) z[e] -= c + e == that ? less : 0.0f;
       }
-      store_vector(result, c, classes_, z);
     });
   }
 
@@ -224,12 +253,9 @@ class HeldRow {
   }
   template <class Result, class F>
   __device__ __forceinline__ void write_with(const HeldRow& other, const MutableView3& view, const F& f) const {
-    Result* result = row_of<Result>(view, place_).data;
-    each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
-      float z[kElements];
+    put<Result>(other, view, [&](int c, const float (&x)[kElements], const float (&y)[kElements], float (&z)[kElements]) {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e], y[e]);
-      store_vector(result, c, classes_, z);
     });
   }
 
@@ -266,14 +292,27 @@ class HeldRow {
   template <class F>
   __device__ __forceinline__ void each_with(const HeldRow& other, const F& f) const {
 #pragma unroll Vectors::kUnroll
+    for (int i = 0; i < kVectors; ++i) with_vector(i, other, f);
+  }
+  // Writes z of f(class, elements, the other row's elements, z).
+  template <class Result, class F>
+  __device__ __forceinline__ void put(const HeldRow& other, const MutableView3& view, const F& f) const {
+    Result* result = row_of<Result>(view, place_).data;
+#pragma unroll Vectors::kUnroll
     for (int i = 0; i < kVectors; ++i) {
-      const int c = class_of(i);
-      if (c < classes_) {
-        float x[kElements], y[kElements];
-        unpack<T>(vectors_.anew(i, sum_), x);
-        unpack<T>(other.vectors_[i], y);
-        f(c, x, y);
-      }
+      float z[kElements] = {};
+      with_vector(i, other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) { f(c, x, y, z); });
+      store_vector<Team::kLanes >= kWarp>(result, class_of(i), classes_, z);
+    }
+  }
+  template <class F>
+  __device__ __forceinline__ void with_vector(int i, const HeldRow& other, const F& f) const {
+    const int c = class_of(i);
+    if (c < classes_) {
+      float x[kElements], y[kElements];
+      unpack<T>(vectors_.anew(i, sum_), x);
+      unpack<T>(other.vectors_[i], y);
+      f(c, x, y);
     }
   }
 
@@ -285,13 +324,16 @@ class HeldRow {
 
 // ---- which team
 
-constexpr int64_t kMostInRegisters = 2048;  // vectors of a row, all its tensors counted
+// Vectors of a row, all its tensors counted, that registers hold: of one that is read alone, and of one that is written too.
+// Longer ones of those are in shared memory, where more of them are on their way at once than registers are.
+constexpr int64_t kMostInRegisters = 2048, kMostInRegistersWritten = 512;
 
 // Calls f.operator()<Team, vectors>() with the team that holds rows of so many vectors of each of kTensors tensors in
 // registers; false if none does. The length alone decides, so that a row's result does not depend on how many rows there are.
-template <int kTensors, class F>
+template <int kTensors, int64_t kMost, class F>
 bool visit_held(int64_t vectors, const F& f) {
   const int64_t all = vectors * kTensors;
+  if (all > kMost) return false;
   if (all <= 16)
     f.template operator()<HeldTeam<8, 128>, 2 / kTensors>();
   else if (all <= 32)
@@ -302,14 +344,14 @@ bool visit_held(int64_t vectors, const F& f) {
     f.template operator()<HeldTeam<32, 128>, 4 / kTensors>();
   else if (all <= 256)
     f.template operator()<HeldTeam<64, 64>, 4 / kTensors>();
-  else if (all <= 512)
+  else if (all <= kMostInRegistersWritten)
     f.template operator()<HeldTeam<128, 128>, 4 / kTensors>();
-  else if (all <= 1024)
-    f.template operator()<HeldTeam<256, 256>, 4 / kTensors>();
-  else if (all <= kMostInRegisters)
-    f.template operator()<HeldTeam<512, 512>, 4 / kTensors>();
-  else
-    return false;
+  else if constexpr (kMost > kMostInRegistersWritten) {
+    if (all <= 1024)
+      f.template operator()<HeldTeam<256, 256>, 4 / kTensors>();
+    else
+      f.template operator()<HeldTeam<512, 512>, 4 / kTensors>();
+  }
   return true;
 }
 

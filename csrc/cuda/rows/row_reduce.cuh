@@ -17,7 +17,7 @@ namespace flash_online::cuda {
 struct FastNatural {
   FLASH_ONLINE_HD static float exp(float x) {
 #ifdef __CUDA_ARCH__
-    return exp2_flushed(x * 1.44269504f);
+    return exp2_flushed(x * kLog2E);
 #else
     return ::expf(x);
 #endif
@@ -31,15 +31,15 @@ using RowState = OnlineSoftmax<float, FastNatural>;
 // are off by one factor, which cancels in a quotient and is taken out of a sum. Only for a maximum that keeps it near 1.
 class NearWeights {
  public:
-  static constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+  static constexpr float kLn2 = 0.693147181f;
   __device__ __forceinline__ static bool serve(float max) { return fabsf(pivot(max)) <= 4096; }
-  __device__ __forceinline__ explicit NearWeights(float max) : point_(pivot(max)), c_(point_ * kLog2e) {}
-  __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(fmaf(x, kLog2e, -c_)); }
+  __device__ __forceinline__ explicit NearWeights(float max) : point_(pivot(max)), c_(point_ * kLog2E) {}
+  __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(fmaf(x, kLog2E, -c_)); }
   // A sum of these weights as one of RowState::weight(); and the factor of a quotient with such a sum.
   __device__ __forceinline__ float exact(float sum) const { return fmaf(sum, -off(), sum); }
 
  private:
-  __device__ __forceinline__ float off() const { return fmaf(point_, kLog2e, -c_) * kLn2; }
+  __device__ __forceinline__ float off() const { return fmaf(point_, kLog2E, -c_) * kLn2; }
   float point_, c_;
 };
 
@@ -61,9 +61,9 @@ template <class Result, class F>
 __device__ __forceinline__ void visit_probabilities(const RowState& state, const F& f) {
   if constexpr (sizeof(Result) < sizeof(float)) {
     constexpr float kMost = 512;  // a difference of 2^-15 in the exponent
-    const float c = fmaf(pivot(state.max), NearWeights::kLog2e, log2f(state.sum));
+    const float c = fmaf(pivot(state.max), kLog2E, log2f(state.sum));
     if (fabsf(c) <= kMost) {
-      f([&](float x) { return exp2_flushed(fmaf(x, NearWeights::kLog2e, -c)); });
+      f([&](float x) { return exp2_flushed(fmaf(x, kLog2E, -c)); });
       return;
     }
   }

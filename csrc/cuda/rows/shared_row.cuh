@@ -85,10 +85,11 @@ class InShared {
       }
     } else {
       constexpr int kAtOnce = 4;
+      static_assert(kVectors % kAtOnce == 0);
 #pragma unroll 1
       for (int i = 0; i < kVectors; i += kAtOnce) {
         uint4 v[kAtOnce];
-        load_row<T>(v, row, Team::lane() + i * Team::lanes(), Team::lanes(), classes, lowest_vector<T>());
+        load_row<T, true>(v, row, Team::lane() + i * Team::lanes(), Team::lanes(), classes, lowest_vector<T>());
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) *slot(i + j) = v[j];
       }
@@ -142,7 +143,9 @@ void launch_shared_rows(const RowProblem& problem, int cluster, cudaStream_t str
 
 // ---- which team
 
-// Measured: the smaller the blocks, the better, and most of them in a cluster.
+// Measured: the smaller the blocks, the better, and most of them in a cluster; but rows that a block holds at once need none.
+using ShortTeam = SharedTeam<128, 8, 9, false>;
+using MediumTeam = SharedTeam<256, 8, 5, false>;
 using BlockAlone = SharedTeam<256, 16, 3, false>;
 using SmallTeam = SharedTeam<256, 8, 5, true>;
 using MiddleTeam = SharedTeam<256, 16, 3, true>;
@@ -164,7 +167,9 @@ inline int64_t most_held_vectors(bool reduces) {
 // the length alone decides.
 template <class F>
 void visit_shared(int64_t vectors, const F& f) {
-  if (vectors <= kMostInRegisters || vectors > most_held_vectors(false)) return;
+  if (vectors <= kMostInRegistersWritten || vectors > most_held_vectors(false)) return;
+  if (vectors <= ShortTeam::kBlockVectors) return f.template operator()<ShortTeam>(1);
+  if (vectors <= MediumTeam::kBlockVectors) return f.template operator()<MediumTeam>(1);
   const int most = largest_cluster();
   if (most == 1) return f.template operator()<BlockAlone>(1);
   const auto cluster = [&](int block) {

@@ -197,7 +197,8 @@ class SplitRow {
   }
   __device__ __forceinline__ void load(uint4 (&v)[kSplitVectors], int64_t at, uint4 filler) const {
     const int64_t left = end_ - at;
-    load_row<T>(v, row_ + at, threadIdx.x, SplitTeam::kThreads, static_cast<int>(left < kChunk<T> ? left : kChunk<T>), filler);
+    load_row<T, true>(v, row_ + at, threadIdx.x, SplitTeam::kThreads, static_cast<int>(left < kChunk<T> ? left : kChunk<T>),
+                      filler);
   }
   template <class F>
   __device__ __forceinline__ void each_with(const SplitRow& other, const F& f) const {
