@@ -5,6 +5,7 @@ FLASH_ONLINE_KERNEL=sm80 in the environment runs all of it on the general kernel
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -139,6 +140,36 @@ def test_gradients_of_large_masks(made, mask_dtype):
 def test_packed_sequences_of_many_lengths(dtype):
     lengths = tuple((random.Random(n).choice([0, 1, 63, 64, 65, 128, 200, 513]),) * 2 for n in range(40))
     Packed(dtype=dtype, heads=(4, 2, 2), lengths=lengths, widths=(64, 64), options={"causal": True}).check()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_packed_sequences_of_unlike_lengths(width):
+    """Who has time takes the next tile; the last one of the longest sequence has rows for few of its threads."""
+    lengths = tuple((n, n) for n in (3000, 1, 700, 64, 2000, 129))
+    Packed(heads=(4, 2, 2), dtype=torch.bfloat16, lengths=lengths, widths=(width, width), options={"causal": True}).check()
+
+
+@pytest.mark.parametrize("longest", [64, 700])
+def test_more_packed_sequences_than_are_ordered_together(longest):
+    choose = random.Random(longest)
+    lengths = tuple((choose.choice([0, 1, 33, 64, longest]), choose.choice([0, 1, 65, longest])) for _ in range(300))
+    Packed(heads=(2, 1, 1), dtype=torch.float16, lengths=lengths, widths=(64, 64), options={"causal": True}).check()
+
+
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_packed_results_repeat(width):
+    """Short tiles follow each other closely: what is loaded for the next must not reach the one before."""
+    choose = random.Random(width)
+    lengths = [choose.choice([0, 1, 5, 63, 64, 65, 128, 200, 513]) for _ in range(60)]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    query, key, value = (gpu(sum(lengths), heads, width) for heads in (4, 2, 2))
+
+    def call():
+        return flash_online.varlen_attention(query, key, value, starts, starts, 513, 513, causal=True, return_lse=True)
+
+    expected = call()
+    for _ in range(100):
+        assert all(torch.equal(got, first) for got, first in zip(call(), expected, strict=True))
 
 
 def test_packed_lengths_are_not_read_by_the_host():
