@@ -54,9 +54,13 @@ constexpr Forward kForwardOnSm90{
         [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
           const MaskTables tables = mask_tables_of(problem, workspace);
           fill_mask_tables(problem, tables, stream);
-          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, tables, stream); });
+          unsigned* const taken = forward_sm90_takes_tiles(problem) ? static_cast<unsigned*>(workspace) : nullptr;
+          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, tables, taken, stream); });
         },
-    .workspace = [](const AttentionProblem& problem) { return mask_tables_of(problem, nullptr).bytes(); },
+    .workspace =
+        [](const AttentionProblem& problem) {
+          return forward_sm90_takes_tiles(problem) ? int64_t{sizeof(unsigned)} : mask_tables_of(problem, nullptr).bytes();
+        },
 };
 
 constexpr Forward kForwardOnSm80{

@@ -24,6 +24,7 @@
 #include "../hw/wgmma.cuh"
 #include "block_map.cuh"
 #include "families.h"
+#include "packed_walk.cuh"
 #include "schedule.cuh"
 #include "tiles_sm90.h"
 
@@ -73,9 +74,8 @@ struct ForwardSm90Arguments {
   float keep_scale;  // of dropout: 1 / (1 - p)
   float *lse, *lse_low;
   int64_t lse_stride[2];
-  // Packed: `batch` is 1, `queries` and `keys` are a sequence's at most, tiles are those of BlockList.
-  const int32_t *query_starts, *key_starts;
-  int sequences, total_queries, total_keys;
+  // Packed: `batch` is 1, `queries` and `keys` are a sequence's at most.
+  PackedList packed;
   bool lower_right;
 };
 
@@ -132,7 +132,7 @@ struct ForwardSm90Kernel {
   // What the warpgroups take must be there: the block has what all threads were launched with, in eights, else they wait for
   // good.
   static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers + kTile.drawers / 4 * kTile.drawer_registers <=
-                (65536 / kTile.threads() / 8 * 8) * (kTile.threads() / 128));
+                (65536 / (kTile.threads() * kTile.blocks) / 8 * 8) * (kTile.threads() / 128));
   static_assert(!kPacked || kTile.value_width <= kWarp * kPerVector<T>);
   static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
 
@@ -152,8 +152,11 @@ struct ForwardSm90Kernel {
   struct alignas(kBoxAlignment) Mask {
     uint16_t box[kGroups][kRows][kBoxColumns];
   };
-  struct Ragged {
+  using Walk = std::conditional_t<kPacked, PackedWalk<kTile.queries()>, TileWalk>;
+  struct Packed {
     uint64_t value_there[kStages];  // of values that the tail is to be cleared of
+    uint64_t tile_wanted;  // where tiles are taken: by the loading warp
+    typename PackedWalk<kTile.queries()>::Shared walk;
   };
   // These come with the keys, by stages.
   struct Masks {
@@ -214,6 +217,8 @@ struct ForwardSm90Kernel {
   static constexpr int kFar = 1 << 30;  // behind the last key
   // Blocks of others that a warpgroup may pass over while it holds one's values: the rest of the ring.
   static constexpr int kSkips = kMasked ? kStages - 1 : 0;
+  // Where tiles are taken, the loading of one asks for the next so many blocks before the first warpgroup's last.
+  static constexpr int kWantAhead = 4;
 
   struct Shared {
     Query query[kQueries];
@@ -226,9 +231,11 @@ struct ForwardSm90Kernel {
     uint64_t job_full[kJobs], job_empty[kJobs];
     uint64_t query_full[kQueries], query_empty[kQueries];
     uint64_t key_full[kKeyStages], key_empty[kKeyStages], value_full[kStages], value_empty[kStages];
-    [[no_unique_address]] std::conditional_t<kPacked, Ragged, Nothing> ragged;
+    [[no_unique_address]] std::conditional_t<kPacked, Packed, Nothing> packed;
   };
   static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
+  // Of a multiprocessor's 228 KiB each block of threads takes 1 more.
+  static_assert(kTile.blocks * (kSharedBytes + 1024) <= 228 << 10);
 
   // Named barriers.
   static constexpr int kVote = 1, kTurn = 1 + kTile.warpgroups;
@@ -338,31 +345,35 @@ struct ForwardSm90Kernel {
 
   __device__ static void plan(const ForwardSm90Arguments& a, Shared& shared, int lane) {
     RingPlace<kJobs> place;
-    TileWalk walk;
+    Walk walk = [&] {
+      if constexpr (kPacked)
+        return Walk(a.packed, shared.packed.walk);
+      else
+        return Walk{};
+    }();
+    int queries = a.queries, keys = a.keys;
+    [[maybe_unused]] int query_begin = 0, key_begin = 0, sequence = -1;
+    [[maybe_unused]] unsigned wanted = 0;
     for (bool more = true; more; place.advance()) {
-      TileWalk::Place next = walk.next(a);
-      Visibility visible = a.visible;
-      int queries = a.queries, keys = a.keys;
-      [[maybe_unused]] int query_begin = 0, key_begin = 0;
+      TileWalk::Place next;
       if constexpr (kPacked) {
-        // Places that no sequence has a tile for are passed over.
-        for (; next.batch >= 0; next = walk.next(a)) {
-          next.batch =
-              static_cast<int>(sequence_at(a.query_starts, a.sequences, a.total_queries, kTile.queries(), next.row_tile));
-          const Rows rows = packed_rows(a.query_starts, next.batch, a.queries, a.total_queries);
-          query_begin = static_cast<int>(rows.begin);
-          queries = static_cast<int>(rows.count);
-          next.row_tile -= query_begin / kTile.queries() + next.batch;
-          if (next.row_tile >= 0 && next.row_tile * kTile.queries() < queries) break;
+        const typename Walk::Place of = walk.next();
+        next = {of.sequence, of.head, of.row_tile};
+        if (next.batch >= 0 && next.batch != sequence) {
+          sequence = next.batch;
+          const Rows query_rows = packed_rows(a.packed.query_starts, sequence, a.queries, a.packed.total_queries),
+                     key_rows = packed_rows(a.packed.key_starts, sequence, a.keys, a.packed.total_keys);
+          query_begin = static_cast<int>(query_rows.begin);
+          queries = static_cast<int>(query_rows.count);
+          key_begin = static_cast<int>(key_rows.begin);
+          keys = static_cast<int>(key_rows.count);
         }
-        if (next.batch >= 0) {
-          const Rows rows = packed_rows(a.key_starts, next.batch, a.keys, a.total_keys);
-          key_begin = static_cast<int>(rows.begin);
-          keys = static_cast<int>(rows.count);
-          if (a.lower_right) visible.offset = keys - queries;
-        }
+      } else {
+        next = walk.next(a);
       }
       more = next.batch >= 0;
+      Visibility visible = a.visible;
+      if (kPacked && a.lower_right) visible.offset = keys - queries;
       const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), queries) - 1;
       const KeyRange band = band_of(visible, first, kFar);
       const int band_begin = static_cast<int>(band.begin), band_end = static_cast<int>(band.end);
@@ -401,6 +412,11 @@ struct ForwardSm90Kernel {
       if constexpr (kMasked)
         if (more) plan_mask(a, job, lane);
       if (lane == 0) arrive(&shared.job_full[place.stage]);
+      if constexpr (kPacked) {
+        // Who takes tiles takes them late: what is left is then shared out by who has time.
+        if (more && a.packed.taken) wait(&shared.packed.tile_wanted, wanted), wanted ^= 1;
+        walk.take();
+      }
     }
   }
 
@@ -461,6 +477,13 @@ struct ForwardSm90Kernel {
         const int first_block = next_read(job, begin, end), key_row = key_begin(job);
         [[maybe_unused]] const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step,
                                    mask_query = first_query;
+        // A warpgroup behind its last block waits for the next tile before it releases what others see.
+        [[maybe_unused]] int want_at = end_block;
+        if constexpr (kPacked) {
+#pragma unroll
+          for (int i = 0; i < kGroups; ++i) want_at = min(want_at, job.group[i].end);
+          want_at = max(want_at - kWantAhead, first_block);
+        }
 #pragma unroll 1
         for (int block = first_block; block < end_block; block = next_read(job, block + 1, end_block)) {
           wait(&shared.key_empty[place.stage], place.parity ^ 1);
@@ -491,18 +514,22 @@ struct ForwardSm90Kernel {
           // This tile's queries behind its first keys, the next tile's as early as they find a buffer.
           if (block == first_block) {
             load_queries(true);
-            fetch();
-          } else {
+            if constexpr (!kPacked) fetch();
+          } else if (!kPacked || stage != tile) {
             load_queries(false);
           }
+          if constexpr (kPacked)
+            if (block == want_at) arrive(&shared.packed.tile_wanted);
           if constexpr (!kSplit) {
             wait(&shared.value_empty[place.stage], place.parity ^ 1);
             uint64_t* value_there = &shared.value_full[place.stage];
             if constexpr (kPacked)
-              if ((block + 1) * kKeys > job.of.keys) value_there = &shared.ragged.value_there[place.stage];
+              if ((block + 1) * kKeys > job.of.keys) value_there = &shared.packed.value_there[place.stage];
             load_value(a, shared.value[place.stage], key_row + block * kKeys, value_head, value_batch, value_there);
           }
           place.advance();
+          if (kPacked && stage == tile && (block + 1 == end_block || is_over(&shared.job_full[next.stage], next.parity)))
+            fetch();
         }
         if (kHoldsJob) arrive(&shared.job_empty[tile]);
       }
@@ -602,7 +629,7 @@ struct ForwardSm90Kernel {
       next.advance();
       if (valid >= kKeys) continue;
       const int stage = (blocks - 1) % kStages;
-      wait(&shared.ragged.value_there[stage], parities >> stage & 1);
+      wait(&shared.packed.value_there[stage], parities >> stage & 1);
       parities ^= 1u << stage;
       constexpr int kChunks = static_cast<int>(kRowBytes) / kVectorBytes;
       const int first = max(valid, 0) * kChunks;
@@ -621,8 +648,8 @@ struct ForwardSm90Kernel {
 
   __device__ static void clear_unowned(const ForwardSm90Arguments& a, int lane) {
 #pragma unroll 1
-    for (int n = static_cast<int>(blockIdx.x); n <= a.sequences; n += static_cast<int>(gridDim.x)) {
-      const Rows rows = unowned_rows(a.query_starts, a.sequences, n, a.queries, a.total_queries);
+    for (int n = static_cast<int>(blockIdx.x); n <= a.packed.sequences; n += static_cast<int>(gridDim.x)) {
+      const Rows rows = unowned_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries);
       const int begin = static_cast<int>(rows.begin), end = begin + static_cast<int>(rows.count);
 #pragma unroll 1
       for (int row = begin; row < end; ++row)
@@ -1308,8 +1335,9 @@ struct ForwardSm90Kernel {
       for (int i = 0; i < kStages; ++i) {
         init_barrier(&shared.value_full[i], 1);
         init_barrier(&shared.value_empty[i], kReaders);
-        if constexpr (kPacked) init_barrier(&shared.ragged.value_there[i], 1);
+        if constexpr (kPacked) init_barrier(&shared.packed.value_there[i], 1);
       }
+      if constexpr (kPacked) init_barrier(&shared.packed.tile_wanted, 1);
       publish_barriers();
     }
     __syncthreads();
@@ -1336,7 +1364,7 @@ struct ForwardSm90Kernel {
 };
 
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kTile.threads(), 1)
+__global__ void __launch_bounds__(Tile::kTile.threads(), Tile::kTile.blocks)
     attention_forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
   using Kernel = ForwardSm90Kernel<T, Tile>;
@@ -1344,6 +1372,19 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), 1)
   const unsigned base = shared_address(dynamic), skip = (kBoxAlignment - base % kBoxAlignment) % kBoxAlignment;
   Kernel::run(a, *reinterpret_cast<typename Kernel::Shared*>(dynamic + skip));
 #endif
+}
+
+inline bool wants_everything(const AttentionProblem& p) {
+  return p.softcap > 0 || p.alibi_slopes || p.mask.data || p.dropout != 0;
+}
+
+// Whether a row for little work is the better one; otherwise tiles are of `wide` queries.
+inline bool has_little_work(const AttentionProblem& p, const ForwardSm90& tile, int wide) {
+  if (p.queries <= tile.most_queries) return true;
+  if (p.query_starts) return false;
+  const Visibility& v = p.visible;
+  const bool narrow = v.left >= 0 && v.right >= 0 && v.left + v.right <= tile.most_window;
+  return narrow || 2 * p.batch * p.heads * ((p.queries + wide - 1) / wide) <= multiprocessors();
 }
 
 // How many heads' tiles are dealt out together, where tiles differ in work: what fills `least_rounds` rounds of `blocks` tiles,
@@ -1364,7 +1405,7 @@ inline int64_t section_heads(int64_t heads, int64_t heads_a_key, int64_t row_til
 }
 
 template <class T, class Tile>
-void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cudaStream_t stream) {
+void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Tile>;
   constexpr ForwardSm90 kTile = Tile::kTile;
   constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
@@ -1403,20 +1444,29 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
   a.keys = static_cast<int>(p.keys);
   a.value_width = static_cast<int>(p.value_width);
   a.row_tiles = static_cast<int>(BlockList::of(p, false, p.heads, kTile.queries()).blocks);
-  a.uneven = kPacked || p.visible.left >= 0 || p.visible.right >= 0;
+  a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
   a.batch_within = false;
+  const int64_t places = int64_t{multiprocessors()} * kTile.blocks;
   if constexpr (kPacked) {
-    a.query_starts = p.query_starts;
-    a.key_starts = p.key_starts;
-    a.sequences = static_cast<int>(p.batch);
-    a.total_queries = static_cast<int>(p.total_queries);
-    a.total_keys = static_cast<int>(p.total_keys);
     a.lower_right = p.lower_right;
+    a.packed = {.query_starts = p.query_starts,
+                .key_starts = p.key_starts,
+                .sequences = static_cast<int>(p.batch),
+                .total_queries = static_cast<int>(p.total_queries),
+                .total_keys = static_cast<int>(p.total_keys),
+                .queries = a.queries,
+                .keys = a.keys,
+                .heads = a.heads,
+                .heads_a_key = a.heads_a_key,
+                .level_keys = taken ? a.keys / kWarp + 1 : 0,
+                .taken = taken};
+    if (taken) check(cudaMemsetAsync(taken, 0, sizeof(*taken), stream), "cudaMemsetAsync");
+  } else {
+    const int64_t heads = batch * p.heads, head_bytes = keys * (p.width + p.value_width) * int64_t{sizeof(T)};
+    a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles,
+                                                                head_bytes / a.heads_a_key + 1, places, kTile.section_rounds)
+                                                : heads);
   }
-  const int64_t heads = batch * p.heads, head_bytes = keys * (p.width + p.value_width) * int64_t{sizeof(T)};
-  a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles, head_bytes / a.heads_a_key + 1,
-                                                              multiprocessors(), kTile.section_rounds)
-                                              : heads);
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
   a.bends = p.softcap > 0 || p.alibi_slopes;
@@ -1465,45 +1515,48 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, cu
   a.lse = static_cast<float*>(p.lse);
   a.lse_low = static_cast<float*>(p.lse_low);
   for (int i = 0; i < 2; ++i) a.lse_stride[i] = p.lse_stride[i];
-  const int64_t blocks = std::clamp(batch * p.heads * a.row_tiles, int64_t{1}, int64_t{multiprocessors()});
+  const int64_t blocks = std::clamp(batch * p.heads * a.row_tiles, int64_t{1}, places);
   launch<attention_forward_sm90<T, Tile>>(a, blocks, kTile.threads(), Kernel::kSharedBytes, stream);
 }
 
 template <class T, int kRow, bool kPacked>
-void launch_forward_sm90_row(const AttentionProblem& problem, const MaskTables& tables, cudaStream_t stream) {
+void launch_forward_sm90_row(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
   using With = ForwardSm90With;
-  if constexpr (kForwardSm90[kRow].width <= kWidestEverythingSm90) {
+  if constexpr (kForwardSm90[kRow].most_queries == 0 && kForwardSm90[kRow].width <= kWidestEverythingSm90) {
     if constexpr (!kPacked)
       if (problem.mask.data && problem.mask_dtype != DType::kBool)
-        return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kFloatMask, false>>(problem, tables, stream);
-    if (problem.softcap > 0 || problem.alibi_slopes || problem.mask.data || problem.dropout != 0)
-      return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kEverything, kPacked>>(problem, tables, stream);
+        return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kFloatMask, false>>(problem, tables, taken, stream);
+    if (wants_everything(problem))
+      return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kEverything, kPacked>>(problem, tables, taken, stream);
   }
-  launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kNothing, kPacked>>(problem, tables, stream);
+  launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kNothing, kPacked>>(problem, tables, taken, stream);
 }
 
-// In the first row of this width that holds the values, from kRow on.
+// In the first row of this width that is made for the problem, from kRow on.
 template <int kWidth, int kRow = 0>
-void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tables, cudaStream_t stream) {
+void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
   static_assert(kRow < kForwardSm90Rows, "no row in kForwardSm90");
   constexpr ForwardSm90 kTile = kForwardSm90[kRow];
   if constexpr (kTile.width != kWidth) {
-    forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, stream);
+    forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, taken, stream);
   } else {
     if constexpr (kTile.value_width < kWidth)
-      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, stream);
+      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, taken, stream);
+    if constexpr (kTile.most_queries > 0)
+      if (wants_everything(problem) || !has_little_work(problem, kTile, kForwardSm90[kRow + 1].queries()))
+        return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, taken, stream);
     const auto visit = [&]<class T>(T) {
       if constexpr (kWidth <= kWidestPackedSm90)
-        if (problem.query_starts) return launch_forward_sm90_row<T, kRow, true>(problem, tables, stream);
-      launch_forward_sm90_row<T, kRow, false>(problem, tables, stream);
+        if (problem.query_starts) return launch_forward_sm90_row<T, kRow, true>(problem, tables, taken, stream);
+      launch_forward_sm90_row<T, kRow, false>(problem, tables, taken, stream);
     };
     problem.dtype == DType::kFloat16 ? visit(__half{}) : visit(__nv_bfloat16{});
   }
 }
 
 template <int kWidth>
-void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, CUstream_st* stream) {
-  forward_sm90_in_row<kWidth>(problem, tables, stream);
+void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, CUstream_st* stream) {
+  forward_sm90_in_row<kWidth>(problem, tables, taken, stream);
 }
 
 }  // namespace flash_online::cuda

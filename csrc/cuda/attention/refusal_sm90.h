@@ -51,6 +51,13 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   return nullptr;
 }
 
+// Whether forward_sm90's blocks of threads take their tiles one by one, from a counter: where tiles differ so much in work that
+// dealing them out in turn leaves some blocks without. It is packed sequences that do, and they have no mask.
+inline bool forward_sm90_takes_tiles(const AttentionProblem& p) {
+  constexpr int64_t kFewKeys = 512;  // of a sequence: whatever the tiles, the end of the work is not far
+  return p.query_starts && p.keys > kFewKeys;
+}
+
 constexpr int kLongestBackwardSm90 = 1 << 28;  // queries and keys
 
 // Why backward_sm90 does not take a problem; null: it does. Gradients that are not there yet are no reason.

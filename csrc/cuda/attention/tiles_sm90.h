@@ -19,6 +19,10 @@ struct ForwardSm90 {
   // All warpgroups take the same 64 queries: each makes all of their scores, but its part of the results' columns alone. Keys
   // come in parts of the head dim.
   bool split_values = false;
+  int blocks = 1;  // of threads, on a multiprocessor at a time
+  // Of a row for little work, without everything: it takes sequences of up to so many queries, windows of up to so many keys,
+  // and what would leave half of the multiprocessors without a tile of the next row's. 0: a row for all.
+  int most_queries = 0, most_window = 0;
   int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps
 
   constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * drawers; }
@@ -28,10 +32,16 @@ struct ForwardSm90 {
   constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of a part each
 };
 
+// Of one width those for little work first.
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},          {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
-    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},         {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
-    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},        {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
+    {64, 64, 1, 64, 3, 2, false, true, false, 8, 128, 32, false, 3, 256, 512},
+    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},
+    {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {128, 128, 1, 64, 2, 1, true, true, false, 1, 208, 40, false, 2, 64, 128},
+    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
+    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},
+    {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
     {512, 512, 2, 64, 1, 1, false, false, false, 1, 232, 40, true},
 };
 
@@ -60,10 +70,14 @@ struct ForwardSm90Tile {
       tile.registers = tile.warpgroups == 3 ? (many ? 120 : 128) : many ? 184 : tile.width > 128 ? 216 : 208;
       tile.loader_registers = tile.width > 128 ? 40 : 48;
       tile.drawer_registers = many ? 32 : tile.loader_registers;
-    } else if (kPacked) {
+    } else if (kPacked && tile.warpgroups == 1) {  // there is more to plan
+      tile.blocks = 2;
+      tile.registers = 200;
+      tile.loader_registers = 56;
+    } else if (kPacked && tile.width <= 192) {
       if (tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
       tile.registers = tile.warpgroups == 3 ? 152 : 224;
-      tile.loader_registers = 56;  // there is more to plan
+      tile.loader_registers = 56;
     }
     return tile;
   }();
