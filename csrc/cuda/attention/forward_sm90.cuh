@@ -49,8 +49,8 @@ struct ForwardSm90Arguments {
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
-  float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind adjust()
-  float score_scale;  // of adjust(): the problem's times log2(e)
+  float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind a softcap
+  float added_scale;  // what ALiBi and a mask add, in the scores' units: log2(e) / scale
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
   const float* sinks;
   const float* alibi_slopes;
@@ -58,7 +58,7 @@ struct ForwardSm90Arguments {
   void* out;
   int64_t out_stride[3];
   MaskWay mask_way;
-  bool bends;  // scores are more than products: adjust()
+  bool bends;  // scores are more than products and a mask: adjust()
   int mask_rows;  // of a box: 64, or 1 that all queries share
   // Bytes from one block of the map to the next, 0 where it is broadcast.
   const uint8_t* map;
@@ -114,7 +114,8 @@ struct TileWalk {
 template <class T, class Tile>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90 kTile = Tile::kTile;
-  static constexpr bool kEverything = Tile::kEverything, kPacked = Tile::kPacked;
+  static constexpr bool kEverything = Tile::kEverything, kFloatMask = Tile::kFloatMask, kPacked = Tile::kPacked;
+  static constexpr bool kMasked = kEverything && !kPacked;  // whether there may be a mask, and then its map
   static constexpr int kGroups = kTile.row_groups(), kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kSplit = kTile.split_values;
   static_assert(!kSplit || (!kEverything && !kPacked && !kTile.held_query && !kTile.staged_out));
@@ -130,8 +131,8 @@ struct ForwardSm90Kernel {
   static constexpr int kOutRows = 16;  // of a warp: it stores its rows by itself
   // What the warpgroups take must be there: the block has what all threads were launched with, in eights, else they wait for
   // good.
-  static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers <=
-                (65536 / (kTile.threads() * kTile.blocks) / 8 * 8) * (kTile.warpgroups + 1));
+  static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers + kTile.drawers / 4 * kTile.drawer_registers <=
+                (65536 / (kTile.threads() * kTile.blocks) / 8 * 8) * (kTile.threads() / 128));
   static_assert(!kPacked || kTile.value_width <= kWarp * kPerVector<T>);
   static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
 
@@ -147,10 +148,9 @@ struct ForwardSm90Kernel {
   struct alignas(kBoxAlignment) Out {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
-  static constexpr int kMaskBoxes = kKeys / kHalfBoxColumns;  // beside each other
-  static constexpr int kMaskAhead = 6;  // blocks that a mask's boxes are asked for before they are loaded
+  static_assert(!kEverything || (kKeys == kMapBlock && kRows == kMapBlock && kKeys == kBoxColumns));
   struct alignas(kBoxAlignment) Mask {
-    uint16_t box[kGroups][kMaskBoxes][kRows][kHalfBoxColumns];
+    uint16_t box[kGroups][kRows][kBoxColumns];
   };
   using Walk = std::conditional_t<kPacked, PackedWalk<kTile.queries()>, TileWalk>;
   struct Packed {
@@ -158,20 +158,25 @@ struct ForwardSm90Kernel {
     uint64_t tile_wanted;  // where tiles are taken: by the loading warp
     typename PackedWalk<kTile.queries()>::Shared walk;
   };
+  // These come with the keys, by stages.
   struct Masks {
-    Mask stage[kStages];  // of the key's stage
+    Mask stage[kStages];
+  };
+  static constexpr int kParts = std::max(kTile.drawers / 2, 1), kPartKeys = kKeys / kParts;  // of a block, to draw
+  struct Drawn {
+    // A bit a key, of a query's.
+    alignas(8) std::conditional_t<kPartKeys == 16, uint16_t, unsigned> kept[kStages][kTile.queries()][kParts];
   };
   struct Nothing {};
   // What a mask is to a tile: a bit for each 2^shift of its blocks.
   static constexpr int kMapWords = 16, kMapBits = 32 * kMapWords;
   struct Map {
     int shift;
-    unsigned seen[kMapWords];  // whether it is read at all; one of each warpgroup's blocks is
-    unsigned plain[kMapWords];  // whether the mask neither hides nor adds anything
-  };
-  // Blocks that are read for the sake of other warpgroups: before and behind those of this one.
-  struct Others {
-    int before, behind;
+    unsigned read[kMapWords];  // whether any warpgroup takes it
+    struct {
+      unsigned taken[kMapWords];
+      unsigned plain[kMapWords];  // whether nothing is hidden or added
+    } group[kGroups];
   };
   // Of a packed sequence: its first rows in the tensors, and how many there are.
   struct Lengths {
@@ -187,9 +192,9 @@ struct ForwardSm90Kernel {
     struct {
       int begin, end;  // this warpgroup's: its rows may see fewer of the first and of the last
       int whole_begin, whole_end;  // blocks that all its rows see all of
-      [[no_unique_address]] std::conditional_t<kEverything, Others, Nothing> others;
     } group[kGroups];
-    [[no_unique_address]] std::conditional_t<kEverything, Map, Nothing> map;
+    [[no_unique_address]] std::conditional_t<kEverything, float, Nothing> slope;  // of ALiBi, in the scores' units
+    [[no_unique_address]] std::conditional_t<kMasked, Map, Nothing> map;
   };
   // The same of any tile.
   __device__ __forceinline__ static int query_begin(const Job& job) {
@@ -210,6 +215,8 @@ struct ForwardSm90Kernel {
   }
   static constexpr int kJobs = 4;
   static constexpr int kFar = 1 << 30;  // behind the last key
+  // Blocks of others that a warpgroup may pass over while it holds one's values: the rest of the ring.
+  static constexpr int kSkips = kMasked ? kStages - 1 : 0;
   // Where tiles are taken, the loading of one asks for the next so many blocks before the first warpgroup's last.
   static constexpr int kWantAhead = 4;
 
@@ -217,8 +224,9 @@ struct ForwardSm90Kernel {
     Query query[kQueries];
     Key key[kKeyStages];
     Value value[kStages];
-    [[no_unique_address]] std::conditional_t<kEverything, Masks, Nothing> mask;
+    [[no_unique_address]] std::conditional_t<kFloatMask, Masks, Nothing> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
+    [[no_unique_address]] std::conditional_t<kEverything, Drawn, Nothing> drawn;
     Job job[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
     uint64_t query_full[kQueries], query_empty[kQueries];
@@ -232,13 +240,13 @@ struct ForwardSm90Kernel {
   // Named barriers.
   static constexpr int kVote = 1, kTurn = 1 + kTile.warpgroups;
 
-  // The first block from `block` on that is read; `end` if there is none.
-  __device__ static int next_seen(const Job& job, int block, int end) {
-    if constexpr (kEverything) {
+  // The first block from `block` on that the tile reads; `end` if there is none.
+  __device__ static int next_read(const Job& job, int block, int end) {
+    if constexpr (kMasked) {
 #pragma unroll 1
       while (block < end) {
         const int bit = (block - job.begin) >> job.map.shift;
-        const unsigned rest = job.map.seen[bit / 32] >> bit % 32;
+        const unsigned rest = job.map.read[bit / 32] >> bit % 32;
         if (rest & 1) return block;
         block = job.begin + ((rest ? bit + __ffs(rest) - 1 : bit / 32 * 32 + 32) << job.map.shift);
       }
@@ -246,67 +254,92 @@ struct ForwardSm90Kernel {
     }
     return block;
   }
-  __device__ static int count_seen(const Job& job, int block, int end) {
-    int count = 0;
+  // Of the map's words, which have a bit for each 2^shift blocks, the bits of the 32 blocks from the n-th on.
+  __device__ static unsigned bits_of_blocks(const unsigned (&words)[kMapWords], int shift, int blocks, int n) {
+    if (shift == 0) return words[n / 32];
+    unsigned bits = 0;
 #pragma unroll 1
-    while ((block = next_seen(job, block, end)) < end) ++block, ++count;
-    return count;
+    for (int i = 0; i < min(32, blocks - n); ++i) bits |= (words[(n + i) >> shift >> 5] >> ((n + i) >> shift) % 32 & 1) << i;
+    return bits;
   }
-  __device__ static bool is_plain(const Job& job, int block) {
+  // Whether a block's float mask is wanted by a warpgroup.
+  __device__ static bool wants_mask(const Job& job, int group, int block) {
     const int bit = (block - job.begin) >> job.map.shift;
-    return job.map.plain[bit / 32] >> bit % 32 & 1;
+    return job.map.group[group].taken[bit / 32] >> bit % 32 & ~job.map.group[group].plain[bit / 32] >> bit % 32 & 1;
   }
 
   // ---- the planning warp: what comes next, off everybody's path
 
   // The mask's map of a tile whose other numbers are there.
-  __device__ static void plan_mask(const ForwardSm90Arguments& a, Job& job, int rows, int lane) {
-    const int first = job.first_query / kMapBlock;
-    const uint8_t* const kinds =
-        a.map + job.batch * a.map_batch_step + job.head * a.map_head_step + int64_t{first} * a.map_row_step;
-    const int map_rows = a.map_row_step == 0 ? 1 : (job.first_query + rows - 1) / kMapBlock - first + 1;
-    const auto look = [&](int block, bool& seen, bool& plain) {
-      if (!a.map) {
-        seen = true;
-        plain &= a.mask_way == MaskWay::kNone;
-        return;
-      }
-      const int from = block * kKeys / kMapBlock, to = (min((block + 1) * kKeys, a.keys) - 1) / kMapBlock;
-#pragma unroll 1
-      for (int row = 0; row < map_rows; ++row)
-#pragma unroll 1
-        for (int column = from; column <= to; ++column) {
-          const auto kind = static_cast<MaskKind>(kinds[row * a.map_row_step + column * a.map_column_step]);
-          seen |= kind != MaskKind::kHidden;
-          plain &= kind == MaskKind::kNothing;
-        }
-    };
+  __device__ static void plan_mask(const ForwardSm90Arguments& a, Job& job, int lane) {
+    const uint8_t* const kinds = a.map + job.batch * a.map_batch_step + job.head * a.map_head_step;
     int shift = 0;
     while (job.end - job.begin > kMapBits << shift) ++shift;
+    if (lane == 0) job.map.shift = shift;
+    const int words = (((job.end - job.begin - 1) >> shift) + 32) / 32;
 #pragma unroll 1
-    for (int word = 0; word < kMapWords && word * 32 << shift < job.end - job.begin; ++word) {
-      bool seen = false, plain = true;
+    for (int word = 0; word < words; ++word) {
       const int block = job.begin + ((word * 32 + lane) << shift);
 #pragma unroll 1
-      for (int n = 0; n < 1 << shift; ++n)
-        if (block + n < job.end) look(block + n, seen, plain);
-      const unsigned all_seen = __ballot_sync(~0u, seen), all_plain = __ballot_sync(~0u, plain);
-      if (lane == 0) {
-        job.map.seen[word] = all_seen;
-        job.map.plain[word] = all_plain;
+      for (int group = 0; group < kGroups; ++group) {
+        const int begin = max(block, job.group[group].begin), end = min(block + (1 << shift), job.group[group].end);
+        const int row_block = min(job.first_query / kMapBlock + group, (a.queries - 1) / kMapBlock);
+        const uint8_t* const row = kinds + int64_t{row_block} * a.map_row_step;
+        bool seen = false, plain = begin >= job.group[group].whole_begin && end <= job.group[group].whole_end &&
+                                   (a.map || a.mask_way == MaskWay::kNone);
+#pragma unroll 1
+        for (int n = begin; n < end; ++n) {
+          const auto kind = a.map ? static_cast<MaskKind>(row[n * a.map_column_step]) : MaskKind::kMixed;
+          seen |= kind != MaskKind::kHidden;
+          if (a.map) plain &= kind == MaskKind::kNothing;
+        }
+        const unsigned all_seen = __ballot_sync(~0u, seen), all_plain = __ballot_sync(~0u, plain);
+        if (lane == 0) {
+          job.map.group[group].taken[word] = all_seen;
+          job.map.group[group].plain[word] = all_plain;
+        }
       }
     }
-    if (lane == 0) job.map.shift = shift;
     __syncwarp();
     // A warpgroup of which the mask hides all takes one block, for the sake of uniformity.
-    const bool counts = lane < kGroups;
-    const int begin = counts ? job.group[lane].begin : 0, end = counts ? job.group[lane].end : 0;
-    if (counts && next_seen(job, begin, end) == end) {
-      const int bit = (begin - job.begin) >> shift;
-      atomicOr(&job.map.seen[bit / 32], 1u << bit % 32);
+    unsigned* const taken = job.map.group[min(lane, kGroups - 1)].taken;
+    int last = -1;
+    if (lane < kGroups) {
+      for (int word = 0; word < words; ++word)
+        if (taken[word]) last = word * 32 + 31 - __clz(taken[word]);
+      if (last < 0) {
+        last = (job.group[lane].begin - job.begin) >> shift;
+        taken[last / 32] |= 1u << last % 32;
+      }
     }
     __syncwarp();
-    if (counts) job.group[lane].others = {count_seen(job, job.begin, begin), count_seen(job, end, job.end)};
+    for (int word = lane; word < words; word += kWarp) {
+      unsigned read = 0;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) read |= job.map.group[group].taken[word];
+      job.map.read[word] = read;
+    }
+    __syncwarp();
+    // Nor does it skip more at a time than there are stages beside the one whose values it holds: it would wait for good.
+    if (lane < kGroups) {
+      int skipped = -1;  // -1: none is taken yet
+#pragma unroll 1
+      for (int word = 0; word <= last / 32; ++word) {
+        unsigned left = job.map.read[word], mine = taken[word];
+        if (word == last / 32) left &= ~0u >> (31 - last % 32);
+#pragma unroll 1
+        for (; left; left &= left - 1) {
+          const unsigned bit = left & -left;
+          if (mine & bit) {
+            skipped = 0;
+          } else if (skipped >= 0 && (++skipped << shift) > kSkips) {
+            mine |= bit;
+            skipped = 0;
+          }
+        }
+        taken[word] = mine;
+      }
+    }
     __syncwarp();
   }
 
@@ -372,9 +405,12 @@ struct ForwardSm90Kernel {
         job.end = end;
         if constexpr (kPacked) job.of = {query_begin, key_begin, queries, keys, static_cast<int>(visible.offset)};
       }
-      __syncwarp();
       if constexpr (kEverything)
-        if (more) plan_mask(a, job, rows, lane);
+        if (more && lane == 0 && a.alibi_slopes)
+          job.slope = a.alibi_slopes[next.batch * a.alibi_stride[0] + next.head * a.alibi_stride[1]] * a.added_scale;
+      __syncwarp();
+      if constexpr (kMasked)
+        if (more) plan_mask(a, job, lane);
       if (lane == 0) arrive(&shared.job_full[place.stage]);
       if constexpr (kPacked) {
         // Who takes tiles takes them late: what is left is then shared out by who has time.
@@ -431,14 +467,6 @@ struct ForwardSm90Kernel {
         query.advance();
       }
     }
-    // A block's mask into the L2 cache: its rows lie far apart in memory, and the stages cover too little of that latency.
-    __device__ void prefetch_mask(const Job& job, int block, int query_row, int mask_head, int mask_batch) {
-      if (next_seen(job, block, block + 1) != block || is_plain(job, block)) return;
-#pragma unroll 1
-      for (int box = 0; box < (a.mask_rows == 1 ? 1 : kGroups) * kMaskBoxes; ++box)
-        prefetch_box(a.mask_boxes, {block * kKeys + box % kMaskBoxes * kHalfBoxColumns,
-                                    a.mask_rows == 1 ? 0 : query_row + box / kMaskBoxes * kRows, mask_head, mask_batch});
-    }
     __device__ void run() {
       fetch();
       while (batch >= 0) {
@@ -446,9 +474,9 @@ struct ForwardSm90Kernel {
         const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
         const int end_block = end, tile = stage;
         const Job& job = shared.job[tile];
-        const int first_block = next_seen(job, begin, end), key_row = key_begin(job);
-        const bool has_boxes = kEverything && (a.mask_way == MaskWay::kHalves || a.mask_way == MaskWay::kBFloats);
-        const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step, mask_query = first_query;
+        const int first_block = next_read(job, begin, end), key_row = key_begin(job);
+        [[maybe_unused]] const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step,
+                                   mask_query = first_query;
         // A warpgroup behind its last block waits for the next tile before it releases what others see.
         [[maybe_unused]] int want_at = end_block;
         if constexpr (kPacked) {
@@ -457,21 +485,18 @@ struct ForwardSm90Kernel {
           want_at = max(want_at - kWantAhead, first_block);
         }
 #pragma unroll 1
-        for (int block = first_block; block < end_block; block = next_seen(job, block + 1, end_block)) {
+        for (int block = first_block; block < end_block; block = next_read(job, block + 1, end_block)) {
           wait(&shared.key_empty[place.stage], place.parity ^ 1);
-          if constexpr (kEverything) {
-            const bool with_mask = has_boxes && !is_plain(job, block);
-            arrive_and_expect(&shared.key_full[place.stage],
-                              sizeof(Key) + (with_mask ? sizeof(Mask) / kRows * a.mask_rows : 0));
-            if (has_boxes)
-              for (int ahead = block == first_block ? kStages : kMaskAhead; ahead <= kMaskAhead; ++ahead)
-                if (block + ahead < end_block) prefetch_mask(job, block + ahead, mask_query, mask_head, mask_batch);
-            if (with_mask)
+          if constexpr (kFloatMask) {
+            unsigned bytes = sizeof(Key);
 #pragma unroll 1
-              for (int box = 0; box < kGroups * kMaskBoxes; ++box)
-                load_box(shared.mask.stage[place.stage].box[box / kMaskBoxes][box % kMaskBoxes], a.mask_boxes,
-                         {block * kKeys + box % kMaskBoxes * kHalfBoxColumns,
-                          a.mask_rows == 1 ? 0 : mask_query + box / kMaskBoxes * kRows, mask_head, mask_batch},
+            for (int g = 0; g < kGroups; ++g) bytes += wants_mask(job, g, block) ? kRowBytes * a.mask_rows : 0;
+            arrive_and_expect(&shared.key_full[place.stage], bytes);
+#pragma unroll 1
+            for (int g = 0; g < kGroups; ++g)
+              if (wants_mask(job, g, block))
+                load_box(shared.mask.stage[place.stage].box[g], a.mask_boxes,
+                         {block * kKeys, a.mask_rows == 1 ? 0 : mask_query + g * kRows, mask_head, mask_batch},
                          &shared.key_full[place.stage]);
           } else {
             arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
@@ -510,6 +535,61 @@ struct ForwardSm90Kernel {
       }
     }
   };
+
+  // ---- warps that draw what dropout keeps: the bits come with the keys
+
+  __device__ static void draw(const ForwardSm90Arguments& a, Shared& shared, int warp, int lane) {
+    if (!a.rng) return;
+    RingPlace<kJobs> next;
+    RingPlace<kStages> place;
+    // The same in all lanes, in the compiler's eyes too: what follows from these and the keys alone is made once for a warp.
+    const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
+    const Philox random(shared_by_lanes(a.rng[0]), shared_by_lanes(a.rng[1]));
+    const int part = warp % kParts;
+    const auto row = [&](int set) { return (warp / kParts + 2 * set) * kWarp + lane; };
+    while (true) {
+      wait(&shared.job_full[next.stage], next.parity);
+      const Job& job = shared.job[next.stage];
+      if (job.batch < 0) return;
+      const int64_t batch = a.batch_begin + shared_by_lanes(job.batch);
+      const int head = shared_by_lanes(job.head);
+      Philox::OfQuery query[kGroups];
+#pragma unroll
+      for (int set = 0; set < kGroups; ++set) query[set] = random.of_query(head, job.first_query + row(set));
+#pragma unroll 1
+      for (int block = next_read(job, job.begin, job.end); block < job.end; block = next_read(job, block + 1, job.end)) {
+        constexpr int kDraws = kPartKeys / 4, kAtOnce = 2;  // of a query; what the registers hold
+        const int first = shared_by_lanes(block * (kKeys / 4)) + part * kDraws;
+        unsigned kept[kGroups] = {};
+#pragma unroll 1
+        for (int n = 0; n < kDraws; n += kAtOnce) {
+#pragma unroll
+          for (int set = 0; set < kGroups; ++set) kept[set] >>= 4 * kAtOnce;
+#pragma unroll
+          for (int m = 0; m < kAtOnce; ++m) {
+            const Philox::OfGroup group = random.of_group(batch, head, first + n + m);
+#pragma unroll
+            for (int set = 0; set < kGroups; ++set) {
+              uint32_t words[4];
+              random.words(query[set], group, words);
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+                if (words[i] >= a.drop_threshold) kept[set] |= 1u << (32 - 4 * kAtOnce + 4 * m + i);
+            }
+          }
+        }
+        wait(&shared.key_empty[place.stage], place.parity ^ 1);
+#pragma unroll
+        for (int set = 0; set < kGroups; ++set) shared.drawn.kept[place.stage][row(set)][part] = kept[set] >> (32 - kPartKeys);
+        __syncwarp();
+        if (lane == 0) arrive(&shared.key_full[place.stage]);
+        place.advance();
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&shared.job_empty[next.stage]);
+      next.advance();
+    }
+  }
 
   // ---- values split: a thread of another warp loads them, whose one buffer becomes free out of turn with those of keys
 
@@ -608,15 +688,27 @@ struct ForwardSm90Kernel {
     RingPlace<kStages> value;
     int job;  // the tile's place among the jobs
     int block, end, whole_begin, whole_end;  // the block at hand, and this warpgroup's numbers in the job
-    int skipped,
-        behind = 0;  // blocks that only other warpgroups see: before the next of this one's, and behind the tile's last
+    // Blocks that only other warpgroups see: before the next of this one's, and behind the tile's last.
+    int skipped = 0, behind = 0;
+    // What a mask does to a block: looked up a block ahead.
+    struct Masked {
+      unsigned shown;  // bits of a bool mask, as MaskBits has them
+      bool plain;
+    };
+    struct Walk {
+      int next_block, next_skipped;  // `block` of the next, and what is read before it for others
+      Masked next, now;
+      // Of 32 blocks, from `from` on, those behind the next: what the tile reads, what this warpgroup takes, its plain ones.
+      unsigned read, taken, plain;
+      int from;
+      const unsigned* bits;  // of the lane's rows
+    };
+    [[no_unique_address]] std::conditional_t<kMasked, Walk, Nothing> walk;
+    [[no_unique_address]] std::conditional_t<kEverything, unsigned, Nothing> kept;  // what dropout keeps: kept_bit()
     float out[kOuts];
     float score[kScores];
     unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
     unsigned held[kTile.held_query ? kWidthSteps : 1][4];
-    static constexpr int kBitWords = (kScores + 31) / 32;
-    // A bit a score, score i's being bit i % 32 of word i / 32: what a bool mask shows, and what dropout keeps.
-    [[no_unique_address]] std::conditional_t<kEverything, unsigned[2][kBitWords], Nothing> bits;
     Row row[2];  // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
     bool accumulate;  // whether `out` holds something of this tile
 
@@ -643,6 +735,11 @@ struct ForwardSm90Kernel {
         load_matrices(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
     }
 
+    // In 64 bits there are three times the instructions between the first products; in 32 one more register is held.
+    __device__ __forceinline__ static uint64_t further(uint64_t descriptor, unsigned bytes) {
+      return kEverything ? moved(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
+    }
+
     // Where keys come in two parts, the first is done and released behind it.
     __device__ __forceinline__ void start_scores() {
       uint64_t keys = rows_descriptor(shared_address(shared.key[key.stage].box));
@@ -651,7 +748,7 @@ struct ForwardSm90Kernel {
 #pragma unroll
         for (int step = 0; step < kWidthSteps; ++step)
           WarpgroupProduct<T, kKeys>::template registers_shared<false>(
-              score, held[step], keys + (step / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
+              score, held[step], further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
       } else {
         uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
         if constexpr (kSplit) queries = made_anew(queries);
@@ -667,8 +764,8 @@ struct ForwardSm90Kernel {
             begin_products();
           }
           WarpgroupProduct<T, kKeys>::template shared_shared<false>(
-              score, queries + (step / 4 * kRows * kRowBytes + step % 4 * 32) / kDescriptorStep,
-              keys + (step % kPartSteps / 4 * kKeys * kRowBytes + step % 4 * 32) / kDescriptorStep, step > 0);
+              score, further(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
+              further(keys, step % kPartSteps / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
         }
       }
       commit_products();
@@ -686,8 +783,8 @@ struct ForwardSm90Kernel {
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
         const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
-        WarpgroupProduct<T, kOutColumns>::template registers_shared<true>(
-            out, left, values + step * 16 * kRowBytes / kDescriptorStep, step > 0 || accumulate);
+        WarpgroupProduct<T, kOutColumns>::template registers_shared<true>(out, left, further(values, step * 16 * kRowBytes),
+                                                                          step > 0 || accumulate);
       }
       commit_products();
       accumulate = true;
@@ -695,11 +792,13 @@ struct ForwardSm90Kernel {
 
     // -inf for the keys that a row does not see, in a block that not all rows see all of.
     __device__ __forceinline__ void hide() {
-      // With more to do, registers are too few to hold these.
+      // Registers are too few to hold these with more to do.
+      constexpr bool kLooksUp = kPacked || kEverything;
       const auto& mine_of_tile = shared.job[job].group[group];
-      const bool left = block < (kEverything || kPacked ? mine_of_tile.whole_begin : whole_begin),
-                 right = block >= (kEverything || kPacked ? mine_of_tile.whole_end : whole_end);
-      if (!left && !right) return;
+      const bool left = block < (kLooksUp ? mine_of_tile.whole_begin : whole_begin),
+                 right = block >= (kLooksUp ? mine_of_tile.whole_end : whole_end);
+      if (!left && !right) [[likely]]
+        return;
       const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
       const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
       const int keys = ForwardSm90Kernel::keys(a, shared.job[job]);
@@ -728,118 +827,103 @@ struct ForwardSm90Kernel {
 
     // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
     __device__ __forceinline__ void adjust() {
-      if (!a.bends) return;
       if (a.softcap > 0) {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) score[i] = a.softcap * tanh_of_exponent(score[i] * a.softcap_scale);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) score[i] *= a.score_scale;
       }
       if (a.alibi_slopes) {
         const Job& tile = shared.job[job];
-        const float slope = a.alibi_slopes[tile.batch * a.alibi_stride[0] + tile.head * a.alibi_stride[1]] * kLog2E;
         const int row = tile.first_query + group * kRows + 16 * warp + lane / 4;
         int offset = static_cast<int>(a.visible.offset);
         if constexpr (kPacked) offset = tile.of.offset;
         const float distance = static_cast<float>(row + offset - block * kKeys - lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-          score[i] = fmaf(-slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
+          score[i] = fmaf(-tile.slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
       }
     }
 
     // ---- masks and dropout
 
-    __device__ __forceinline__ int first_row() const { return shared.job[job].first_query + group * kRows + 16 * warp; }
-
-    // Beside the product of the block's scores: the bits that they and their weights will be met with.
-    __device__ __forceinline__ void fetch_bits() {
+    // Beside the product of the block's scores.
+    __device__ __forceinline__ void fetch_kept() {
       if constexpr (kEverything) {
-        if (a.mask_way == MaskWay::kBits) {
-          const Job& tile = shared.job[job];
-          const unsigned* const words = a.bits + tile.batch * a.bits_batch_step + tile.head * a.bits_head_step +
-                                        min(first_row() / kBitRows, a.bits_last_row) * a.bits_row_step + lane;
-          const int last = a.bits_last_unit, unit = block * kKeys / kMapBlock;
-          unsigned word[2];
-#pragma unroll
-          for (int n = 0; n < kBitWords; ++n) word[n] = __ldg(words + min(unit + n, last) * kWarp);
-          if (kKeys % kMapBlock != 0 && block % 2 != 0) {
-            static_assert(kKeys % kMapBlock == 0 || kKeys == kMapBlock + kMapBlock / 2);
-            word[0] = __funnelshift_r(word[0], word[1], 16);
-            word[1] >>= 16;
-          }
-#pragma unroll
-          for (int n = 0; n < kBitWords; ++n) bits[0][n] = word[n];
+        if (a.rng) {
+          // Of a query's keys the lane has two of every eight.
+          const auto* const rows = &shared.drawn.kept[key.stage][group * kRows + 16 * warp + lane / 4];
+          const auto own = [&](const auto& of_row) {
+            constexpr unsigned kTwo = 0x03030303;
+            const uint2 keys = reinterpret_cast<const uint2&>(of_row);
+            return (keys.x >> lane % 4 * 2 & kTwo) | (keys.y >> lane % 4 * 2 & kTwo) << 4;
+          };
+          kept = own(rows[0]) | own(rows[8]) << 2;
         }
-        if (a.rng) draw();
       }
     }
+    static constexpr unsigned kept_bit(int i) { return 1u << (i / 4 % 4 * 8 + i / 16 * 4 + i % 4); }
 
-    // Four neighbouring keys share a draw, and two lanes hold them, in two rows: each draws for one of these.
-    __device__ __forceinline__ void draw() {
-      constexpr int kDraws = 2;  // side by side: what the registers hold
-      static_assert(kScores % (4 * kDraws) == 0 && kScores <= 64);
-      const Job& tile = shared.job[job];
-      const Philox random(a.rng[0], a.rng[1]);
-      const int odd = lane % 2, query = first_row() + lane / 4 + 8 * odd, draws = block * (kKeys / 4) + lane % 4 / 2;
-      const int64_t batch = a.batch_begin + tile.batch;
-      uint64_t kept = 0;  // of the lane's own row
-#pragma unroll 1
-      for (int n = 0; n < kScores / 4; n += kDraws) {
-        unsigned part = 0;
-#pragma unroll
-        for (int m = 0; m < kDraws; ++m) {
-          uint32_t words[4];
-          random.words(batch, tile.head, query, draws + 2 * (n + m), words);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (words[i] >= a.drop_threshold) part |= 1u << (4 * m + i);
-        }
-        kept = kept >> 4 * kDraws | uint64_t{part} << (64 - 4 * kDraws);
+    // The next block of the walk, `end` or more if there is none: arithmetic for the weights' exponentials to hide.
+    __device__ __forceinline__ void look_ahead() {
+      if constexpr (kMasked) {
+        const unsigned lowest = walk.taken & -walk.taken, below = lowest - 1;
+        walk.next_block = walk.from + __popc(below);
+        walk.next_skipped += __popc(walk.read & below);
+        walk.next.plain = walk.plain & lowest;
+        if (a.mask_way == MaskWay::kBits) walk.next.shown = __ldg(walk.bits + min(walk.next_block, a.bits_last_unit) * kWarp);
+        walk.taken ^= lowest;
+        walk.read &= ~(lowest | below);
       }
-      kept >>= 64 - kScores;
-#pragma unroll
-      for (int n = 0; n < kBitWords; ++n) {
-        const unsigned own = static_cast<unsigned>(kept >> 32 * n), other = __shfl_xor_sync(~0u, own, 1);
-        const unsigned upper = odd ? other : own, lower = odd ? own : other;
-        constexpr unsigned kPairs = 0x33333333;
-        bits[1][n] = (upper >> 2 * odd & kPairs) | (lower >> 2 * odd & kPairs) << 2;
+    }
+    // Words of the map until one has a block for the next look_ahead(), or is the last.
+    __device__ __forceinline__ void load_words() {
+      const auto& map = shared.job[job].map;
+      const int begin = shared.job[job].begin, shift = map.shift, n = walk.from - begin;
+      walk.read = bits_of_blocks(map.read, shift, end - begin, n);
+      walk.taken = bits_of_blocks(map.group[group].taken, shift, end - begin, n);
+      walk.plain = bits_of_blocks(map.group[group].plain, shift, end - begin, n);
+    }
+    __device__ __forceinline__ void next_words() {
+#pragma unroll 1
+      while (walk.taken == 0 && walk.from + 32 < end) {
+        walk.next_skipped += __popc(walk.read);
+        walk.from += 32;
+        load_words();
       }
     }
 
     template <class Element>
     __device__ __forceinline__ void add_boxes() {
-      const int box_row = a.mask_rows == 1 ? 0 : 16 * warp + lane % 16;
-      const unsigned base = shared_address(shared.mask.stage[key.stage].box[group]) + box_row * kHalfBoxRowBytes;
+      const unsigned base = shared_address(shared.mask.stage[key.stage].box[group]);
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
         unsigned words[4];
-        load_matrices(words,
-                      base + step / 2 * kRows * kHalfBoxRowBytes + ((step % 2 * 2 + lane / 16) ^ (box_row / 2 % 4)) * 16);
+        load_matrices(words, base + (a.mask_rows == 1 ? (2 * step + lane / 16) * 16 : matrix_place(16 * warp, 2 * step)));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 values = unpair<Element>(words[i]);
-          score[8 * step + 2 * i] = fmaf(values.x, kLog2E, score[8 * step + 2 * i]);
-          score[8 * step + 2 * i + 1] = fmaf(values.y, kLog2E, score[8 * step + 2 * i + 1]);
+          score[8 * step + 2 * i] = fmaf(values.x, a.added_scale, score[8 * step + 2 * i]);
+          score[8 * step + 2 * i + 1] = fmaf(values.y, a.added_scale, score[8 * step + 2 * i + 1]);
         }
       }
     }
 
     __device__ __forceinline__ void mask_scores() {
-      if (a.mask_way == MaskWay::kNone || is_plain(shared.job[job], block)) return;
-      if (a.mask_way == MaskWay::kBits) {
+      if constexpr (kFloatMask) {
+        a.mask_way == MaskWay::kHalves ? add_boxes<__half>() : add_boxes<__nv_bfloat16>();
+      } else if (a.mask_way == MaskWay::kBits) {
 #pragma unroll
         for (int i = 0; i < kScores; ++i)
-          if (!(bits[0][i / 32] >> i % 32 & 1)) score[i] = -INFINITY;
-      } else {
-        a.mask_way == MaskWay::kHalves ? add_boxes<__half>() : add_boxes<__nv_bfloat16>();
+          if (!(walk.now.shown >> i & 1)) score[i] = -INFINITY;
       }
     }
 
     __device__ __forceinline__ void settle_scores() {
       if constexpr (kEverything) {
-        adjust();
+        if (a.bends) [[unlikely]]
+          adjust();
+      }
+      if constexpr (kMasked) {
+        if (walk.now.plain) return;
         mask_scores();
       }
       hide();
@@ -886,7 +970,7 @@ struct ForwardSm90Kernel {
         if (a.rng) {
 #pragma unroll
           for (int i = 0; i < kScores; ++i)
-            if (!(bits[1][i / 32] >> i % 32 & 1)) score[i] = 0;
+            if (!(kept & kept_bit(i))) score[i] = 0;
         }
       }
 #pragma unroll
@@ -905,6 +989,7 @@ struct ForwardSm90Kernel {
     // The block's weights measured from the maxima so far: no pass over the scores for their maximum, which hardly ever moves
     // far after the first block. Where it does, the scores are made again and everything is moved to the new maximum.
     __device__ __forceinline__ void next_weights() {
+      look_ahead();
       float sum[2];
       weigh(sum);
       const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) ||
@@ -913,7 +998,7 @@ struct ForwardSm90Kernel {
       const bool any_astray = any_named(kVote + group, 128, astray);
       wait_for_products<0>();
       release_value();
-      if (any_astray) {
+      if (any_astray) [[unlikely]] {
         start_scores();
         wait_for_products<0>();
         settle_scores();
@@ -1056,15 +1141,22 @@ struct ForwardSm90Kernel {
       job = next.stage;
       next.advance();
       const Job& of = shared.job[job];
-      skipped = behind;
+      if constexpr (!kMasked) skipped = behind;
       if (of.batch < 0) return false;
-      block = of.group[group].begin;
-      end = of.group[group].end;
-      if constexpr (kEverything) {
-        block = next_seen(of, block, end);
-        skipped += of.group[group].others.before;
-        behind = of.group[group].others.behind;
+      if constexpr (kMasked) {
+        if (a.mask_way == MaskWay::kBits)
+          walk.bits = a.bits + of.batch * a.bits_batch_step + of.head * a.bits_head_step +
+                      min((of.first_query + group * kRows) / kBitRows + warp, a.bits_last_row) * a.bits_row_step + lane;
+        walk.from = of.begin;
+        walk.next_skipped = skipped;  // behind the last tile's blocks
+        end = of.end;
+        load_words();
+        next_words();
+        look_ahead();
+        step();
       } else {
+        block = of.group[group].begin;
+        end = of.group[group].end;
         skipped += block - of.begin;
         behind = of.end - end;
       }
@@ -1072,14 +1164,34 @@ struct ForwardSm90Kernel {
       whole_end = of.group[group].whole_end;
       return true;
     }
+    // The tile's next block.
+    __device__ __forceinline__ void step() {
+      if constexpr (kMasked) {
+        block = walk.next_block;
+        skipped = walk.next_skipped;
+        walk.next_skipped = 0;
+        walk.now = walk.next;
+        if (walk.taken == 0) [[unlikely]]
+          next_words();
+      } else {
+        ++block;
+      }
+    }
+    __device__ __forceinline__ bool is_last() const {
+      if constexpr (kMasked) return walk.next_block >= end;
+      return block + 1 == end;
+    }
 
+    // A block at a time: under a mask the values of this warpgroup's last block may still be held.
     __device__ __forceinline__ void skip_blocks() {
 #pragma unroll 1
       for (; kGroups > 1 && skipped > 0; --skipped) {
         wait(&shared.key_full[key.stage], key.parity);
-        release_key();
-        wait(&shared.value_full[value.stage], value.parity);
-        release_value();
+        release(&shared.key_empty[key.stage]);
+        wait(&shared.value_full[key.stage], key.parity);
+        release(&shared.value_empty[key.stage]);
+        key.advance();
+        if constexpr (!kMasked) value.advance();
         take_turn();
         pass_turn();
       }
@@ -1094,7 +1206,8 @@ struct ForwardSm90Kernel {
       take_turn();
       start_scores();
       pass_turn();
-      fetch_bits();
+      if constexpr (kMasked) value = key;
+      fetch_kept();
     }
 
     __device__ __forceinline__ void first_weights() {
@@ -1103,6 +1216,7 @@ struct ForwardSm90Kernel {
       row[0] = row[1] = Row{};
       accumulate = false;
       settle_scores();
+      look_ahead();
       float unused[2], sum[2];
       raise(unused);
       weigh(sum);
@@ -1110,7 +1224,7 @@ struct ForwardSm90Kernel {
       row[1].add(sum[1]);
       release_scores();
       pack_weights();
-      block = next_seen(shared.job[job], block + 1, end);
+      step();
     }
 
     __device__ void run() {
@@ -1122,14 +1236,17 @@ struct ForwardSm90Kernel {
       first_weights();
       while (true) {
 #pragma unroll 1
-        for (; block < end; block = next_seen(shared.job[job], block + 1, end)) {
+        for (; block < end; step()) {
+          if constexpr (kMasked)
+            if (skipped > 0) [[unlikely]]
+              skip_blocks();
           wait(&shared.key_full[key.stage], key.parity);
           take_turn();
           start_scores();
           wait(&shared.value_full[value.stage], value.parity);
           start_out();
           pass_turn();
-          fetch_bits();
+          fetch_kept();
           wait_for_products<1>();
           if constexpr (kSplit) {
             release_scores();
@@ -1162,7 +1279,7 @@ struct ForwardSm90Kernel {
         finish_rows(last, inverse);
         uint64_t* const last_value = &shared.value_empty[value.stage];
         value.advance();
-        const bool skips = skipped > 0;  // then others' values may need this one's buffer
+        const bool skips = skipped > kSkips;  // then others' values may need this one's buffer
         if (skips) {
           wait_for_products<0>();
           release(last_value);
@@ -1186,12 +1303,15 @@ struct ForwardSm90Kernel {
     }
     __device__ __forceinline__ void release_value() {
       release(&shared.value_empty[value.stage]);
-      value.advance();
+      if constexpr (kMasked)
+        value = key;
+      else
+        value.advance();
     }
     // What the block's scores are made of: the keys, and behind the tile's last scores the queries.
     __device__ __forceinline__ void release_scores() {
       release_key();
-      if (!kTile.held_query && next_seen(shared.job[job], block + 1, end) == end) release(&shared.query_empty[query.stage]);
+      if (!kTile.held_query && is_last()) release(&shared.query_empty[query.stage]);
     }
   };
 
@@ -1199,16 +1319,17 @@ struct ForwardSm90Kernel {
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x == 0) {
       constexpr int kReaders = 4 * kTile.warpgroups;  // warps
+      const int drawers = kEverything && a.rng ? kTile.drawers : 0;
       for (int i = 0; i < kJobs; ++i) {
         init_barrier(&shared.job_full[i], 1);
-        init_barrier(&shared.job_empty[i], kReaders + (kPacked || kSplit ? 2 : 1));
+        init_barrier(&shared.job_empty[i], kReaders + drawers + (kPacked || kSplit ? 2 : 1));
       }
       for (int i = 0; i < kQueries; ++i) {
         init_barrier(&shared.query_full[i], 1);
         init_barrier(&shared.query_empty[i], kReaders / kGroups);
       }
       for (int i = 0; i < kKeyStages; ++i) {
-        init_barrier(&shared.key_full[i], 1);
+        init_barrier(&shared.key_full[i], 1 + drawers);
         init_barrier(&shared.key_empty[i], kReaders);
       }
       for (int i = 0; i < kStages; ++i) {
@@ -1230,11 +1351,14 @@ struct ForwardSm90Kernel {
         if (warp == 2) clear_tails(shared, lane);
         if (warp == 3) clear_unowned(a, lane);
       }
-    } else {
+    } else if (warp < 4 * (1 + kTile.warpgroups)) {
       grow_registers<kTile.registers>();
       const int number = warp / 4 - 1;
       Group group{a, shared, kSplit ? 0 : number, kSplit ? number : 0, warp % 4, lane};
       group.run();
+    } else if constexpr (kEverything) {
+      shrink_registers<kTile.drawer_registers>();
+      draw(a, shared, warp - 4 * (1 + kTile.warpgroups), lane);
     }
   }
 };
@@ -1287,14 +1411,14 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
   // A dimension of stride 0 or size 1 gets size 1, and any stride.
   const auto map = [&](const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows, int64_t width,
-                       int box_rows, int box_columns = kBoxColumns) {
+                       int box_rows) {
     const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(stride[i] == 0 ? 1 : n); };
     const auto step = [&](int i, int64_t n) {
       return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T);
     };
-    return tensor_map(
-        data, kElement, {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
-        {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows), static_cast<uint32_t>(box_columns));
+    return tensor_map(data, kElement,
+                      {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+                      {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
   };
   ForwardSm90Arguments a;
   constexpr bool kPacked = Tile::kPacked;
@@ -1345,9 +1469,9 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   }
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
-  a.score_scale = static_cast<float>(p.scale * kToBase2);
-  a.bends = p.softcap > 0 || p.alibi_slopes || (p.mask.data && p.mask_dtype != DType::kBool);
-  a.scale = a.bends ? 1 : a.score_scale;
+  a.bends = p.softcap > 0 || p.alibi_slopes;
+  a.scale = p.softcap > 0 ? 1 : static_cast<float>(p.scale * kToBase2);
+  a.added_scale = static_cast<float>(p.softcap > 0 ? kToBase2 : 1 / p.scale);
   a.softcap = static_cast<float>(p.softcap * kToBase2);
   a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
   a.sinks = static_cast<const float*>(p.sinks);
@@ -1378,8 +1502,8 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
       a.mask_batch_step = p.mask.stride[0] != 0;
       a.mask_head_step = p.mask.stride[1] != 0;
       a.mask_rows = p.mask.stride[2] == 0 ? 1 : Kernel::kRows;
-      a.mask_boxes = map(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys,
-                         a.mask_rows, kHalfBoxColumns);
+      a.mask_boxes =
+          map(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys, a.mask_rows);
     }
     a.rng = p.dropout > 0 ? p.rng : nullptr;
     a.drop_threshold = static_cast<uint32_t>(std::min(drop_threshold(p.dropout), uint64_t{0xffffffff}));
@@ -1397,10 +1521,15 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
 
 template <class T, int kRow, bool kPacked>
 void launch_forward_sm90_row(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
-  if constexpr (kForwardSm90[kRow].most_queries == 0 && kForwardSm90[kRow].width <= kWidestEverythingSm90)
+  using With = ForwardSm90With;
+  if constexpr (kForwardSm90[kRow].most_queries == 0 && kForwardSm90[kRow].width <= kWidestEverythingSm90) {
+    if constexpr (!kPacked)
+      if (problem.mask.data && problem.mask_dtype != DType::kBool)
+        return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kFloatMask, false>>(problem, tables, taken, stream);
     if (wants_everything(problem))
-      return launch_forward_sm90<T, ForwardSm90Tile<kRow, true, kPacked>>(problem, tables, taken, stream);
-  launch_forward_sm90<T, ForwardSm90Tile<kRow, false, kPacked>>(problem, tables, taken, stream);
+      return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kEverything, kPacked>>(problem, tables, taken, stream);
+  }
+  launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kNothing, kPacked>>(problem, tables, taken, stream);
 }
 
 // In the first row of this width that is made for the problem, from kRow on.

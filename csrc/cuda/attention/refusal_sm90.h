@@ -33,7 +33,7 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (queries > kMost || keys > kMost || p.queries > kMost || p.keys > kMost || batch * p.heads > kMost ||
       batch * p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
-  if (!(p.scale > 0 && p.scale < 1e30)) return "a scale that is not positive";
+  if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
   if ((p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0) && head_dim > kWidestEverythingSm90)
     return "ALiBi, a softcap, a mask or dropout with a head dim over 192";
   if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";

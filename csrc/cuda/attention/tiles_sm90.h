@@ -23,8 +23,9 @@ struct ForwardSm90 {
   // Of a row for little work, without everything: it takes sequences of up to so many queries, windows of up to so many keys,
   // and what would leave half of the multiprocessors without a tile of the next row's. 0: a row for all.
   int most_queries = 0, most_window = 0;
+  int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps
 
-  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * drawers; }
   constexpr int row_groups() const { return split_values ? 1 : warpgroups; }
   constexpr int queries() const { return 64 * row_groups(); }
   constexpr int key_parts() const { return split_values ? 2 : 1; }
@@ -48,28 +49,33 @@ inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm
 
 inline constexpr int kWidestEverythingSm90 = 192, kWidestPackedSm90 = 256;
 
-// A row, and whether with everything (softcap, ALiBi, masks, dropout), which takes registers and shared memory from the block
-// of keys.
-template <int kRow, bool kWithEverything, bool kOfPacked>
+// What a kernel has besides plain attention: nothing, everything (softcap, ALiBi, bool masks, dropout) but a float mask, or
+// that too, whose tiles take shared memory.
+enum class ForwardSm90With { kNothing, kEverything, kFloatMask };
+
+// A row, and what with. Masks are known by blocks of 64 keys, so these are what is read or passed over.
+template <int kRow, ForwardSm90With kWith, bool kOfPacked>
 struct ForwardSm90Tile {
-  static constexpr bool kEverything = kWithEverything, kPacked = kOfPacked;
+  static constexpr bool kEverything = kWith != ForwardSm90With::kNothing, kFloatMask = kWith == ForwardSm90With::kFloatMask;
+  static constexpr bool kPacked = kOfPacked;
   static constexpr ForwardSm90 kTile = [] {
     ForwardSm90 tile = kForwardSm90[kRow];
     if (kEverything) {
-      const int most = tile.width > 128 ? 64 : 96;
-      if (tile.keys > most) tile.keys = most;
-      tile.stages = 2;
-    }
-    if (kPacked && tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
-    if (kEverything && kPacked) {
-      if (tile.warpgroups == 3) tile.keys = 64;
-      if (tile.held_query && tile.width > 128) tile.held_query = false, tile.query_buffers = 3;
-    }
-    if (kPacked && tile.warpgroups == 1) {  // there is more to plan
+      tile.keys = 64;
+      tile.stages = tile.width > 128 ? 3 : tile.width > 64 ? 4 : 6;
+      if (kFloatMask) tile.stages = tile.width > 128 ? 2 : 3;
+      tile.in_turn = false;
+      tile.drawers = tile.width > 128 || kFloatMask ? 4 : 8;
+      const bool many = tile.drawers == 8;
+      tile.registers = tile.warpgroups == 3 ? (many ? 120 : 128) : many ? 184 : tile.width > 128 ? 216 : 208;
+      tile.loader_registers = tile.width > 128 ? 40 : 48;
+      tile.drawer_registers = many ? 32 : tile.loader_registers;
+    } else if (kPacked && tile.warpgroups == 1) {  // there is more to plan
       tile.blocks = 2;
       tile.registers = 200;
       tile.loader_registers = 56;
-    } else if (kEverything || (kPacked && tile.width <= 192)) {
+    } else if (kPacked && tile.width <= 192) {
+      if (tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
       tile.registers = tile.warpgroups == 3 ? 152 : 224;
       tile.loader_registers = 56;
     }
