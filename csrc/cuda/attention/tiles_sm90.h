@@ -90,8 +90,8 @@ struct BackwardSm90 {
   bool everything;  // softcap, ALiBi, masks, dropout, any scale
   int keys, queries;
   // Not with `everything`, nor with 64 keys.
-  bool lse_ahead;   // a block's lse is read into registers before its scores are there
-  bool in_turn;     // warpgroups start their scores one after another
+  bool lse_ahead;  // a block's lse is read into registers before its scores are there
+  bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
 
