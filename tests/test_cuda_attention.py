@@ -304,6 +304,22 @@ def test_a_sequence_over_64k(options):
     assert_close_to_float64(out[0, 0, rows], truth.to(out.dtype), truth)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("lengths", [(1, 300), (5, 300), (33, 65)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_queries_of_many_heads(dtype, lengths, layout):
+    """Where a key head's query heads see the same keys they may share a tile; causal rows of one query do, others may not."""
+    for options in ({}, {"causal": True, "alignment": "lower_right"}, {"softcap": 20.0}, {"window": (50, 300)}):
+        Attention(
+            dtype=dtype,
+            heads=(12, 2, 2),
+            lengths=lengths,
+            widths=(64, 64),
+            layouts=(layout, "contiguous", "contiguous", "contiguous"),
+            options=options,
+        ).check()
+
+
 @pytest.mark.parametrize("hidden", ["bool", "-inf"])
 def test_hidden_blocks_are_passed_over(hidden):
     """NaN in keys and values of blocks that a mask hides as a whole does not reach a result: they are not read."""

@@ -4,7 +4,7 @@
 // blocks, brought by a warp that does nothing else. Scores are made again, transposed: [key][query], so that weights and the
 // scores' gradients are left operands of the products that are the gradients of values and keys, which stay in registers to the
 // end. The scores' gradients also go through shared memory, for the gradients of queries: each warpgroup sums its half of a
-// block's over all 128 keys, a block late, so that neither waits for the other, and adds it to sums in global memory.
+// block's over all 128 keys, a block late, so that neither waits for the other, and has it added to sums in global memory.
 //
 // At head dim 256 (kShared) that takes too many registers: a block of threads owns 64 keys, each warpgroup makes the scores of
 // half of a block's queries and half of the columns of all gradients, and weights go through shared memory too.
@@ -37,6 +37,7 @@ struct BackwardSm90Arguments {
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardSpace space;
+  int section;  // heads whose blocks of keys run side by side
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
   BlockList list;  // of keys; heads are units
   ScoreRule rule;
@@ -62,6 +63,8 @@ struct BackwardOnSm90 {
   static_assert(kSideBySide || kQueries == 128);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || (kQueries * 2 <= 128 && kPiece == kSumPieceSm90)));
   static_assert(!kShared || (!kEverything && kSideBySide));
+  // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
+  static constexpr bool kStaged = !kShared && !kEverything;
 
   struct alignas(kBoxAlignment) Keys {
     T box[kBoxes][kKeys][kBoxColumns];
@@ -96,9 +99,10 @@ struct BackwardOnSm90 {
     Keys key, value;
     Stage stage[kStages];
     Scores scores[kShared ? 4 : 2];  // their gradients, two blocks'; the weights of those, where others need them
+    float sums[kStaged ? kWarps : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
     Place place;
-    Job job[kStages];
+    Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
     uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
         added[2], scores_empty[2];
   };
@@ -114,7 +118,7 @@ struct BackwardOnSm90 {
   using OutTile = SharedTile<T, kWidth>;
   static_assert(OutTile::bytes(kKeys) <= static_cast<int>(kStages * sizeof(Stage)));
 
-  static constexpr int kAllMath = 1;  // named barrier
+  static constexpr int kAllMath = 1, kTurn = 2;  // named barriers; kTurn + warpgroup
 
   __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
     T* const data = static_cast<T*>(to.data) + head * to.stride[1];
@@ -155,8 +159,8 @@ struct BackwardOnSm90 {
     const int stage = count % 2, query = block * kQueries;
     wait(&shared.empty[stage], count / 2 % 2 ^ 1);
     const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
-    shared.job[stage] = {head, query, all_see_all(place, query), nothing_hidden,
-                         (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space))};
+    shared.job[count % 4] = {head, query, all_see_all(place, query), nothing_hidden,
+                             (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space))};
     arrive_and_expect(&shared.query_full[stage], sizeof(Queries) + sizeof(shared.rows[stage]));
     load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
     // A block that does not exist is as good as the last that does: its queries are hidden.
@@ -189,7 +193,7 @@ struct BackwardOnSm90 {
     }
     if (leads) {
       wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
-      shared.job[count % 2].query = -1;
+      shared.job[count % 4].query = -1;
       arrive(&shared.query_full[count % 2]);
     }
   }
@@ -237,6 +241,7 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ void release(uint64_t* barrier) {
       if (lane() == 0) arrive(barrier);
     }
+    __device__ __forceinline__ const Job& job(int before = 0) const { return shared.job[(count - before) % 4]; }
     // The blocks take the two buffers in turn. What depends on which is a template, so that addresses are constants; kEither
     // counts, and is for code that would be too long twice.
     static constexpr int kEither = 2;
@@ -246,24 +251,27 @@ struct BackwardOnSm90 {
     }
     __device__ __forceinline__ unsigned parity() const { return count / 2 % 2; }
 
-    // Waits for the next block; false: there is none.
+    // Waits for the block that is `ahead` further on; false: there is none.
     template <int kBuffer>
-    __device__ __forceinline__ bool fetch() {
-      wait(&shared.query_full[buffer<kBuffer>()], parity());
-      return shared.job[buffer<kBuffer>()].query >= 0;
+    __device__ __forceinline__ bool fetch(int ahead = 0) {
+      wait(&shared.query_full[kBuffer == kEither ? (count + ahead) % 2 : kBuffer], (count + ahead) / 2 % 2);
+      return job(-ahead).query >= 0;
     }
 
-    // Scores, or weights' gradients: [this warpgroup's keys][its queries].
-    __device__ __forceinline__ void start_scores(ScoreSums& d, const Keys& left, const Queries& right) {
+    // Scores, or weights' gradients: [this warpgroup's keys][its queries]; added to what is there, or not. `shift` is 0, but
+    // the compiler does not know it of a block that stands before the loop: or it keeps that one's addresses for the loop.
+    template <bool kAdd = false>
+    __device__ __forceinline__ void start_scores(ScoreSums& d, const Keys& left, const Queries& right, unsigned shift = 0) {
       int first = kShared ? 0 : group() * kGroupKeys;
       // Or ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
       if constexpr (kShared) forget(first);
-      start_row_products<T, kWidthSteps, kKeys, kQueries>(d, shared_address(left.box) + first * kRowBytes,
-                                                          shared_address(right.box) + score_query() * kRowBytes);
+      start_row_products<T, kWidthSteps, kKeys, kQueries, kAdd>(d, shared_address(left.box) + first * kRowBytes + shift,
+                                                                shared_address(right.box) + score_query() * kRowBytes + shift);
     }
 
+    using QuerySums = float[kPiece / 2];
     // The block before's gradients of queries, this warpgroup's piece of that number.
-    __device__ __forceinline__ void start_queries(float (&d)[kPiece / 2], int before, int piece = 0) {
+    __device__ __forceinline__ void start_queries(QuerySums& d, int before, int piece = 0) {
       wait(&shared.scores_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
                      keys = columns_descriptor(
@@ -286,7 +294,7 @@ struct BackwardOnSm90 {
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
     }
-    __device__ __forceinline__ void add_queries(float* to, const float (&d)[kPiece / 2], int before, int piece = 0) {
+    __device__ __forceinline__ void add_queries(float* to, const QuerySums& d, int before, int piece = 0) {
       if (a.turns) wait(&shared.turn[before], (count - 1) / 2 % 2);
       if (to) {
 #pragma unroll
@@ -296,6 +304,27 @@ struct BackwardOnSm90 {
       if (a.turns && piece == kPieces - 1) {
         __syncwarp();
         release(&shared.added[before]);
+      }
+    }
+
+    // What the warp has written into shared memory becomes readable for the engines.
+    __device__ __forceinline__ void publish() {
+      publish_to_engines();
+      __syncwarp();
+    }
+    // The same as add_queries by the copy engine, by way of shared memory: put there, published, and sent.
+    __device__ __forceinline__ void stage_queries(const QuerySums& d) {
+      if (lane() == 0) wait_for_store_reads();
+      __syncwarp();
+      float4* const to = reinterpret_cast<float4*>(shared.sums[warp]) + lane();
+#pragma unroll
+      for (int j = 0; j < kPiece / 8; ++j) to[j * kWarp] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+    }
+    __device__ __forceinline__ void send_queries(const Job& job) {
+      float* const to = sums_of(job);
+      if (to && lane() == 0) {
+        add_floats(to, shared.sums[warp], sizeof(shared.sums[warp]));
+        commit_stores();
       }
     }
 
@@ -322,7 +351,6 @@ struct BackwardOnSm90 {
     }
 
     __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
-    using QuerySums = float[kPiece / 2];
     using Words = unsigned[kScoreQueries / 16][4];  // of 16-bit pairs: a left operand
 
     __device__ __forceinline__ void clear_key_tail() {
@@ -337,7 +365,7 @@ struct BackwardOnSm90 {
     template <int kBuffer>
     __device__ __forceinline__ void clear_query_tail() {
       const Place& place = shared.place;
-      const int now = buffer<kBuffer>(), query = shared.job[now].query;
+      const int now = buffer<kBuffer>(), query = job().query;
       if (a.problem.query_starts && query + kQueries > place.queries) {
         wait(&shared.grad_out_full[now], parity());
         clear_tail(shared.stage[now].query.box, place.queries - query);
@@ -402,9 +430,9 @@ struct BackwardOnSm90 {
 
     // ---- with keys of its own
 
-    // Sums over a block's queries: [this warpgroup's keys][columns].
-    __device__ __forceinline__ void start_sums(Sums& d, const unsigned (&left)[kQuerySteps][4], const Queries& right) {
-      const uint64_t columns = columns_descriptor(shared_address(right.box), kQueries * kRowBytes);
+    // Sums over a block's queries: [this warpgroup's keys][columns]. `shift` is as that of start_scores.
+    __device__ __forceinline__ void start_sums(Sums& d, const Words& left, const Queries& right, unsigned shift = 0) {
+      const uint64_t columns = columns_descriptor(shared_address(right.box) + shift, kQueries * kRowBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kQuerySteps; ++step)
@@ -413,104 +441,240 @@ struct BackwardOnSm90 {
       commit_products();
     }
 
-    // In registers that `grad` has, if it has as many.
-    __device__ __forceinline__ static QuerySums& query_sums(ScoreSums& grad, QuerySums& other) {
-      if constexpr (sizeof(ScoreSums) == sizeof(QuerySums))
-        return reinterpret_cast<QuerySums&>(grad);
-      else
-        return other;
+    __device__ __forceinline__ void put(Scores& to, const Words& words) {
+      const int r = score_row() + lane() % 16;
+#pragma unroll
+      for (int t = 0; t < kScoreQueries / 16; ++t)
+        store_matrices(words[t],
+                       shared_address(to.box[t / 4][r]) +
+                           ((score_query() / 8 + t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
     }
 
-    // The gradients of the block at hand's weights.
+    // What a block needs of its rows, read while the one before is at its end: shared memory answers late once it feeds the
+    // products.
+    struct Ahead {
+      static constexpr int kHighs = kTile.lse_ahead ? kScoreQueries / 8 : 1;
+      bool whole, low;  // Job::whole; whether lse's low parts count
+      float2 high[kHighs];
+    };
     template <int kBuffer>
-    __device__ __forceinline__ void start_grad(ScoreSums& grad) {
-      const int now = buffer<kBuffer>();
-      wait(&shared.grad_out_full[now], parity());
-      start_scores(grad, shared.value, shared.stage[now].grad_out);
+    __device__ __forceinline__ void look_ahead(Ahead& ahead, const Job& job) const {
+      // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
+      constexpr float kLarge = 256;
+      ahead.whole = job.whole;
+      bool low = false;
+#pragma unroll
+      for (int n = 0; n < kQueries / kRowBlock; ++n) {
+        const float2 x = *reinterpret_cast<const float2*>(&shared.rows[kBuffer][n][2 * lane()]);
+        const auto large = [](float y) { return fabsf(y) >= kLarge && y < -lowest<float>(); };
+        low = low || large(x.x) || large(x.y);
+      }
+      ahead.low = __any_sync(~0u, low);
+      if constexpr (kTile.lse_ahead)
+#pragma unroll
+        for (int j = 0; j < Ahead::kHighs; ++j) ahead.high[j] = numbers<kBuffer>(0, j);
     }
 
-    // The block at hand's weights; the block before's gradients of queries meanwhile. With kEverything, also the gradients of
-    // the weights, less delta.
-    template <bool kFirst, int kBuffer>
+    __device__ __forceinline__ void take_turn() {
+      if constexpr (kTile.in_turn) sync_named(kTurn + group(), kMathThreads);
+    }
+    __device__ __forceinline__ void pass_turn() {
+      if constexpr (kTile.in_turn) arrive_named(kTurn + (group() ^ 1), kMathThreads);
+    }
+
+    // A block; false: it was the last. The block before's gradients of queries are made amid it.
+    template <bool kFirst, int kNow>
+    __device__ __forceinline__ bool own_block(Ahead& ahead) {
+      constexpr int kOther = kNow ^ 1;
+      clear_query_tail<kNow>();
+      int shift = 0;
+      if constexpr (kFirst) forget(shift);
+      Stage& stage = shared.stage[kNow];
+      ScoreSums score, grad;
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 delta = numbers<kNow>(2, j);
+        grad[0][j][0] = grad[0][j][2] = -delta.x;
+        grad[0][j][1] = grad[0][j][3] = -delta.y;
+      }
+      settle(flat(grad));
+      take_turn();
+      start_scores(score, shared.key, stage.query, shift);
+      if constexpr (kFirst) wait(&shared.value_full, 0);
+      if constexpr (!kFirst && kTile.sends_late)
+        if (count > 1 && !a.turns) {
+          publish();
+          send_queries(job(2));
+        }
+      wait(&shared.grad_out_full[kNow], parity());
+      start_scores<true>(grad, shared.value, stage.grad_out, shift);
+      pass_turn();
+      wait_for_products<1>();
+      settle(flat(score));
+      if (!ahead.whole) hide(score, job().query);
+
+      Words weight;
+      const auto weigh = [&]<bool kLow>(std::bool_constant<kLow>) {
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j) {
+          const float2 high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kNow>(0, j),
+                       low = kLow ? numbers<kNow>(1, j) : make_float2(0, 0);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& x = score[0][j][e];
+            x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
+        }
+      };
+      if (ahead.low)
+        weigh(std::true_type{});
+      else
+        weigh(std::false_type{});
+      settle(weight);
+      start_sums(grad_value, weight, stage.grad_out, shift);
+      QuerySums query;
+      if constexpr (!kFirst) start_queries(query, kOther);
+      wait_for_products<kFirst ? 1 : 2>();
+      settle(flat(grad));
+      // Of the weights as they were rounded for the products: the scores' registers are others' by now.
+      Words grad_score;
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int t = j / 2, n = j % 2 * 2 + half;
+          const float2 x = unpair<T>(weight[t][n]);
+          grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
+        }
+      place_anew();
+      wait(&shared.scores_empty[kNow], parity() ^ 1);
+      put(shared.scores[kNow], grad_score);
+      start_sums(grad_key, grad_score, stage.query, shift);
+
+      const auto finish_queries = [&] {
+        if constexpr (!kFirst) {
+          wait_for_products<1>();
+          settle(query);
+          release(&shared.scores_empty[kOther]);
+          if (a.turns)
+            add_queries(sums_of(job(1)), query, kOther);
+          else
+            stage_queries(query);
+        }
+      };
+      if constexpr (!kTile.sends_late) finish_queries();
+      publish();
+      release(&shared.scores_full[kNow]);
+      if constexpr (!kFirst && !kTile.sends_late)
+        if (!a.turns) send_queries(job(1));
+      const bool more = fetch<kOther>(1);
+      if (more) look_ahead<kOther>(ahead, job(-1));
+      if constexpr (kTile.sends_late) finish_queries();
+      wait_for_products<0>();
+      release(&shared.empty[kNow]);
+      ++count;
+      return more;
+    }
+
+    __device__ __forceinline__ void run_own() {
+      place_anew();
+      clear(grad_key);
+      clear(grad_value);
+      wait(&shared.key_full, 0);
+      if (fetch<0>()) {
+        clear_key_tail();
+        Ahead ahead;
+        look_ahead<0>(ahead, job());
+        if (group() == 1) pass_turn();
+        if (own_block<true, 0>(ahead))
+          while (own_block<false, 1>(ahead) && own_block<false, 0>(ahead)) continue;
+        place_anew();
+        QuerySums query;
+        start_queries(query, (count - 1) % 2);
+        if (kTile.sends_late && count > 1 && !a.turns) {
+          publish();
+          send_queries(job(2));
+        }
+        wait_for_products<0>();
+        settle(query);
+        if (a.turns) {
+          add_queries(sums_of(job(1)), query, (count - 1) % 2);
+        } else {
+          stage_queries(query);
+          publish();
+          send_queries(job(1));
+          if (lane() == 0) wait_for_store_reads();
+        }
+      }
+      store_sums();
+    }
+
+    // ---- with keys of its own and everything, which takes registers from what could be in flight
+
+    // The block at hand's weights; the block before's gradients of queries meanwhile, and the gradients of the weights, less
+    // delta.
+    template <bool kFirst>
     __device__ __forceinline__ void weigh(ScoreSums& score, ScoreSums& grad, Words& weight) {
       const AttentionProblem& problem = a.problem;
       const Place& place = shared.place;
-      const int now = buffer<kBuffer>();
-      const Job& job = shared.job[now];
+      const int now = count % 2;
+      const Job& job = this->job();
       Stage& stage = shared.stage[now];
       const auto here = [&] { return ScoreBlock{job.query, place.key, place.queries, place.keys, job.whole}; };
-      clear_query_tail<kBuffer>();
-      QuerySums other;
-      QuerySums& grad_query = query_sums(grad, other);
-      [[maybe_unused]] float* sums = nullptr;
-      const auto finish_queries = [&] {
-        if constexpr (!kFirst) {
-          wait_for_products<0>();
-          settle(grad_query);
-          add_queries(sums, grad_query, now ^ 1);
-        } else {
-          wait(&shared.value_full, 0);
-        }
-      };
-
+      clear_query_tail<kEither>();
+      // In registers that `grad` has.
+      QuerySums& grad_query = reinterpret_cast<QuerySums&>(grad);
       start_scores(score, shared.key, stage.query);
       const bool whole = job.whole;
       if constexpr (!kFirst) {
         start_queries(grad_query, now ^ 1);
-        sums = sums_of(shared.job[now ^ 1]);
+        float* const sums = sums_of(this->job(1));
         wait_for_products<1>();
         release(&shared.empty[now ^ 1]);
+        settle(flat(score));
+        wait_for_products<0>();
+        settle(grad_query);
+        add_queries(sums, grad_query, now ^ 1);
       } else {
         wait_for_products<0>();
+        settle(flat(score));
+        wait(&shared.value_full, 0);
       }
-      settle(flat(score));
-
-      [[maybe_unused]] unsigned dropped = 0;  // a bit for each weight
-      if constexpr (kEverything) {
-        finish_queries();
-        start_grad<kBuffer>(grad);
-        const HeadMask mask(problem, place.batch, job.head);
-        const bool masked = mask.data && !job.nothing_hidden;
-        Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
-        if (masked) {
-          mask_block.load(mask, job.query, place.queries, place.key, place.keys);
-          commit_copies();
-          wait_for_copies();
-          sync_named(kAllMath, kMathThreads);
-        }
-        wait_for_products<0>();
-        settle(flat(grad));
-        const Dropout dropout(problem, place.batch, job.head);
-        if (dropout) {
-          draw_weights<true, 1, kQueries / 8>(score_row(), dropout, here(), [&](int, int j, unsigned kept) {
-            dropped |= (~kept & 15) << (4 * j);
+      wait(&shared.grad_out_full[now], parity());
+      start_scores(grad, shared.value, stage.grad_out);
+      const HeadMask mask(problem, place.batch, job.head);
+      const bool masked = mask.data && !job.nothing_hidden;
+      Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
+      if (masked) {
+        mask_block.load(mask, job.query, place.queries, place.key, place.keys);
+        commit_copies();
+        wait_for_copies();
+        sync_named(kAllMath, kMathThreads);
+      }
+      wait_for_products<0>();
+      settle(flat(grad));
+      const Dropout dropout(problem, place.batch, job.head);
+      unsigned dropped = 0;  // a bit for each weight
+      if (dropout) {
+        draw_weights<true, 1, kQueries / 8>(score_row(), dropout, here(), [&](int, int j, unsigned kept) {
+          dropped |= (~kept & 15) << (4 * j);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) grad[0][j][e] = kept >> e & 1 ? grad[0][j][e] * a.keep_scale : 0;
-          });
-        }
-        place_anew();
-        subtract_delta<kBuffer>(grad);
-        const ScoreRule rule = a.rule.of_head(problem, place.batch, job.head);
-        if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
-        if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
+          for (int e = 0; e < 4; ++e) grad[0][j][e] = kept >> e & 1 ? grad[0][j][e] * a.keep_scale : 0;
+        });
       }
+      place_anew();
+      subtract_delta<kEither>(grad);
+      const ScoreRule rule = a.rule.of_head(problem, place.batch, job.head);
+      if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
+      if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
       if (!whole) hide(score, job.query);
-      const bool bends = kEverything && a.rule.bends;
+      const bool bends = a.rule.bends;
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
-        // The sums on their way to memory hold registers that the next products need: more weights are made meanwhile, and
-        // the others while those products run.
-        if (!kEverything && j == kQueries / 64 * kTile.add_at) {
-          settle(weight);
-          finish_queries();
-          settle(flat(score));
-        }
-        if (!kEverything && j == kQueries / 64 * kTile.grad_at) {
-          settle(weight);
-          start_grad<kBuffer>(grad);
-          settle(flat(score));
-        }
-        const float2 high = numbers<kBuffer>(0, j), low = numbers<kBuffer>(1, j);
+        const float2 high = numbers<kEither>(0, j), low = numbers<kEither>(1, j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = score[0][j][e];
@@ -519,7 +683,7 @@ struct BackwardOnSm90 {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const auto kept = [&](int e) { return kEverything && dropped >> (4 * j + e) & 1 ? 0.0f : score[0][j][e]; };
+          const auto kept = [&](int e) { return dropped >> (4 * j + e) & 1 ? 0.0f : score[0][j][e]; };
           weight[j / 2][j % 2 * 2 + half] = pair(kept(2 * half), kept(2 * half + 1));
         }
       }
@@ -527,72 +691,48 @@ struct BackwardOnSm90 {
     }
 
     // What the weights add to the gradients of values, and of keys; the scores' gradients for those of queries.
-    template <int kBuffer>
     __device__ __forceinline__ void spread(ScoreSums& score, ScoreSums& grad, const Words& weight) {
       place_anew();
-      const int now = buffer<kBuffer>();
+      const int now = count % 2;
       Stage& stage = shared.stage[now];
-      if constexpr (!kEverything && kTile.grad_at == 8) start_grad<kBuffer>(grad);
       start_sums(grad_value, weight, stage.grad_out);
-      if constexpr (!kEverything) {
-        wait_for_products<1>();
-        settle(flat(grad));
-        subtract_delta<kBuffer>(grad);
-      }
       Words grad_score;
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int t = j / 2, n = j % 2 * 2 + half;
-          const float2 x =
-              kTile.rounded_weights ? unpair<T>(weight[t][n]) : make_float2(score[0][j][2 * half], score[0][j][2 * half + 1]);
-          grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
-        }
-#pragma unroll
-      for (int t = 0; t < kQuerySteps; ++t) {
-        const int r = score_row() + lane() % 16;
-        store_matrices(grad_score[t], shared_address(shared.scores[now].box[t / 4][r]) +
-                                          ((t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
-      }
-      publish_to_engines();
-      __syncwarp();
+        for (int half = 0; half < 2; ++half)
+          grad_score[j / 2][j % 2 * 2 + half] =
+              pair(score[0][j][2 * half] * grad[0][j][2 * half], score[0][j][2 * half + 1] * grad[0][j][2 * half + 1]);
+      put(shared.scores[now], grad_score);
+      publish();
       release(&shared.scores_full[now]);
       start_sums(grad_key, grad_score, stage.query);
       ++count;
     }
 
-    // What is left of a block, and the next one's weights; false: there is none.
-    template <int kNow, int kNext>
-    __device__ __forceinline__ bool step(ScoreSums& score, ScoreSums& grad, Words& weight) {
-      spread<kNow>(score, grad, weight);
-      place_anew();
-      const bool more = fetch<kNext>();
-      wait_for_products<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
-      if (more) weigh<false, kNext>(score, grad, weight);
-      return more;
-    }
-
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run_everything() {
       place_anew();
       clear(grad_key);
       clear(grad_value);
       wait(&shared.key_full, 0);
-      if (fetch<0>()) {
+      if (fetch<kEither>()) {
         clear_key_tail();
         ScoreSums score, grad;
         Words weight;
-        weigh<true, kEverything ? kEither : 0>(score, grad, weight);
-        if constexpr (kEverything) {
-          while (step<kEither, kEither>(score, grad, weight)) continue;
-        } else {
-          while (step<0, 1>(score, grad, weight) && step<1, 0>(score, grad, weight)) continue;
+        weigh<true>(score, grad, weight);
+        while (true) {
+          spread(score, grad, weight);
+          place_anew();
+          const bool more = fetch<kEither>();
+          wait_for_products<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
+          if (!more) break;
+          weigh<false>(score, grad, weight);
         }
         QuerySums grad_query;
         start_queries(grad_query, (count - 1) % 2);
         wait_for_products<0>();
         settle(grad_query);
-        add_queries(sums_of(shared.job[(count - 1) % 2]), grad_query, (count - 1) % 2);
+        add_queries(sums_of(job(1)), grad_query, (count - 1) % 2);
       }
       store_sums();
     }
@@ -625,7 +765,7 @@ struct BackwardOnSm90 {
       QuerySums second;
       place_anew();
       start_queries(second, before, 1);
-      float* const sums = sums_of(shared.job[before]);
+      float* const sums = sums_of(job(1));
       wait_for_products<2>();
       release(&shared.empty[before]);
       wait_for_products<1>();
@@ -635,14 +775,6 @@ struct BackwardOnSm90 {
       settle(second);
       release(&shared.scores_empty[before]);
       add_queries(sums, second, before, 1);
-    }
-
-    __device__ __forceinline__ void put(Scores& to, const Words& words) {
-      const int r = score_row() + lane() % 16;
-#pragma unroll
-      for (int t = 0; t < kScoreQueries / 16; ++t)
-        store_matrices(words[t], shared_address(to.box[0][r]) + ((score_query() / 8 + t * 2 + lane() / 16) ^ (lane() % 8)) *
-                                                                    static_cast<int>(kVectorBytes));
     }
 
     template <bool kFirst, int kNow>
@@ -663,8 +795,7 @@ struct BackwardOnSm90 {
       }
       wait_for_products<kFirst ? 1 : 3>();
       settle(flat(score));
-      const Job& job = shared.job[kNow];
-      if (!job.whole) hide(score, job.query);
+      if (!job().whole) hide(score, job().query);
       Words words;
 #pragma unroll
       for (int j = 0; j < kScoreQueries / 8; ++j) {
@@ -690,8 +821,7 @@ struct BackwardOnSm90 {
           words[j / 2][j % 2 * 2 + half] =
               pair(score[0][j][2 * half] * grad[0][j][2 * half], score[0][j][2 * half + 1] * grad[0][j][2 * half + 1]);
       put(shared.scores[kNow], words);
-      publish_to_engines();
-      __syncwarp();
+      publish();
       release(&shared.scores_full[kNow]);
       if constexpr (!kFirst) finish_spread(first, kBefore);
       ++count;
@@ -726,7 +856,8 @@ struct BackwardOnSm90 {
 
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
     const AttentionProblem& problem = a.problem;
-    const BlockPlace at = place_of(problem, a.list, blockIdx.x, true, kKeys, a.turns || problem.visible.right < 0);
+    const BlockPlace at = place_of(problem, a.list, side_by_side(a.list, blockIdx.x, a.section), true, kKeys,
+                                   a.turns || problem.visible.right < 0);
     Place place;
     place.batch = at.sequence;
     place.unit = at.head;
@@ -769,7 +900,7 @@ struct BackwardOnSm90 {
       }
       for (int i = 0; i < 2; ++i) {
         init_barrier(&shared.scores_full[i], kWarps);
-        if constexpr (kShared) init_barrier(&shared.scores_empty[i], kWarps);
+        init_barrier(&shared.scores_empty[i], kWarps);
         init_barrier(&shared.turn[i], 1);
         init_barrier(&shared.added[i], kWarps);
       }
@@ -785,8 +916,10 @@ struct BackwardOnSm90 {
       Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
       if constexpr (kShared)
         group.run_shared();
+      else if constexpr (kEverything)
+        group.run_everything();
       else
-        group.run();
+        group.run_own();
     }
   }
 };
@@ -830,6 +963,13 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
+  const BlockList list = BlockList::of(problem, true, gradients.units, Body::kKeys);
+  // Where blocks of keys differ in what they see, those of as many heads as the device holds at a time go by length, and not
+  // head by head: then the last ones to run are short.
+  const bool bounded = problem.visible.left >= 0 || problem.visible.right >= 0;
+  const int section = bounded ? static_cast<int>(std::clamp(int64_t{multiprocessors()} / std::max(list.blocks, int64_t{1}),
+                                                            int64_t{1}, list.heads * list.sequences))
+                              : 1;
   const BackwardSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
                                         boxes(problem.key, true, problem.key_heads, problem.width),
                                         boxes(problem.value, true, problem.value_heads, problem.value_width),
@@ -837,8 +977,9 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
                                         problem,
                                         gradients,
                                         space,
+                                        section,
                                         turns,
-                                        BlockList::of(problem, true, gradients.units, Body::kKeys),
+                                        list,
                                         ScoreRule(problem),
                                         problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
   launch<attention_backward_sm90<T, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,

@@ -54,9 +54,13 @@ constexpr Forward kForwardOnSm90{
         [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
           const MaskTables tables = mask_tables_of(problem, workspace);
           fill_mask_tables(problem, tables, stream);
-          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, tables, stream); });
+          unsigned* const taken = forward_sm90_takes_tiles(problem) ? static_cast<unsigned*>(workspace) : nullptr;
+          visit_head_dim(HopperHeadDims{}, problem, [&](auto width) { forward_sm90<width()>(problem, tables, taken, stream); });
         },
-    .workspace = [](const AttentionProblem& problem) { return mask_tables_of(problem, nullptr).bytes(); },
+    .workspace =
+        [](const AttentionProblem& problem) {
+          return forward_sm90_takes_tiles(problem) ? int64_t{sizeof(unsigned)} : mask_tables_of(problem, nullptr).bytes();
+        },
 };
 
 constexpr Forward kForwardOnSm80{
@@ -156,6 +160,34 @@ const Family& choose(const Family (&families)[kCount], const AttentionProblem& p
   throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
 }
 
+// Few queries of many heads leave most rows of a tile empty. Where a key head's query heads see the same keys by the same rule,
+// and lie in memory one step behind another, they are as well more queries of one head: that problem, else the given one.
+AttentionProblem with_groups_as_rows(const AttentionProblem& problem) {
+  constexpr int64_t kRows = 64;  // about what a tile has
+  AttentionProblem p = problem;
+  if (p.key_heads == 0 || p.key_heads != p.value_heads || p.query_starts || p.queries == 0) return p;
+  const int64_t group = p.heads / p.key_heads, rows = group * p.queries;
+  const auto tiles = [](int64_t count) { return (count + kRows - 1) / kRows; };
+  if (tiles(rows) >= group * tiles(p.queries)) return p;
+  if (p.mask.data || p.alibi_slopes || p.sinks || p.dropout != 0) return p;
+  const int64_t first = p.visible.offset, last = first + p.queries - 1;  // positions
+  if ((p.visible.left >= 0 && last > p.visible.left) || (p.visible.right >= 0 && first + p.visible.right < p.keys - 1))
+    return p;
+  const auto is_run = [&](const int64_t (&stride)[4]) { return p.queries == 1 || stride[1] == p.queries * stride[2]; };
+  if (!is_run(p.query.stride) || !is_run(p.out.stride) || (p.lse && p.lse_stride[1] != p.queries)) return p;
+  const auto widen = [&](int64_t (&stride)[4]) {
+    if (p.queries == 1) stride[2] = stride[1];
+    stride[1] *= group;
+  };
+  widen(p.query.stride);
+  widen(p.out.stride);
+  p.lse_stride[1] *= group;
+  p.heads = p.key_heads;
+  p.queries = rows;
+  p.visible = {};
+  return p;
+}
+
 bool has_no_queries(const AttentionProblem& problem) {
   return problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.batch * problem.queries) == 0;
 }
@@ -176,7 +208,8 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 }  // namespace
 
-Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
+Candidates attention_candidates(const AttentionProblem& given, const Gpu& gpu, bool backward) {
+  const AttentionProblem problem = backward ? given : with_groups_as_rows(given);
   Candidates list;
   const auto ask = [&](const auto& families, const auto&... more) {
     for (const auto& family : families) {
@@ -188,11 +221,13 @@ Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu,
   return list;
 }
 
-int64_t attention_forward_workspace(const AttentionProblem& problem) {
+int64_t attention_forward_workspace(const AttentionProblem& given) {
+  const AttentionProblem problem = with_groups_as_rows(given);
   return has_no_queries(problem) ? 0 : choose(kForward, problem).workspace(problem);
 }
 
-void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+void attention_forward(const AttentionProblem& given, void* workspace, CUstream_st* stream) {
+  const AttentionProblem problem = with_groups_as_rows(given);
   if (!has_no_queries(problem)) choose(kForward, problem).run(problem, workspace, stream);
 }
 

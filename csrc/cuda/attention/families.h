@@ -10,9 +10,10 @@ namespace flash_online::cuda {
 struct BlockMap;
 struct MaskTables;
 
-// forward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
+// forward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass. taken: a word of workspace for
+// forward_sm90_takes_tiles() (refusal_sm90.h), else null.
 template <int kWidth>
-void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, CUstream_st* stream);
+void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, CUstream_st* stream);
 
 // forward_sm80.cuh. Head dims are at most kWidth; there are queries and heads.
 template <int kWidth>

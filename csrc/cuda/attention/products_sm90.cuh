@@ -12,9 +12,9 @@ __device__ __forceinline__ float (&flat(Accumulator<1, kColumns>& d))[4 * kColum
   return reinterpret_cast<float (&)[4 * kColumns]>(d);
 }
 
-// Starts d[m][n] = sum over k of left[m][k] right[n][k] as a group: 64 rows of boxes of kLeftRows from address `left` on,
-// 8 * kColumns rows of boxes of kRightRows from address `right` on, k up to 16 * kSteps.
-template <class T, int kSteps, int kLeftRows, int kRightRows, int kColumns>
+// Starts d[m][n] = sum over k of left[m][k] right[n][k], or += where kAdd, as a group: 64 rows of boxes of kLeftRows from
+// address `left` on, 8 * kColumns rows of boxes of kRightRows from address `right` on, k up to 16 * kSteps.
+template <class T, int kSteps, int kLeftRows, int kRightRows, bool kAdd = false, int kColumns>
 __device__ __forceinline__ void start_row_products(Accumulator<1, kColumns>& d, unsigned left, unsigned right) {
   constexpr unsigned kRowBytes = 128, kStepBytes = 32, kBoxSteps = kRowBytes / kStepBytes;
   const uint64_t a = rows_descriptor(left), b = rows_descriptor(right);
@@ -23,7 +23,7 @@ __device__ __forceinline__ void start_row_products(Accumulator<1, kColumns>& d, 
   for (int step = 0; step < kSteps; ++step)
     WarpgroupProduct<T, 8 * kColumns>::template shared_shared<false>(
         flat(d), moved(a, step / kBoxSteps * kLeftRows * kRowBytes + step % kBoxSteps * kStepBytes),
-        moved(b, step / kBoxSteps * kRightRows * kRowBytes + step % kBoxSteps * kStepBytes), step > 0);
+        moved(b, step / kBoxSteps * kRightRows * kRowBytes + step % kBoxSteps * kStepBytes), kAdd || step > 0);
   commit_products();
 }
 

@@ -33,7 +33,7 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (queries > kMost || keys > kMost || p.queries > kMost || p.keys > kMost || batch * p.heads > kMost ||
       batch * p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
-  if (!(p.scale > 0 && p.scale < 1e30)) return "a scale that is not positive";
+  if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
   if ((p.alibi_slopes || p.softcap != 0 || p.mask.data || p.dropout != 0) && head_dim > kWidestEverythingSm90)
     return "ALiBi, a softcap, a mask or dropout with a head dim over 192";
   if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";
@@ -49,6 +49,13 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (!is_copied_in_boxes(p.out.data, p.out.stride, batch, p.heads, queries, p.value_width))
     return "the result's rows are not whole multiples of 16 bytes apart";
   return nullptr;
+}
+
+// Whether forward_sm90's blocks of threads take their tiles one by one, from a counter: where tiles differ so much in work that
+// dealing them out in turn leaves some blocks without. It is packed sequences that do, and they have no mask.
+inline bool forward_sm90_takes_tiles(const AttentionProblem& p) {
+  constexpr int64_t kFewKeys = 512;  // of a sequence: whatever the tiles, the end of the work is not far
+  return p.query_starts && p.keys > kFewKeys;
 }
 
 constexpr int kLongestBackwardSm90 = 1 << 28;  // queries and keys

@@ -49,6 +49,15 @@ __device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t co
   return low;
 }
 
+// For place_of, of a dense or a packed list: the number of block `index` where `section` heads at a time go block by block, and
+// not head by head.
+__device__ __forceinline__ int64_t side_by_side(const BlockList& list, unsigned index, unsigned section) {
+  const unsigned blocks = static_cast<unsigned>(list.blocks), heads = static_cast<unsigned>(list.heads * list.sequences),
+                 first = index / (section * blocks) * section, count = min(section, heads - first),
+                 rest = index - first * blocks;
+  return (first + rest % count) * blocks + rest / count;
+}
+
 // `reversed`: the last blocks first, where later rows have more to do.
 __device__ __forceinline__ BlockPlace place_of(const AttentionProblem& problem, const BlockList& list, int64_t index,
                                                bool over_keys, int64_t size, bool reversed) {

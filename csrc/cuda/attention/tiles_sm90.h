@@ -19,18 +19,29 @@ struct ForwardSm90 {
   // All warpgroups take the same 64 queries: each makes all of their scores, but its part of the results' columns alone. Keys
   // come in parts of the head dim.
   bool split_values = false;
+  int blocks = 1;  // of threads, on a multiprocessor at a time
+  // Of a row for little work, without everything: it takes sequences of up to so many queries, windows of up to so many keys,
+  // and what would leave half of the multiprocessors without a tile of the next row's. 0: a row for all.
+  int most_queries = 0, most_window = 0;
+  int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps
 
-  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * drawers; }
   constexpr int row_groups() const { return split_values ? 1 : warpgroups; }
   constexpr int queries() const { return 64 * row_groups(); }
   constexpr int key_parts() const { return split_values ? 2 : 1; }
   constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of a part each
 };
 
+// Of one width those for little work first.
 inline constexpr ForwardSm90 kForwardSm90[] = {
-    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},          {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
-    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},         {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
-    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},        {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
+    {64, 64, 1, 64, 3, 2, false, true, false, 8, 128, 32, false, 3, 256, 512},
+    {64, 64, 3, 128, 3, 6, false, true, true, 8, 160, 32},
+    {96, 96, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {128, 128, 1, 64, 2, 1, true, true, false, 1, 208, 40, false, 2, 64, 128},
+    {128, 128, 2, 128, 2, 2, true, true, true, 1, 232, 40},
+    {192, 128, 2, 96, 2, 2, true, true, true, 1, 232, 40},
+    {192, 192, 2, 96, 2, 3, false, false, true, 1, 232, 40},
+    {256, 256, 2, 64, 2, 3, false, false, true, 1, 232, 40},
     {512, 512, 2, 64, 1, 1, false, false, false, 1, 232, 40, true},
 };
 
@@ -38,24 +49,33 @@ inline constexpr int kForwardSm90Rows = sizeof(kForwardSm90) / sizeof(kForwardSm
 
 inline constexpr int kWidestEverythingSm90 = 192, kWidestPackedSm90 = 256;
 
-// A row, and whether with everything (softcap, ALiBi, masks, dropout), which takes registers and shared memory from the block
-// of keys.
-template <int kRow, bool kWithEverything, bool kOfPacked>
+// What a kernel has besides plain attention: nothing, everything (softcap, ALiBi, bool masks, dropout) but a float mask, or
+// that too, whose tiles take shared memory.
+enum class ForwardSm90With { kNothing, kEverything, kFloatMask };
+
+// A row, and what with. Masks are known by blocks of 64 keys, so these are what is read or passed over.
+template <int kRow, ForwardSm90With kWith, bool kOfPacked>
 struct ForwardSm90Tile {
-  static constexpr bool kEverything = kWithEverything, kPacked = kOfPacked;
+  static constexpr bool kEverything = kWith != ForwardSm90With::kNothing, kFloatMask = kWith == ForwardSm90With::kFloatMask;
+  static constexpr bool kPacked = kOfPacked;
   static constexpr ForwardSm90 kTile = [] {
     ForwardSm90 tile = kForwardSm90[kRow];
     if (kEverything) {
-      const int most = tile.width > 128 ? 64 : 96;
-      if (tile.keys > most) tile.keys = most;
-      tile.stages = 2;
-    }
-    if (kPacked && tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
-    if (kEverything && kPacked) {
-      if (tile.warpgroups == 3) tile.keys = 64;
-      if (tile.held_query && tile.width > 128) tile.held_query = false, tile.query_buffers = 3;
-    }
-    if (kEverything || kPacked) {  // there is more to plan
+      tile.keys = 64;
+      tile.stages = tile.width > 128 ? 3 : tile.width > 64 ? 4 : 6;
+      if (kFloatMask) tile.stages = tile.width > 128 ? 2 : 3;
+      tile.in_turn = false;
+      tile.drawers = tile.width > 128 || kFloatMask ? 4 : 8;
+      const bool many = tile.drawers == 8;
+      tile.registers = tile.warpgroups == 3 ? (many ? 120 : 128) : many ? 184 : tile.width > 128 ? 216 : 208;
+      tile.loader_registers = tile.width > 128 ? 40 : 48;
+      tile.drawer_registers = many ? 32 : tile.loader_registers;
+    } else if (kPacked && tile.warpgroups == 1) {  // there is more to plan
+      tile.blocks = 2;
+      tile.registers = 200;
+      tile.loader_registers = 56;
+    } else if (kPacked && tile.width <= 192) {
+      if (tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
       tile.registers = tile.warpgroups == 3 ? 152 : 224;
       tile.loader_registers = 56;
     }
@@ -69,20 +89,20 @@ struct BackwardSm90 {
   int width;
   bool everything;  // softcap, ALiBi, masks, dropout, any scale
   int keys, queries;
-  bool rounded_weights;  // the scores' gradients are made of weights as the products take them, which saves registers
-  // How many eighths of the weights are made before the block before's gradients of queries are added to memory, and before
-  // the weights' gradients are started. Not with `everything`.
-  int add_at, grad_at;
+  // Not with `everything`, nor with 64 keys.
+  bool lse_ahead;  // a block's lse is read into registers before its scores are there
+  bool in_turn;  // warpgroups start their scores one after another
+  bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
 
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, 128, true, 4, 8, 232, 40},
-    {128, false, 128, 64, false, 4, 6, 240, 24},
-    {128, true, 128, 64, false, 0, 0, 240, 24},
-    {256, false, 64, 64, false, 0, 0, 240, 24},
+    {64, false, 128, 128, false, false, true, 232, 40},
+    {128, false, 128, 64, true, true, false, 240, 24},
+    {128, true, 128, 64, false, false, false, 240, 24},
+    {256, false, 64, 64, false, false, false, 240, 24},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;

@@ -17,16 +17,14 @@ namespace flash_online::cuda {
 // Boxes of kBoxColumns 16-bit elements: 128 bytes a row, in shared memory with the 16-byte chunk c of row r at c ^ (r % 8). A
 // box's place there is aligned to kBoxAlignment.
 constexpr int kBoxColumns = 64, kBoxAlignment = 1024;
-// Or of half as many, 64 bytes a row: chunk c of row r at c ^ (r / 2 % 4).
-constexpr int kHalfBoxColumns = 32, kHalfBoxRowBytes = 64;
 
 enum class BoxElement { kHalf, kBFloat16 };
 
 // A tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements, stride[i] bytes from one index of dimension i + 1 to the
-// next, a multiple of 16 as `data` is, in boxes of [box_rows][box_columns]. The function comes from the driver, so that the
+// next, a multiple of 16 as `data` is, in boxes of [box_rows][kBoxColumns]. The function comes from the driver, so that the
 // library does not link to it and loads where there is none.
 inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
-                              uint32_t box_rows, uint32_t box_columns = kBoxColumns) {
+                              uint32_t box_rows) {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -37,11 +35,10 @@ inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64
   }();
   CUtensorMap map;
   const cuuint64_t sizes[4] = {size[0], size[1], size[2], size[3]}, strides[3] = {stride[0], stride[1], stride[2]};
-  const cuuint32_t box[4] = {box_columns, box_rows, 1, 1}, step[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {kBoxColumns, box_rows, 1, 1}, step[4] = {1, 1, 1, 1};
   const CUresult status =
       encode(&map, element == BoxElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-             const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             box_columns == kBoxColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS)
     throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
@@ -61,13 +58,6 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, B
       : "memory");
 }
 
-// The box into the L2 cache.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, BoxPlace at) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at.column),
-               "r"(at.row), "r"(at.head), "r"(at.batch)
-               : "memory");
-}
-
 // `bytes` in a row, a multiple of 16 as both ends are, count on the barrier likewise.
 __device__ __forceinline__ void load_bytes(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
   asm volatile(
@@ -82,6 +72,12 @@ __device__ __forceinline__ void publish_to_engines() { asm volatile("fence.proxy
 __device__ __forceinline__ void store_box(const CUtensorMap& map, BoxPlace at, const void* shared) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared_address(shared)), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+// Adds `bytes` of floats in a row, a multiple of 16 as both ends are, to those in global memory, likewise.
+__device__ __forceinline__ void add_floats(float* global, const void* shared, unsigned bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 // The thread's stores so far become a group.
