@@ -349,6 +349,14 @@ def test_extreme_scores(size, dtype, lengths):
         ).check()
 
 
+@pytest.mark.parametrize("width", [20, 64, 128, 256])
+def test_scores_of_a_lone_key_have_no_gradient(width):
+    """A query that sees one key weighs it 1 whatever its score: float32 says 0, not the rounding of two sums of products."""
+    query, key, value = (torch.randn(2, 4, 150, width, device="cuda", requires_grad=True) for _ in range(3))
+    flash_online.attention(query, key, value, window=(0, 0)).backward(torch.randn(2, 4, 150, width, device="cuda"))
+    assert query.grad.count_nonzero() == 0 and key.grad.count_nonzero() == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_reach_their_rows(dtype):
     query, key, value = (gpu(1, 1, 200, 64, dtype=dtype) for _ in range(3))

@@ -44,6 +44,46 @@ __device__ __forceinline__ Sum dot_rows(const HeadRows<Element>& a, const HeadRo
   return sum;
 }
 
+// What dot_rows gives, of sixteen rows from `first` on, by the products that the passes make gradients of weights with: the
+// output of a query that sees one key alone is that key's value, and the two then differ by nothing.
+__device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, const HeadRows<float>& grad_out, int first,
+                                                   int queries, float* products) {
+  using F = Fragments<float>;
+  Accumulator<1, 2> leading;
+  RestOfSums<float, 1, 2> rest;
+  clear(leading);
+  clear(rest.sums);
+#pragma unroll 1
+  for (int column = 0; column < out.width; column += F::kDepth) {
+    typename F::Left left[1];
+    typename F::Right right[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + 8 * half + lane_group();
+      const auto words_of = [&](const HeadRows<float>& from, int c, unsigned (&words)[F::kPieces]) {
+        const float* const at = from.data + row * from.row_stride + c * from.column_stride;
+        F::split(words, row < queries && c < from.width ? at[0] : 0,
+                 row < queries && c + 1 < from.width ? at[from.column_stride] : 0);
+      };
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        unsigned x[F::kPieces], y[F::kPieces];
+        words_of(out, column + 8 * part + 2 * lane_place(), x);
+        words_of(grad_out, column + 8 * part + 2 * lane_place(), y);
+#pragma unroll
+        for (int piece = 0; piece < F::kPieces; ++piece)
+          left[0].words[piece][2 * part + half] = x[piece], right[half].words[piece][part] = y[piece];
+      }
+    }
+    rest.multiply(leading, 0, left, right, 0);
+  }
+  // The diagonal of what each row makes with each.
+  for_each(leading, [&](float x, int, int half, int e) {
+    if (e / 2 == half && 2 * lane_place() + e % 2 == lane_group())
+      products[8 * half + lane_group()] = add_if_finite(x, rest.sums[0][half][e]);
+  });
+}
+
 // Gradients of queries that no sequence owns, in one head: 0.
 template <class Element>
 __device__ void clear_queries(const AttentionProblem& problem, const MutableView4& to, int64_t head, Rows rows) {
@@ -54,7 +94,8 @@ __device__ void clear_queries(const AttentionProblem& problem, const MutableView
 
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constant__ RowArguments arguments) {
-  using Sum = std::conditional_t<std::is_same_v<Element, float>, double, float>;
+  constexpr bool kFloats = std::is_same_v<Element, float>;
+  using Sum = std::conditional_t<kFloats, double, float>;
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
   const BackwardSpace& space = arguments.space;
@@ -80,11 +121,17 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   const HeadRows<Element> grad_out(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width),
       out(as_const(problem.out), batch, head, sequence.queries.begin, problem.value_width);
   __shared__ Sum products[kRowBlock];
+  __shared__ float deltas[kFloats ? kRowBlock : 1];
+  if (!kFloats || space.sinks) {  // the gradient of a sink is a sum over rows, which needs all of their digits
 #pragma unroll
-  for (int r = thread / kRowLanes; r < kRowBlock; r += kRowThreads / kRowLanes) {
-    const Sum product = dot_rows<Element, Sum>(grad_out, out, first + r < queries ? first + r : 0);
-    if (thread % kRowLanes == 0) products[r] = product;
+    for (int r = thread / kRowLanes; r < kRowBlock; r += kRowThreads / kRowLanes) {
+      const Sum product = dot_rows<Element, Sum>(grad_out, out, first + r < queries ? first + r : 0);
+      if (thread % kRowLanes == 0) products[r] = product;
+    }
   }
+  if constexpr (kFloats)
+    for (int r = thread / kWarp * 16; r < kRowBlock; r += kRowThreads / kWarp * 16)
+      multiply_row_pairs(out, grad_out, first + r, queries, deltas + r);
   if (space.sums) {
     float4* const sums = reinterpret_cast<float4*>(space.sums + number * kRowBlock * space.width);
     for (int n = thread; n < kRowBlock / 4 * static_cast<int>(space.width); n += kRowThreads) sums[n] = make_float4(0, 0, 0, 0);
@@ -94,19 +141,25 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   if (thread < kRowBlock) {  // a thread a row
     const int query = first + thread;
     const bool there = query < queries;
-    Sum delta = products[thread];
+    float delta;
+    if constexpr (kFloats)
+      delta = deltas[thread];
+    else
+      delta = products[thread];
     float high = -lowest<float>(), low = 0;
     if (there) {
       const int64_t at = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + query;
       const float lse = static_cast<const float*>(problem.lse)[at];
-      if (gradients.grad_lse) delta -= static_cast<const float*>(gradients.grad_lse)[at];
+      const float grad_lse = gradients.grad_lse ? static_cast<const float*>(gradients.grad_lse)[at] : 0;
+      delta -= grad_lse;
       if (lse != lowest<float>()) {
         const double binary = (static_cast<double>(lse) + static_cast<const float*>(problem.lse_low)[at]) / kLn2;
         high = static_cast<float>(binary);
         const float rest = static_cast<float>(binary - high);
         low = rest - rest == 0 ? rest : 0;
         if (space.sinks)
-          sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) * static_cast<double>(delta);
+          sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) *
+                 (static_cast<double>(products[thread]) - grad_lse);
       } else {
         delta = 0;
       }
@@ -114,7 +167,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
     float* const to = space.rows + number * kRowNumbers + thread;
     to[0] = high;
     to[kRowBlock] = low;
-    to[2 * kRowBlock] = there ? static_cast<float>(delta) : 0;
+    to[2 * kRowBlock] = there ? delta : 0;
   }
   if (space.sinks) {
     __shared__ double parts[kRowBlock];
