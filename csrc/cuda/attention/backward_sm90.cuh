@@ -6,8 +6,9 @@
 // end. The scores' gradients also go through shared memory, for the gradients of queries: each warpgroup sums its half of a
 // block's over all 128 keys, a block late, so that neither waits for the other, and has it added to sums in global memory.
 //
-// At head dim 256 (kShared) that takes too many registers: a block of threads owns 64 keys, each warpgroup makes the scores of
-// half of a block's queries and half of the columns of all gradients, and weights go through shared memory too.
+// Over head dim 128 (kLine) that takes too many registers: a block of threads owns 64 keys, and three warpgroups stand in line.
+// The first makes weights and the gradients of values, the second from these weights their scores' gradients and those of keys,
+// the third the gradients of queries. What one hands to the next goes through shared memory.
 #pragma once
 
 #include "../../core/visit.h"
@@ -30,7 +31,7 @@
 
 namespace flash_online::cuda {
 
-constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums
+constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums at a time
 
 struct BackwardSm90Arguments {
   HeadBoxes query, key, value, grad_out;
@@ -44,39 +45,43 @@ struct BackwardSm90Arguments {
   float keep_scale;  // of dropout: 1 / (1 - p)
 };
 
-template <class T, int kWidth, bool kEverything>
+template <class T, int kWidth, int kValueWidth, bool kEverything>
 struct BackwardOnSm90 {
-  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kEverything);
+  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kValueWidth, kEverything);
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.kThreads, kMathThreads = kThreads - 128, kWarps = kMathThreads / kWarp;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.kWarpgroups, kWarps = kMathThreads / kWarp;
   static constexpr int kGroupKeys = 64;  // of a warpgroup
-  // Both warpgroups have the same keys: each makes the scores of half of a block's queries, and half of all gradients' columns.
-  static constexpr bool kShared = kKeys == kGroupKeys;
-  static constexpr int kScoreQueries = kShared ? kQueries / 2 : kQueries, kSumColumns = kShared ? kWidth / 2 : kWidth;
-  static constexpr int kBoxes = kWidth / kBoxColumns, kQueryBoxes = kQueries / kBoxColumns;
-  static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
+  static constexpr bool kLine = kTile.in_line();
+  static constexpr int boxes_of(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
+  static constexpr int kBoxes = boxes_of(kWidth), kValueBoxes = boxes_of(kValueWidth), kQueryBoxes = kQueries / kBoxColumns;
+  static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
-  // The gradients of a block's queries are two or four pieces of 64 x 64: side by side, or one above the other.
+  // The gradients of a block's queries are pieces of 64 x 64: one a warpgroup, side by side or one above the other; or all of
+  // one's. Of the last there may be half.
   static constexpr bool kSideBySide = kQueries == 64;
-  static constexpr int kPieces = kShared ? 2 : 1;
-  static constexpr int kPiece = (kSideBySide ? kWidth / 2 : kWidth) / kPieces;  // columns
-  static_assert(kSideBySide || kQueries == 128);
-  static_assert(kQueries % kRowBlock == 0 && (!kEverything || (kQueries * 2 <= 128 && kPiece == kSumPieceSm90)));
-  static_assert(!kShared || (!kEverything && kSideBySide));
+  static constexpr int kPieces = kLine ? kBoxes : 1, kPiece = kSumPieceSm90;
+  static_assert(kSideBySide ? kLine || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
+  static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
+  static_assert(!kLine || (!kEverything && kSideBySide && kWidth % kBoxColumns == 0));
+  static constexpr int kSummers = kLine ? 4 : kWarps;  // warps that sum gradients of queries
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
-  static constexpr bool kStaged = !kShared && !kEverything;
+  static constexpr bool kStaged = !kEverything;
+  static constexpr int kScoreBuffers = kLine && kWidth > 192 ? 1 : 2;  // of blocks
 
-  struct alignas(kBoxAlignment) Keys {
-    T box[kBoxes][kKeys][kBoxColumns];
+  template <int kCount, int kRows>
+  struct alignas(kBoxAlignment) Boxes {
+    T box[kCount][kRows][kBoxColumns];
   };
-  struct alignas(kBoxAlignment) Queries {
-    T box[kBoxes][kQueries][kBoxColumns];
-  };
+  using Keys = Boxes<kBoxes, kKeys>;
+  using Values = Boxes<kValueBoxes, kKeys>;
+  using Queries = Boxes<kBoxes, kQueries>;
+  using OutGradients = Boxes<kValueBoxes, kQueries>;
   struct alignas(kBoxAlignment) Scores {
     T box[kQueryBoxes][kKeys][kBoxColumns];  // [key][query]
   };
   struct Stage {
-    Queries query, grad_out;
+    Queries query;
+    OutGradients grad_out;
   };
   // What a block of threads works on.
   struct Place {
@@ -96,15 +101,17 @@ struct BackwardOnSm90 {
     int64_t sums;  // its gradients' place in space.sums
   };
   struct Shared {
-    Keys key, value;
+    Keys key;
+    Values value;
     Stage stage[kStages];
-    Scores scores[kShared ? 4 : 2];  // their gradients, two blocks'; the weights of those, where others need them
-    float sums[kStaged ? kWarps : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
+    Scores scores[kScoreBuffers];  // their gradients
+    uint4 weights[kLine ? 4 : 1][kLine ? 128 : 1];  // as a thread has them, for the one that has their gradients
+    float sums[kStaged ? kSummers : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
     Place place;
     Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
     uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
-        added[2], scores_empty[2];
+        added[2], scores_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
   };
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   static int shared_bytes(const AttentionProblem& problem) {
@@ -112,11 +119,12 @@ struct BackwardOnSm90 {
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
 
-  using Sums = Accumulator<1, kSumColumns / 8>;
-  using ScoreSums = Accumulator<1, kScoreQueries / 8>;
+  template <int kColumns>
+  using Sums = Accumulator<1, kColumns / 8>;
+  using ScoreSums = Accumulator<1, kQueries / 8>;
   using Mask = MaskBlock<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kWidth>;
-  static_assert(OutTile::bytes(kKeys) <= static_cast<int>(kStages * sizeof(Stage)));
+  static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kLine ? 1 : kStages) * sizeof(Stage)));
 
   static constexpr int kAllMath = 1, kTurn = 2;  // named barriers; kTurn + warpgroup
 
@@ -139,16 +147,18 @@ struct BackwardOnSm90 {
   }
 
   // By one thread.
-  __device__ static void load_keys(Keys& to, const HeadBoxes& from, const Place& place, uint64_t* full) {
-    arrive_and_expect(full, sizeof(Keys));
+  template <int kCount>
+  __device__ static void load_keys(Boxes<kCount, kKeys>& to, const HeadBoxes& from, const Place& place, uint64_t* full) {
+    arrive_and_expect(full, sizeof(to));
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
+    for (int box = 0; box < kCount; ++box)
       load_box(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
   }
-  __device__ static void load_queries(Queries& to, const HeadBoxes& from, const Place& place, int head, int query,
-                                      uint64_t* full) {
+  template <int kCount>
+  __device__ static void load_queries(Boxes<kCount, kQueries>& to, const HeadBoxes& from, const Place& place, int head,
+                                      int query, uint64_t* full) {
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
+    for (int box = 0; box < kCount; ++box)
       load_box(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
   }
 
@@ -170,7 +180,8 @@ struct BackwardOnSm90 {
                  a.space.rows + int64_t{first_rows + min(query / kRowBlock + n, (place.queries - 1) / kRowBlock)} * kRowNumbers,
                  sizeof(shared.rows[stage][n]), &shared.query_full[stage]);
     if (count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
-    arrive_and_expect(&shared.grad_out_full[stage], sizeof(Queries));
+    if constexpr (kLine) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
+    arrive_and_expect(&shared.grad_out_full[stage], sizeof(OutGradients));
     load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
   }
 
@@ -227,7 +238,8 @@ struct BackwardOnSm90 {
     int thread;  // of those that compute
     int warp = 0;  // of those that compute: in all lanes the same, as far as the compiler knows
     int count = 0;  // of blocks so far
-    Sums grad_key, grad_value;
+    Sums<kWidth> grad_key;
+    Sums<kValueWidth> grad_value;
 
     // What follows from the thread's number is computed anew, which takes fewer registers than to keep it.
     __device__ __forceinline__ void place_anew() {
@@ -236,8 +248,7 @@ struct BackwardOnSm90 {
     }
     __device__ __forceinline__ int group() const { return warp / 4; }
     __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarp; }
-    __device__ __forceinline__ int score_row() const { return (kShared ? warp % 4 : warp) * 16; }
-    __device__ __forceinline__ int score_query() const { return kShared ? group() * kScoreQueries : 0; }
+    __device__ __forceinline__ int score_row() const { return (kLine ? warp % 4 : warp) * 16; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
       if (lane() == 0) arrive(barrier);
     }
@@ -260,23 +271,25 @@ struct BackwardOnSm90 {
 
     // Scores, or weights' gradients: [this warpgroup's keys][its queries]; added to what is there, or not. `shift` is 0, but
     // the compiler does not know it of a block that stands before the loop: or it keeps that one's addresses for the loop.
-    template <bool kAdd = false>
-    __device__ __forceinline__ void start_scores(ScoreSums& d, const Keys& left, const Queries& right, unsigned shift = 0) {
-      int first = kShared ? 0 : group() * kGroupKeys;
+    template <int kColumns, bool kAdd = false, int kCount>
+    __device__ __forceinline__ void start_scores(ScoreSums& d, const Boxes<kCount, kKeys>& left,
+                                                 const Boxes<kCount, kQueries>& right, unsigned shift = 0) {
+      int first = kLine ? 0 : group() * kGroupKeys;
       // Or ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
-      if constexpr (kShared) forget(first);
-      start_row_products<T, kWidthSteps, kKeys, kQueries, kAdd>(d, shared_address(left.box) + first * kRowBytes + shift,
-                                                                shared_address(right.box) + score_query() * kRowBytes + shift);
+      if constexpr (kLine) forget(first);
+      start_row_products<T, kColumns / 16, kKeys, kQueries, kAdd>(d, shared_address(left.box) + first * kRowBytes + shift,
+                                                                  shared_address(right.box) + shift);
     }
 
     using QuerySums = float[kPiece / 2];
     // The block before's gradients of queries, this warpgroup's piece of that number.
     __device__ __forceinline__ void start_queries(QuerySums& d, int before, int piece = 0) {
-      wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      if constexpr (!kLine) wait(&shared.scores_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
-                     keys = columns_descriptor(
-                         shared_address(shared.key.box[kSideBySide ? (group() * kPieces + piece) * (kPiece / kBoxColumns) : 0]),
-                         kKeys * kRowBytes);
+                     keys = columns_descriptor(shared_address(shared.key.box[kLine         ? piece
+                                                                             : kSideBySide ? group()
+                                                                                           : 0]),
+                                               kKeys * kRowBytes);
       begin_products();
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step)
@@ -288,18 +301,22 @@ struct BackwardOnSm90 {
     // Where the gradients of a block's queries go, from this lane's first on; null: they are nobody's.
     __device__ __forceinline__ float* sums_of(const Job& job) const {
       const int width = sum_width(a.space);
-      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPieces * kPiece / 8 : 0;
-      const bool there =
-          kSideBySide ? kShared || group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
+      constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide && !kLine ? kPiece / 8 : 0;
+      const bool there = kSideBySide ? kLine || group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
+    }
+    // How many tiles of 16 x 8 of its piece are somebody's.
+    __device__ __forceinline__ int piece_tiles() const {
+      return kEverything || kLine || kWidth % kPiece == 0 || group() == 0 ? kPiece / 8 : kWidth % kPiece / 8;
     }
     __device__ __forceinline__ void add_queries(float* to, const QuerySums& d, int before, int piece = 0) {
       if (a.turns) wait(&shared.turn[before], (count - 1) / 2 % 2);
       if (to) {
+        const int tiles = piece_tiles();
 #pragma unroll
         for (int j = 0; j < kPiece / 8; ++j)
-          add_to_sum(to + (piece * (kPiece / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+          if (j < tiles) add_to_sum(to + (piece * (kPiece / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
       }
       if (a.turns && piece == kPieces - 1) {
         __syncwarp();
@@ -316,14 +333,14 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ void stage_queries(const QuerySums& d) {
       if (lane() == 0) wait_for_store_reads();
       __syncwarp();
-      float4* const to = reinterpret_cast<float4*>(shared.sums[warp]) + lane();
+      float4* const to = reinterpret_cast<float4*>(shared.sums[warp % kSummers]) + lane();
 #pragma unroll
       for (int j = 0; j < kPiece / 8; ++j) to[j * kWarp] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
     }
-    __device__ __forceinline__ void send_queries(const Job& job) {
-      float* const to = sums_of(job);
+    __device__ __forceinline__ void send_queries(float* to, int piece = 0) {
       if (to && lane() == 0) {
-        add_floats(to, shared.sums[warp], sizeof(shared.sums[warp]));
+        add_floats(to + piece * (kPiece / 8) * 128, shared.sums[warp % kSummers],
+                   piece_tiles() * 128 * static_cast<int>(sizeof(float)));
         commit_stores();
       }
     }
@@ -332,15 +349,14 @@ struct BackwardOnSm90 {
     template <int kBuffer>
     __device__ __forceinline__ float2 numbers(int kind, int j) const {
       return *reinterpret_cast<const float2*>(
-          &shared.rows[buffer<kBuffer>()][8 * j / kRowBlock]
-                      [kind * kRowBlock + score_query() + 8 * j % kRowBlock + lane() % 4 * 2]);
+          &shared.rows[buffer<kBuffer>()][8 * j / kRowBlock][kind * kRowBlock + 8 * j % kRowBlock + lane() % 4 * 2]);
     }
 
     // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros. All threads that compute.
-    template <int kRows>
-    __device__ __forceinline__ void clear_tail(T (&box)[kBoxes][kRows][kBoxColumns], int from) {
+    template <int kCount, int kRows>
+    __device__ __forceinline__ void clear_tail(T (&box)[kCount][kRows][kBoxColumns], int from) {
       constexpr int kAcross = kRowBytes / kVectorBytes;
-      for (int n = thread; n < kBoxes * (kRows - from) * kAcross; n += kMathThreads) {
+      for (int n = thread; n < kCount * (kRows - from) * kAcross; n += kMathThreads) {
         const int row = n / kAcross % (kRows - from) + from;
         reinterpret_cast<uint4*>(box[n / kAcross / (kRows - from)][row])[n % kAcross] = {0, 0, 0, 0};
       }
@@ -351,11 +367,12 @@ struct BackwardOnSm90 {
     }
 
     __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
-    using Words = unsigned[kScoreQueries / 16][4];  // of 16-bit pairs: a left operand
+    using Words = unsigned[kQueries / 16][4];  // of 16-bit pairs: a left operand
 
     __device__ __forceinline__ void clear_key_tail() {
       const Place& place = shared.place;
       if (a.problem.query_starts && place.key + kKeys > place.keys) {
+        wait(&shared.key_full, 0);
         wait(&shared.value_full, 0);
         clear_tail(shared.key.box, place.keys - place.key);
         clear_tail(shared.value.box, place.keys - place.key);
@@ -377,13 +394,13 @@ struct BackwardOnSm90 {
     // What hide_scores<true> does, in few registers.
     __device__ __forceinline__ void hide(ScoreSums& score, int query) const {
       const Place& place = shared.place;
-      const int first = query + score_query() + lane() % 4 * 2, left_over = place.queries - first;
+      const int first = query + lane() % 4 * 2, left_over = place.queries - first;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = place.key + score_row() + 8 * half + lane() / 4, at = key - place.offset - first;
         const int begin = at - place.right, end = key < place.keys ? min(at + place.left + 1, left_over) : -kQueries;
 #pragma unroll
-        for (int j = 0; j < kScoreQueries / 8; ++j)
+        for (int j = 0; j < kQueries / 8; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = score[0][j][2 * half + e];
@@ -395,7 +412,7 @@ struct BackwardOnSm90 {
     template <int kBuffer>
     __device__ __forceinline__ void subtract_delta(ScoreSums& d) const {
 #pragma unroll
-      for (int j = 0; j < kScoreQueries / 8; ++j) {
+      for (int j = 0; j < kQueries / 8; ++j) {
         const float2 delta = numbers<kBuffer>(2, j);
         d[0][j][0] -= delta.x, d[0][j][1] -= delta.y;
         d[0][j][2] -= delta.x, d[0][j][3] -= delta.y;
@@ -403,57 +420,75 @@ struct BackwardOnSm90 {
     }
 
     // The end: gradients of this warpgroup's keys and values.
+    __device__ __forceinline__ void store_keys() {
+      settle(flat(grad_key));
+      const float scale = static_cast<float>(a.problem.scale);
+#pragma unroll
+      for (int j = 0; j < kWidth / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) grad_key[0][j][e] *= scale;
+      store(grad_key, a.gradients.grad_key, a.problem.width);
+    }
+    __device__ __forceinline__ void store_values() {
+      settle(flat(grad_value));
+      if constexpr (kEverything)
+#pragma unroll
+        for (int j = 0; j < kValueWidth / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) grad_value[0][j][e] *= a.keep_scale;
+      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+    }
     __device__ __forceinline__ void store_sums() {
       settle(flat(grad_key));
       settle(flat(grad_value));
       sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
-      const float scale = static_cast<float>(a.problem.scale);
-#pragma unroll
-      for (int j = 0; j < kSumColumns / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          grad_key[0][j][e] *= scale;
-          if (kEverything) grad_value[0][j][e] *= a.keep_scale;
-        }
-      store(grad_key, a.gradients.grad_key, a.problem.width);
-      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+      store_keys();
+      store_values();
     }
 
-    __device__ __forceinline__ void store(const Sums& d, const MutableView4& view, int64_t width) {
+    template <int kCount>
+    __device__ __forceinline__ void store(const Accumulator<1, kCount>& d, const MutableView4& view, int64_t width) {
       const Place& place = shared.place;
-      const int column = kShared ? group() * kSumColumns : 0;
       T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
-                    (place.sequence.keys.begin + place.key) * view.stride[2] + column * view.stride[3];
-      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, column, score_row(), to, view.stride[2], view.stride[3],
-                    place.last_key - place.key, static_cast<int>(width) - column);
+                    (place.sequence.keys.begin + place.key) * view.stride[2];
+      store_rows<T>(d, OutTile{reinterpret_cast<T*>(&shared.stage[kLine ? group() : 0])}, 0, score_row(), to, view.stride[2],
+                    view.stride[3], place.last_key - place.key, static_cast<int>(width));
     }
 
     // ---- with keys of its own
 
     // Sums over a block's queries: [this warpgroup's keys][columns]. `shift` is as that of start_scores.
-    __device__ __forceinline__ void start_sums(Sums& d, const Words& left, const Queries& right, unsigned shift = 0) {
-      const uint64_t columns = columns_descriptor(shared_address(right.box) + shift, kQueries * kRowBytes);
+    template <int kColumns, int kCount>
+    __device__ __forceinline__ void start_sums(Sums<kColumns>& d, const Words& left, const Boxes<kCount, kQueries>& right,
+                                               unsigned shift = 0) {
+      // In a kernel of four warpgroups ptxas has no registers for one of 256 columns.
+      constexpr int kParts = kColumns > 192 ? 2 : 1, kPart = kColumns / kParts;
       begin_products();
 #pragma unroll
-      for (int step = 0; step < kQuerySteps; ++step)
-        WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step], moved(columns, step * 16 * kRowBytes),
-                                                                     true);
+      for (int part = 0; part < kParts; ++part) {
+        const uint64_t columns =
+            columns_descriptor(shared_address(right.box[part * (kPart / kBoxColumns)]) + shift, kQueries * kRowBytes);
+#pragma unroll
+        for (int step = 0; step < kQuerySteps; ++step)
+          WarpgroupProduct<T, kPart>::template registers_shared<true>(
+              reinterpret_cast<float (&)[kPart / 2]>(d[0][part * (kPart / 8)]), left[step],
+              moved(columns, step * 16 * kRowBytes), true);
+      }
       commit_products();
     }
 
     __device__ __forceinline__ void put(Scores& to, const Words& words) {
       const int r = score_row() + lane() % 16;
 #pragma unroll
-      for (int t = 0; t < kScoreQueries / 16; ++t)
-        store_matrices(words[t],
-                       shared_address(to.box[t / 4][r]) +
-                           ((score_query() / 8 + t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
+      for (int t = 0; t < kQueries / 16; ++t)
+        store_matrices(words[t], shared_address(to.box[t / 4][r]) +
+                                     ((t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
     }
 
     // What a block needs of its rows, read while the one before is at its end: shared memory answers late once it feeds the
     // products.
     struct Ahead {
-      static constexpr int kHighs = kTile.lse_ahead ? kScoreQueries / 8 : 1;
+      static constexpr int kHighs = kTile.lse_ahead ? kQueries / 8 : 1;
       bool whole, low;  // Job::whole; whether lse's low parts count
       float2 high[kHighs];
     };
@@ -499,15 +534,15 @@ struct BackwardOnSm90 {
       }
       settle(flat(grad));
       take_turn();
-      start_scores(score, shared.key, stage.query, shift);
+      start_scores<kWidth>(score, shared.key, stage.query, shift);
       if constexpr (kFirst) wait(&shared.value_full, 0);
       if constexpr (!kFirst && kTile.sends_late)
         if (count > 1 && !a.turns) {
           publish();
-          send_queries(job(2));
+          send_queries(sums_of(job(2)));
         }
       wait(&shared.grad_out_full[kNow], parity());
-      start_scores<true>(grad, shared.value, stage.grad_out, shift);
+      start_scores<kValueWidth, true>(grad, shared.value, stage.grad_out, shift);
       pass_turn();
       wait_for_products<1>();
       settle(flat(score));
@@ -534,7 +569,7 @@ struct BackwardOnSm90 {
       else
         weigh(std::false_type{});
       settle(weight);
-      start_sums(grad_value, weight, stage.grad_out, shift);
+      start_sums<kValueWidth>(grad_value, weight, stage.grad_out, shift);
       QuerySums query;
       if constexpr (!kFirst) start_queries(query, kOther);
       wait_for_products<kFirst ? 1 : 2>();
@@ -552,7 +587,7 @@ struct BackwardOnSm90 {
       place_anew();
       wait(&shared.scores_empty[kNow], parity() ^ 1);
       put(shared.scores[kNow], grad_score);
-      start_sums(grad_key, grad_score, stage.query, shift);
+      start_sums<kWidth>(grad_key, grad_score, stage.query, shift);
 
       const auto finish_queries = [&] {
         if constexpr (!kFirst) {
@@ -569,7 +604,7 @@ struct BackwardOnSm90 {
       publish();
       release(&shared.scores_full[kNow]);
       if constexpr (!kFirst && !kTile.sends_late)
-        if (!a.turns) send_queries(job(1));
+        if (!a.turns) send_queries(sums_of(job(1)));
       const bool more = fetch<kOther>(1);
       if (more) look_ahead<kOther>(ahead, job(-1));
       if constexpr (kTile.sends_late) finish_queries();
@@ -596,7 +631,7 @@ struct BackwardOnSm90 {
         start_queries(query, (count - 1) % 2);
         if (kTile.sends_late && count > 1 && !a.turns) {
           publish();
-          send_queries(job(2));
+          send_queries(sums_of(job(2)));
         }
         wait_for_products<0>();
         settle(query);
@@ -605,7 +640,7 @@ struct BackwardOnSm90 {
         } else {
           stage_queries(query);
           publish();
-          send_queries(job(1));
+          send_queries(sums_of(job(1)));
           if (lane() == 0) wait_for_store_reads();
         }
       }
@@ -627,7 +662,7 @@ struct BackwardOnSm90 {
       clear_query_tail<kEither>();
       // In registers that `grad` has.
       QuerySums& grad_query = reinterpret_cast<QuerySums&>(grad);
-      start_scores(score, shared.key, stage.query);
+      start_scores<kWidth>(score, shared.key, stage.query);
       const bool whole = job.whole;
       if constexpr (!kFirst) {
         start_queries(grad_query, now ^ 1);
@@ -644,7 +679,7 @@ struct BackwardOnSm90 {
         wait(&shared.value_full, 0);
       }
       wait(&shared.grad_out_full[now], parity());
-      start_scores(grad, shared.value, stage.grad_out);
+      start_scores<kValueWidth>(grad, shared.value, stage.grad_out);
       const HeadMask mask(problem, place.batch, job.head);
       const bool masked = mask.data && !job.nothing_hidden;
       Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
@@ -695,7 +730,7 @@ struct BackwardOnSm90 {
       place_anew();
       const int now = count % 2;
       Stage& stage = shared.stage[now];
-      start_sums(grad_value, weight, stage.grad_out);
+      start_sums<kValueWidth>(grad_value, weight, stage.grad_out);
       Words grad_score;
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j)
@@ -706,7 +741,7 @@ struct BackwardOnSm90 {
       put(shared.scores[now], grad_score);
       publish();
       release(&shared.scores_full[now]);
-      start_sums(grad_key, grad_score, stage.query);
+      start_sums<kWidth>(grad_key, grad_score, stage.query);
       ++count;
     }
 
@@ -737,120 +772,192 @@ struct BackwardOnSm90 {
       store_sums();
     }
 
-    // ---- with keys that are the other's too: weights and their gradients go through shared memory, where each finds the
-    // other's; what is made of them comes a block late, so that it is there
+    // ---- in line
 
-    // Sums over the block before's queries: [keys][this warpgroup's columns].
-    __device__ __forceinline__ void start_sums(Sums& d, const Scores& left, const Queries& right) {
-      const uint64_t scores = rows_descriptor(shared_address(left.box)),
-                     columns = columns_descriptor(shared_address(right.box[group() * (kSumColumns / kBoxColumns)]),
-                                                  kQueries * kRowBytes);
+    template <int kBuffer>
+    __device__ __forceinline__ void weigh(ScoreSums& score, bool low, Words& weight) {
+      const auto with = [&]<bool kLow>(std::bool_constant<kLow>) {
 #pragma unroll
-      for (int step = 0; step < kQuerySteps; ++step)
-        WarpgroupProduct<T, kSumColumns>::template shared_shared<true>(flat(d), moved(scores, step * 32),
-                                                                       moved(columns, step * 16 * kRowBytes), true);
-    }
-    // What the block before adds to the gradients of values and keys.
-    __device__ __forceinline__ void start_spread(int before) {
-      wait(&shared.scores_full[before], (count - 1) / 2 % 2);
-      place_anew();
-      const Stage& stage = shared.stage[before];
-      begin_products();
-      start_sums(grad_value, shared.scores[2 + before], stage.grad_out);
-      start_sums(grad_key, shared.scores[before], stage.query);
-      commit_products();
-    }
-    // What is left of the block before, once the first piece of its gradients of queries has been started.
-    __device__ __forceinline__ void finish_spread(QuerySums& first, int before) {
-      QuerySums second;
-      place_anew();
-      start_queries(second, before, 1);
-      float* const sums = sums_of(job(1));
-      wait_for_products<2>();
-      release(&shared.empty[before]);
-      wait_for_products<1>();
-      settle(first);
-      add_queries(sums, first, before);
-      wait_for_products<0>();
-      settle(second);
-      release(&shared.scores_empty[before]);
-      add_queries(sums, second, before, 1);
-    }
-
-    template <bool kFirst, int kNow>
-    __device__ __forceinline__ void block() {
-      constexpr int kBefore = kNow ^ 1;
-      clear_query_tail<kNow>();
-      place_anew();
-      const Stage& stage = shared.stage[kNow];
-      ScoreSums score, grad;
-      start_scores(score, shared.key, stage.query);
-      if constexpr (kFirst) wait(&shared.value_full, 0);
-      wait(&shared.grad_out_full[kNow], parity());
-      start_scores(grad, shared.value, stage.grad_out);
-      QuerySums first;
-      if constexpr (!kFirst) {
-        start_spread(kBefore);
-        start_queries(first, kBefore);
-      }
-      wait_for_products<kFirst ? 1 : 3>();
-      settle(flat(score));
-      if (!job().whole) hide(score, job().query);
-      Words words;
+        for (int j = 0; j < kQueries / 8; ++j) {
+          const float2 high = numbers<kBuffer>(0, j), rest = kLow ? numbers<kBuffer>(1, j) : make_float2(0, 0);
 #pragma unroll
-      for (int j = 0; j < kScoreQueries / 8; ++j) {
-        const float2 high = numbers<kNow>(0, j), low = numbers<kNow>(1, j);
+          for (int e = 0; e < 4; ++e) {
+            float& x = score[0][j][e];
+            x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? rest.y : rest.x));
+          }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = score[0][j][e];
-          x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+          for (int half = 0; half < 2; ++half)
+            weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          words[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
-      }
-      wait(&shared.scores_empty[kNow], parity() ^ 1);
-      put(shared.scores[2 + kNow], words);
-      wait_for_products<kFirst ? 0 : 2>();
-      settle(flat(grad));
-      subtract_delta<kNow>(grad);
-#pragma unroll
-      for (int j = 0; j < kScoreQueries / 8; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          words[j / 2][j % 2 * 2 + half] =
-              pair(score[0][j][2 * half] * grad[0][j][2 * half], score[0][j][2 * half + 1] * grad[0][j][2 * half + 1]);
-      put(shared.scores[kNow], words);
-      publish();
-      release(&shared.scores_full[kNow]);
-      if constexpr (!kFirst) finish_spread(first, kBefore);
-      ++count;
+      };
+      low ? with(std::true_type{}) : with(std::false_type{});
     }
 
-    // A block, of which there is one; false: it was the last.
+    // The first warpgroup: a block's scores, which are there, into weights, and what these add; meanwhile the next block's
+    // scores. False: there is none.
     template <int kNow>
-    __device__ __forceinline__ bool shared_step() {
-      block<false, kNow>();
-      return fetch<kNow ^ 1>();
+    __device__ __forceinline__ bool value_block(ScoreSums& score) {
+      constexpr int kOther = kNow ^ 1;
+      place_anew();
+      Ahead ahead;
+      look_ahead<kNow>(ahead, job());
+      if (!ahead.whole) hide(score, job().query);
+      Words weight;
+      weigh<kNow>(score, ahead.low, weight);
+      settle(weight);
+      release_after(&shared.empty[kNow]);
+      wait(&shared.weights_empty, count % 2 ^ 1);
+#pragma unroll
+      for (int t = 0; t < kQuerySteps; ++t)
+        shared.weights[t][thread % 128] = make_uint4(weight[t][0], weight[t][1], weight[t][2], weight[t][3]);
+      release_after(&shared.weights_full);
+      const Stage& stage = shared.stage[kNow];
+      wait(&shared.grad_out_full[kNow], parity());
+      ++count;
+      if (!fetch<kOther>()) {
+        start_sums<kValueWidth>(grad_value, weight, stage.grad_out);
+        wait_for_products<0>();
+        return false;
+      }
+      clear_query_tail<kOther>();
+      start_sums<kValueWidth>(grad_value, weight, stage.grad_out);
+      start_scores<kWidth>(score, shared.key, shared.stage[kOther].query);
+      wait_for_products<1>();
+      release(&shared.grad_out_empty[kNow]);
+      wait_for_products<0>();
+      settle(flat(score));
+      return true;
+    }
+    // Of a warp, all of whose lanes have done what it is about.
+    __device__ __forceinline__ void release_after(uint64_t* barrier) {
+      __syncwarp();
+      release(barrier);
     }
 
-    __device__ __forceinline__ void run_shared() {
+    __device__ __forceinline__ void run_values() {
       place_anew();
-      clear(grad_key);
       clear(grad_value);
       wait(&shared.key_full, 0);
       if (fetch<0>()) {
         clear_key_tail();
-        block<true, 0>();
-        if (fetch<1>())
-          while (shared_step<1>() && shared_step<0>()) continue;
-        const int before = (count - 1) % 2;
-        start_spread(before);
-        QuerySums first;
-        start_queries(first, before);
-        finish_spread(first, before);
+        clear_query_tail<0>();
+        ScoreSums score;
+        start_scores<kWidth>(score, shared.key, shared.stage[0].query);
+        wait_for_products<0>();
+        settle(flat(score));
+        while (value_block<0>(score) && value_block<1>(score)) continue;
       }
-      store_sums();
+      sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
+      store_values();
+    }
+
+    // The second: a block's gradients of weights, which are there, into those of scores, and what these add; meanwhile the next
+    // block's gradients of weights.
+    template <int kBuffer>
+    __device__ __forceinline__ void begin_gradients(ScoreSums& grad) {
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 delta = numbers<kBuffer>(2, j);
+        grad[0][j][0] = grad[0][j][2] = -delta.x;
+        grad[0][j][1] = grad[0][j][3] = -delta.y;
+      }
+      settle(flat(grad));
+    }
+    template <int kNow>
+    __device__ __forceinline__ bool key_block(ScoreSums& grad) {
+      constexpr int kOther = kNow ^ 1;
+      place_anew();
+      wait(&shared.weights_full, count % 2);
+      Words grad_score;
+#pragma unroll
+      for (int t = 0; t < kQuerySteps; ++t) {
+        const uint4 four = shared.weights[t][thread % 128];
+        const unsigned weight[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 x = unpair<T>(weight[n]);
+          const int j = 2 * t + n / 2, half = n % 2;
+          grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
+        }
+      }
+      settle(grad_score);
+      release_after(&shared.weights_empty);
+      const int place = count % kScoreBuffers;
+      wait(&shared.scores_empty[place], count / kScoreBuffers % 2 ^ 1);
+      put(shared.scores[place], grad_score);
+      publish();
+      release(&shared.scores_full[place]);
+      const Stage& stage = shared.stage[kNow];
+      ++count;
+      if (!fetch<kOther>()) {
+        start_sums<kWidth>(grad_key, grad_score, stage.query);
+        wait_for_products<0>();
+        return false;
+      }
+      clear_query_tail<kOther>();
+      begin_gradients<kOther>(grad);
+      wait(&shared.grad_out_full[kOther], parity());
+      start_sums<kWidth>(grad_key, grad_score, stage.query);
+      start_scores<kValueWidth, true>(grad, shared.value, shared.stage[kOther].grad_out);
+      wait_for_products<1>();
+      release(&shared.empty[kNow]);
+      wait_for_products<0>();
+      settle(flat(grad));
+      release(&shared.grad_out_empty[kOther]);
+      return true;
+    }
+
+    __device__ __forceinline__ void run_keys() {
+      place_anew();
+      clear(grad_key);
+      if (fetch<0>()) {
+        wait(&shared.value_full, 0);
+        clear_key_tail();
+        clear_query_tail<0>();
+        ScoreSums grad;
+        begin_gradients<0>(grad);
+        wait(&shared.grad_out_full[0], 0);
+        start_scores<kValueWidth, true>(grad, shared.value, shared.stage[0].grad_out);
+        wait_for_products<0>();
+        settle(flat(grad));
+        release(&shared.grad_out_empty[0]);
+        while (key_block<0>(grad) && key_block<1>(grad)) continue;
+      }
+      // The third warpgroup learns here that there are no more.
+      wait(&shared.scores_empty[count % kScoreBuffers], count / kScoreBuffers % 2 ^ 1);
+      release(&shared.scores_full[count % kScoreBuffers]);
+      sync_named(kAllMath, kMathThreads);
+      store_keys();
+    }
+
+    // The third: gradients of queries.
+    __device__ __forceinline__ void run_queries() {
+      place_anew();
+      wait(&shared.key_full, 0);
+      while (true) {
+        const int now = count % kScoreBuffers;
+        wait(&shared.scores_full[now], count / kScoreBuffers % 2);
+        if (job().query < 0) break;
+        float* const sums = sums_of(job());
+        ++count;
+        place_anew();
+        QuerySums d;
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          start_queries(d, now, piece);
+          wait_for_products<0>();
+          settle(d);
+          if (piece == kPieces - 1) release(&shared.scores_empty[now]);
+          if (a.turns) {
+            add_queries(sums, d, (count - 1) % 2, piece);
+          } else {
+            stage_queries(d);
+            publish();
+            send_queries(sums, piece);
+          }
+        }
+      }
+      if (lane() == 0) wait_for_store_reads();
     }
   };
 
@@ -897,13 +1004,16 @@ struct BackwardOnSm90 {
         init_barrier(&shared.query_full[i], 1);
         init_barrier(&shared.grad_out_full[i], 1);
         init_barrier(&shared.empty[i], kWarps);
+        init_barrier(&shared.grad_out_empty[i], kWarps);
       }
       for (int i = 0; i < 2; ++i) {
-        init_barrier(&shared.scores_full[i], kWarps);
-        init_barrier(&shared.scores_empty[i], kWarps);
+        init_barrier(&shared.scores_full[i], kLine ? 4 : kWarps);
+        init_barrier(&shared.scores_empty[i], kSummers);
         init_barrier(&shared.turn[i], 1);
-        init_barrier(&shared.added[i], kWarps);
+        init_barrier(&shared.added[i], kSummers);
       }
+      init_barrier(&shared.weights_full, 4);
+      init_barrier(&shared.weights_empty, 4);
       publish_barriers();
     }
     __syncthreads();
@@ -911,37 +1021,54 @@ struct BackwardOnSm90 {
       shrink_registers<kTile.loader_registers>();
       if (warp == 0) load(a, shared);
       if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
-    } else {
-      grow_registers<kTile.registers>();
-      Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
-      if constexpr (kShared)
-        group.run_shared();
-      else if constexpr (kEverything)
-        group.run_everything();
-      else
-        group.run_own();
+      return;
     }
+    Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
+    if constexpr (kLine) {
+      if (warp >= 12) {
+        shrink_registers<kTile.summer_registers>();
+        return group.run_queries();
+      }
+    }
+    grow_registers<kTile.registers>();
+    if constexpr (kLine)
+      warp < 8 ? group.run_values() : group.run_keys();
+    else if constexpr (kEverything)
+      group.run_everything();
+    else
+      group.run_own();
   }
 };
 
-template <class T, int kWidth, bool kEverything>
-__global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
+template <class T, int kWidth, int kValueWidth, bool kEverything>
+__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kValueWidth, kEverything).threads(), 1)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+  using Body = BackwardOnSm90<T, kWidth, kValueWidth, kEverything>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
 #endif
 }
 
-// Calls f(Type<T>, bool_constant<kEverything>, integral_constant<int, kTileWidth>) with what a problem needs.
+template <int kNumber>
+using Number = std::integral_constant<int, kNumber>;
+
+// Calls f(Type<T>, bool_constant<kEverything>, Number<kTileWidth>, the same of the values' width) with what a
+// problem needs. An instance of a width also has the tiles between it and the next smaller one's.
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   const auto visit = [&]<class T>(Type<T> element) {
-    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)  // refused where that tile is too narrow
-      f(element, std::true_type{}, std::integral_constant<int, kWidestEverythingBackwardSm90>{});
-    else
-      f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
+    if constexpr (kWidth <= kWidestEverythingBackwardSm90)  // refused where that tile is too narrow
+      if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)
+        return f(element, std::true_type{}, Number<kWidestEverythingBackwardSm90>{}, Number<kWidestEverythingBackwardSm90>{});
+    const int64_t wider = std::max(problem.width, problem.value_width);
+    if constexpr (kWidth == 128)
+      if (wider <= 96) return f(element, std::false_type{}, Number<96>{}, Number<96>{});
+    if constexpr (kWidth == 256) {
+      if (wider <= 192 && problem.value_width <= 128) return f(element, std::false_type{}, Number<192>{}, Number<128>{});
+      if (wider <= 192) return f(element, std::false_type{}, Number<192>{}, Number<192>{});
+    }
+    f(element, std::false_type{}, Number<kWidth>{}, Number<kWidth>{});
   };
   problem.dtype == DType::kFloat16 ? visit(Type<__half>{}) : visit(Type<__nv_bfloat16>{});
 }
@@ -950,16 +1077,16 @@ template <int kWidth>
 BackwardSpace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
   const int64_t pieces = (problem.width + kSumPieceSm90 - 1) / kSumPieceSm90;  // a tile may have more, filled up
   int64_t width = 0;
-  visit_backward_sm90<kWidth>(problem, [&](auto, auto everything, auto tile_width) {
+  visit_backward_sm90<kWidth>(problem, [&](auto, auto everything, auto tile_width, auto) {
     width = everything() ? pieces * kSumPieceSm90 : int64_t{tile_width()};
   });
   return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class T, int kWidth, bool kEverything>
+template <class T, int kWidth, int kValueWidth, bool kEverything>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                           int* turns, CUstream_st* stream) {
-  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+  using Body = BackwardOnSm90<T, kWidth, kValueWidth, kEverything>;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
@@ -982,8 +1109,8 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
                                         list,
                                         ScoreRule(problem),
                                         problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
-  launch<attention_backward_sm90<T, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
-                                                          Body::shared_bytes(problem), stream);
+  launch<attention_backward_sm90<T, kWidth, kValueWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
+                                                                       Body::shared_bytes(problem), stream);
 }
 
 inline int64_t turn_bytes(const BackwardSpace& space, bool deterministic) {
@@ -1004,9 +1131,8 @@ void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gr
   if (turns) check(cudaMemsetAsync(turns, 0, turn_bytes(space, true), stream), "cudaMemsetAsync");
   fill_block_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
-  visit_backward_sm90<kWidth>(problem, [&]<class T, bool kEverything, int kTileWidth>(Type<T>, std::bool_constant<kEverything>,
-                                                                                      std::integral_constant<int, kTileWidth>) {
-    launch_backward_sm90<T, kTileWidth, kEverything>(problem, gradients, space, turns, stream);
+  visit_backward_sm90<kWidth>(problem, [&]<class T>(Type<T>, auto everything, auto width, auto value_width) {
+    launch_backward_sm90<T, width(), value_width(), everything()>(problem, gradients, space, turns, stream);
   });
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);

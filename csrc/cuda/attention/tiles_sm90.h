@@ -83,33 +83,39 @@ struct ForwardSm90Tile {
   }();
 };
 
-// backward_sm90.cuh: a block of threads is two warpgroups and a warp that loads, `queries` at a time. Each warpgroup has 64
-// keys; where there are 64 in all, each has half of the queries' scores and half of the gradients' columns.
+// backward_sm90.cuh: a block of threads is two warpgroups of 64 keys each and a warp that loads, `queries` at a time. Where
+// there are 64 keys in all, three warpgroups stand in line.
 struct BackwardSm90 {
-  int width;
+  int width, value_width;
   bool everything;  // softcap, ALiBi, masks, dropout, any scale
   int keys, queries;
-  // Not with `everything`, nor with 64 keys.
+  // Not with `everything`, nor in line.
   bool lse_ahead;  // a block's lse is read into registers before its scores are there
   bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
+  int summer_registers = 0;  // of the third in line
 
-  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kWarpgroups = 2;  // but the third in line
+  constexpr bool in_line() const { return keys == 64; }
+  constexpr int threads() const { return 128 * (kWarpgroups + 1 + in_line()); }
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, 128, false, false, true, 232, 40},
-    {128, false, 128, 64, true, true, false, 240, 24},
-    {128, true, 128, 64, false, false, false, 240, 24},
-    {256, false, 64, 64, false, false, false, 240, 24},
+    {64, 64, false, 128, 128, false, false, true, 232, 40},  //
+    {96, 96, false, 128, 64, true, true, false, 240, 24},  //
+    {128, 128, false, 128, 64, true, true, false, 240, 24},  //
+    {128, 128, true, 128, 64, false, false, false, 240, 24},  //
+    {192, 128, false, 64, 64, false, false, false, 208, 24, 72},  //
+    {192, 192, false, 64, 64, false, false, false, 208, 24, 72},  //
+    {256, 256, false, 64, 64, false, false, false, 208, 24, 72},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;
 
-consteval BackwardSm90 backward_sm90_tile(int width, bool everything) {
+consteval BackwardSm90 backward_sm90_tile(int width, int value_width, bool everything) {
   for (const BackwardSm90& tile : kBackwardSm90)
-    if (tile.width == width && tile.everything == everything) return tile;
+    if (tile.width == width && tile.value_width == value_width && tile.everything == everything) return tile;
   throw "no row in kBackwardSm90";
 }
 
