@@ -83,13 +83,17 @@ struct ForwardSm90Tile {
   }();
 };
 
+// What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi; dropout, a
+// bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
+enum class BackwardSm90With { kNothing, kMasks, kDropout, kEverything };
+
 // backward_sm90.cuh: a block of threads is two warpgroups of 64 keys each and a warp that loads, `queries` at a time. Where
 // there are 64 keys in all, three warpgroups stand in line.
 struct BackwardSm90 {
   int width, value_width;
-  bool everything;  // softcap, ALiBi, masks, dropout, any scale
+  BackwardSm90With with;
   int keys, queries;
-  // Not with `everything`, nor in line.
+  // Not with everything, nor in line.
   bool lse_ahead;  // a block's lse is read into registers before its scores are there
   bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
@@ -102,20 +106,23 @@ struct BackwardSm90 {
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, 64, false, 128, 128, false, false, true, 232, 40},  //
-    {96, 96, false, 128, 64, true, true, false, 240, 24},  //
-    {128, 128, false, 128, 64, true, true, false, 240, 24},  //
-    {128, 128, true, 128, 64, false, false, false, 240, 24},  //
-    {192, 128, false, 64, 64, false, false, false, 208, 24, 72},  //
-    {192, 192, false, 64, 64, false, false, false, 208, 24, 72},  //
-    {256, 256, false, 64, 64, false, false, false, 208, 24, 72},
+    {64, 64, BackwardSm90With::kNothing, 128, 128, false, false, true, 232, 40},
+    {64, 64, BackwardSm90With::kMasks, 128, 128, false, false, true, 232, 40},
+    {96, 96, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
+    {128, 128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
+    {128, 128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
+    {128, 128, BackwardSm90With::kDropout, 128, 64, false, false, false, 232, 40},
+    {128, 128, BackwardSm90With::kEverything, 128, 64, false, false, false, 240, 24},
+    {192, 128, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 72},
+    {192, 192, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 72},
+    {256, 256, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 72},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;
 
-consteval BackwardSm90 backward_sm90_tile(int width, int value_width, bool everything) {
+consteval BackwardSm90 backward_sm90_tile(int width, int value_width, BackwardSm90With with) {
   for (const BackwardSm90& tile : kBackwardSm90)
-    if (tile.width == width && tile.value_width == value_width && tile.everything == everything) return tile;
+    if (tile.width == width && tile.value_width == value_width && tile.with == with) return tile;
   throw "no row in kBackwardSm90";
 }
 
