@@ -836,7 +836,7 @@ struct BackwardOnSm90 {
         if constexpr (kTile.sends_late)
           if (count > 1) {
             publish();
-            send_queries(job(2));
+            send_queries(sums_of(job(2)));
           }
         wait_for_products<0>();
         settle(query);
@@ -844,7 +844,7 @@ struct BackwardOnSm90 {
         stage_queries(query);
         if constexpr (!kTile.sends_late) {
           publish();
-          send_queries(job(1));
+          send_queries(sums_of(job(1)));
         }
       }
       release(&shared.scores_full[kNow]);
