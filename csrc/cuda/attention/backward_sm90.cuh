@@ -1423,22 +1423,21 @@ struct BackwardOnSm90 {
       } else if (a.turns && threadIdx.x == kWarp) {
         keep_turns(a, shared);
       }
-      return;
-    }
-    Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
-    if constexpr (kLine) {
-      if (warp >= 12) {
+    } else if (kLine && warp >= 12) {
+      if constexpr (kLine) {
         shrink_registers<kTile.summer_registers>();
-        return group.run_queries();
+        Group{a, shared, static_cast<int>(threadIdx.x) - 128}.run_queries();
       }
+    } else {
+      grow_registers<kTile.registers>();
+      Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
+      if constexpr (kLine)
+        warp < 8 ? group.run_values() : group.run_keys();
+      else if constexpr (kEverything)
+        group.run_everything();
+      else
+        group.run_own();
     }
-    grow_registers<kTile.registers>();
-    if constexpr (kLine)
-      warp < 8 ? group.run_values() : group.run_keys();
-    else if constexpr (kEverything)
-      group.run_everything();
-    else
-      group.run_own();
   }
 };
 
