@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "../../core/philox.h"
 #include "../hw/mbarrier.cuh"
@@ -188,6 +189,13 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   a.added_scale = static_cast<float>(p.softcap > 0 ? kToBase2 : 1 / p.scale);
   a.softcap = static_cast<float>(p.softcap * kToBase2);
   a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
+  if constexpr (Tile::kEverything) {
+    const double step = double{a.softcap_scale} * a.softcap_scale;
+    double term = double{a.softcap} * a.softcap_scale;
+    for (int i = 0; i < kTanhTerms; ++i, term *= step) a.softcap_term[i] = static_cast<float>(kTanhTerm[i] * term);
+    // A float takes what a softcap that is not tiny asks for.
+    a.small_scores = p.softcap > 1e-3 * std::abs(p.scale) ? static_cast<float>(kToBase2 * kToBase2 / step) : 0.0f;
+  }
   a.sinks = static_cast<const float*>(p.sinks);
   a.alibi_slopes = static_cast<const float*>(p.alibi_slopes);
   a.alibi_stride[0] = p.alibi_stride[0];

@@ -9,6 +9,7 @@
 #include "../../core/mask.h"
 #include "../../core/problem.h"
 #include "../hw/launch.h"
+#include "../hw/math.cuh"
 #include "../hw/tma.cuh"
 #include "block_map.cuh"
 #include "packed_walk.cuh"
@@ -39,6 +40,8 @@ struct ForwardSm90Arguments {
   float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind a softcap
   float added_scale;  // what ALiBi and a mask add, in the scores' units: log2(e) / scale
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
+  // Softcap of small scores, of less than this sum of squares: the score times a polynomial in its square.
+  float small_scores, softcap_term[kTanhTerms];
   const float* sinks;
   const float* alibi_slopes;
   int64_t alibi_stride[2];
