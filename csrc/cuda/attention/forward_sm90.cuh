@@ -228,7 +228,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
           map(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys, a.mask_rows);
     }
     a.rng = p.dropout > 0 ? p.rng : nullptr;
-    a.drop_threshold = static_cast<uint32_t>(std::min(drop_threshold(p.dropout), uint64_t{0xffffffff}));
+    a.drop_threshold = drop_threshold(p.dropout);
     a.batch_begin = p.batch_begin;
     a.keep_scale = p.dropout < 1 ? static_cast<float>(1 / (1 - p.dropout)) : 0.0f;  // the weights of 1 are all dropped
   }
