@@ -47,14 +47,21 @@ struct Philox {
     const uint64_t next = first(high(product) ^ low(second(static_cast<uint32_t>(batch))) ^ key_of<0, 1>());
     return {{low(product) ^ key_of<0, 2>(), high(next) ^ key_of<1, 2>(), low(next)}};
   }
+  // A draw's words, of its first four keys; those of the last four are again().
+  FLASH_ONLINE_HD void words(const OfQuery& query, const OfGroup& group, uint32_t (&out)[kKeys / 2]) const {
+    out[0] = query.word[0] ^ group.word[0], out[1] = query.word[1], out[2] = query.word[2] ^ group.word[1],
+    out[3] = group.word[2];
+    rounds<3>(out);
+  }
+  FLASH_ONLINE_HD static uint32_t again(uint32_t word) { return word * 0x10001u; }
   // Bits from `shift` on, which were 0.
   FLASH_ONLINE_HD void add_kept(const OfQuery& query, const OfGroup& group, uint32_t threshold, int shift,
                                 unsigned& bits) const {
-    uint32_t word[4] = {query.word[0] ^ group.word[0], query.word[1], query.word[2] ^ group.word[1], group.word[2]};
-    rounds<3>(word);
-    for (int n = 0; n < 4; ++n) {
+    uint32_t word[kKeys / 2];
+    words(query, group, word);
+    for (int n = 0; n < kKeys / 2; ++n) {
       if (word[n] >= threshold) bits |= 1u << (shift + n);
-      if (word[n] * 0x10001u >= threshold) bits |= 1u << (shift + 4 + n);
+      if (again(word[n]) >= threshold) bits |= 1u << (shift + kKeys / 2 + n);
     }
   }
 
