@@ -333,24 +333,26 @@ def dropout_keep(rng: Tensor, dropout_p: float, shape, first_batch: int = 0) -> 
     """bool [..., heads, queries, keys]: which weights survive dropout; a function of (seed, offset) and position alone.
 
     Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is
-    seed + 0x9E3779B97F4A7C15 * offset modulo 2^64, its low word first; the counter is (key index >> 2, query, head, batch),
-    with the leading dimensions flattened to one batch index, which counts from `first_batch`. Its four words serve four
-    neighbouring keys; a weight survives if its word is at least floor(dropout_p * 2^32).
+    seed + 0x9E3779B97F4A7C15 * offset modulo 2^64, its low word first; the counter is (head, query, batch, key index >> 3),
+    with the leading dimensions flattened to one batch index, which counts from `first_batch`. Its four words serve eight
+    neighbouring keys, the last four of them times 2^16 + 1; a weight survives if its word is at least
+    floor(dropout_p * 2^32).
     """
     *batch, heads, queries, keys = shape
     seed, offset = (int(x) for x in rng)
     key = (seed + 0x9E3779B97F4A7C15 * offset) % 2**64
     key_low, key_high = key & 0xFFFFFFFF, key >> 32
 
-    sizes = (math.prod(batch), heads, queries, (keys + 3) // 4)
-    x3, x2, x1, x0 = torch.meshgrid(*(torch.arange(n, device=rng.device) for n in sizes), indexing="ij")
-    x3 = x3 + first_batch
+    sizes = (math.prod(batch), heads, queries, (keys + 7) // 8)
+    x2, x0, x1, x3 = torch.meshgrid(*(torch.arange(n, device=rng.device) for n in sizes), indexing="ij")
+    x2 = x2 + first_batch
     for _ in range(10):
         high0, low0 = _multiply(x0, 0xD2511F53)
         high1, low1 = _multiply(x2, 0xCD9E8D57)
         x0, x1, x2, x3 = high1 ^ x1 ^ key_low, low1, high0 ^ x3 ^ key_high, low0
         key_low, key_high = (key_low + 0x9E3779B9) & 0xFFFFFFFF, (key_high + 0xBB67AE85) & 0xFFFFFFFF
-    words = torch.stack([x0, x1, x2, x3], dim=-1).flatten(-2)[..., :keys]
+    words = torch.stack([x0, x1, x2, x3], dim=-1)
+    words = torch.cat([words, _multiply(words, 0x10001)[1]], dim=-1).flatten(-2)[..., :keys]
     return (words >= math.floor(dropout_p * 2**32)).reshape(shape)
 
 

@@ -387,6 +387,17 @@ def test_dropout_keeps_the_mean():
     assert abs(out.std().item() - 0.082) < 0.01
 
 
+def test_dropout_of_keys_that_share_a_draw_is_independent():
+    """Eight neighbouring keys are decided about by four words: no two of them are dropped together too often or too seldom."""
+    for dropout_p in (0.1, 0.5):
+        rng = torch.tensor([3, 4])
+        kept = torch.ops.flash_online.attention_dropout_mask(rng, 0, 2, 4, 0, 1024, 512, dropout_p).reshape(-1, 8).double()
+        mean = kept.mean(0)
+        assert (mean - (1 - dropout_p)).abs().max() < 5 * math.sqrt(dropout_p * (1 - dropout_p) / len(kept))
+        correlation = torch.corrcoef(kept.T) - torch.eye(8)
+        assert correlation.abs().max() < 5 / math.sqrt(len(kept))
+
+
 def test_dropout_differs_between_rows_heads_and_batches():
     with CaptureRng() as capture:
         flash_online.attention(*(torch.randn(1, 1, 2, 2) for _ in range(3)), dropout_p=0.5)

@@ -320,6 +320,14 @@ def test_few_queries_of_many_heads(dtype, lengths, layout):
         ).check()
 
 
+@pytest.mark.parametrize("window", [(700, 0), (300, 40), (60, 0)], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_windows_of_more_tiles_than_multiprocessors(width, window):
+    """Tiles that see all of a window are dealt out first, those of the first rows behind them."""
+    size = {"heads": (16, 4, 4), "lengths": (1400, 1400), "widths": (width, width)}
+    Attention(dtype=torch.bfloat16, batch=(3,), **size, options={"window": window}, wanted="").check()
+
+
 @pytest.mark.parametrize("hidden", ["bool", "-inf"])
 def test_hidden_blocks_are_passed_over(hidden):
     """NaN in keys and values of blocks that a mask hides as a whole does not reach a result: they are not read."""

@@ -18,36 +18,51 @@ struct Philox {
     key[1] = static_cast<uint32_t>(mixed >> 32);
   }
 
-  // Four words, for the keys 4 * group .. 4 * group + 3 of a query.
-  FLASH_ONLINE_HD void words(int64_t batch, int64_t head, int64_t query, int64_t group, uint32_t (&out)[4]) const {
-    out[0] = static_cast<uint32_t>(group), out[1] = static_cast<uint32_t>(query), out[2] = static_cast<uint32_t>(head),
-    out[3] = static_cast<uint32_t>(batch);
-    rounds<0>(out);
+  static constexpr int kKeys = 8;  // of a query, that a draw decides about
+
+  // Whether the weights of the keys kKeys * group .. kKeys * group + 7 of a query are kept: bit n for the n-th. A word decides
+  // about two: as it is, and times 2^16 + 1, which makes the sum of its halves the upper one. Either is any number of 32 bits
+  // equally often, and the upper 16 bits of both are independent.
+  FLASH_ONLINE_HD unsigned kept(int64_t batch, int64_t head, int64_t query, int64_t group, uint32_t threshold) const {
+    unsigned bits = 0;
+    add_kept(of_query(batch, head, query), of_group(batch, head, group), threshold, 0, bits);
+    return bits;
   }
 
-  // The same for many queries by many groups of a head. A query and a group meet in the third of the ten rounds; what either
-  // gives to it is made once.
+  // The same for many queries by many groups of a head. The counter's words are the head, the query, the batch and the group:
+  // a query and a group meet in the fourth of the ten rounds, and what either gives to it is made once.
   struct OfQuery {
-    uint32_t high, low;  // a product of the second round
+    uint32_t word[3];  // behind the third round: the first but for the group's share, the second, the third but for it
   };
   struct OfGroup {
-    uint32_t factor;  // of a product of the third round, but for the query's share
-    uint32_t word[3];  // behind the third round, but for that product's high half and the query's share: the 1st, 3rd and 4th
+    uint32_t word[3];  // the first and the third but for the query's share, the fourth
   };
-  FLASH_ONLINE_HD OfQuery of_query(int64_t head, int64_t query) const {
-    const uint64_t product = first(high(second(static_cast<uint32_t>(head))) ^ static_cast<uint32_t>(query) ^ key[0]);
-    return {high(product), low(product)};
+  FLASH_ONLINE_HD OfQuery of_query(int64_t batch, int64_t head, int64_t query) const {
+    const uint64_t product = first(high(second(static_cast<uint32_t>(batch))) ^ static_cast<uint32_t>(query) ^ key_of<0, 0>());
+    const uint64_t next = second(high(product) ^ low(first(static_cast<uint32_t>(head))) ^ key_of<1, 1>());
+    return {{high(next), low(next), low(product)}};
   }
   FLASH_ONLINE_HD OfGroup of_group(int64_t batch, int64_t head, int64_t group) const {
-    const uint64_t product = first(static_cast<uint32_t>(group)),
-                   other = second(high(product) ^ static_cast<uint32_t>(batch) ^ key[1]),
-                   third = first(high(other) ^ low(second(static_cast<uint32_t>(head))) ^ key_of<0, 1>());
-    return {low(product) ^ key_of<1, 1>(), {low(other) ^ key_of<0, 2>(), high(third) ^ key_of<1, 2>(), low(third)}};
+    const uint64_t product = second(high(first(static_cast<uint32_t>(head))) ^ static_cast<uint32_t>(group) ^ key_of<1, 0>());
+    const uint64_t next = first(high(product) ^ low(second(static_cast<uint32_t>(batch))) ^ key_of<0, 1>());
+    return {{low(product) ^ key_of<0, 2>(), high(next) ^ key_of<1, 2>(), low(next)}};
   }
-  FLASH_ONLINE_HD void words(const OfQuery& query, const OfGroup& group, uint32_t (&out)[4]) const {
-    const uint64_t product = second(query.high ^ group.factor);
-    out[0] = high(product) ^ group.word[0], out[1] = low(product), out[2] = query.low ^ group.word[1], out[3] = group.word[2];
+  // A draw's words, of its first four keys; those of the last four are again().
+  FLASH_ONLINE_HD void words(const OfQuery& query, const OfGroup& group, uint32_t (&out)[kKeys / 2]) const {
+    out[0] = query.word[0] ^ group.word[0], out[1] = query.word[1], out[2] = query.word[2] ^ group.word[1],
+    out[3] = group.word[2];
     rounds<3>(out);
+  }
+  FLASH_ONLINE_HD static uint32_t again(uint32_t word) { return word * 0x10001u; }
+  // Bits from `shift` on, which were 0.
+  FLASH_ONLINE_HD void add_kept(const OfQuery& query, const OfGroup& group, uint32_t threshold, int shift,
+                                unsigned& bits) const {
+    uint32_t word[kKeys / 2];
+    words(query, group, word);
+    for (int n = 0; n < kKeys / 2; ++n) {
+      if (word[n] >= threshold) bits |= 1u << (shift + n);
+      if (again(word[n]) >= threshold) bits |= 1u << (shift + kKeys / 2 + n);
+    }
   }
 
  private:
@@ -85,7 +100,10 @@ struct Philox {
   }
 };
 
-// A weight is kept where its word is at least this; 2^32, never, for a probability of 1.
-FLASH_ONLINE_HD uint64_t drop_threshold(double probability) { return static_cast<uint64_t>(probability * 4294967296.0); }
+// A weight is kept where its word is at least this. The probability of 1 asks for 2^32, which no word has: there what is kept
+// counts for nothing.
+FLASH_ONLINE_HD uint32_t drop_threshold(double probability) {
+  return probability < 1 ? static_cast<uint32_t>(probability * 4294967296.0) : 0xffffffffu;
+}
 
 }  // namespace flash_online

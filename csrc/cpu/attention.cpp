@@ -305,14 +305,14 @@ void forward(const AttentionProblem& call, const Executor& executor) {
 
 void dropout_mask(const DropoutProblem& problem, const Executor& executor) {
   const Philox philox(problem.rng[0], problem.rng[1]);
-  const uint64_t threshold = drop_threshold(problem.dropout);
+  const uint32_t threshold = drop_threshold(problem.dropout);
   for_each_item(executor, problem.batch * problem.heads * problem.queries, [&](int64_t row, std::byte*) {
     const int64_t plane = row / problem.queries, query = problem.query_begin + row % problem.queries;
     bool* keep = problem.keep + row * problem.keys;
-    for (int64_t k = 0; k < problem.keys; k += 4) {
-      uint32_t word[4];
-      philox.words(problem.batch_begin + plane / problem.heads, plane % problem.heads, query, k / 4, word);
-      for (int64_t j = 0; j < 4 && k + j < problem.keys; ++j) keep[k + j] = word[j] >= threshold;
+    for (int64_t k = 0; k < problem.keys; k += Philox::kKeys) {
+      const unsigned kept =
+          philox.kept(problem.batch_begin + plane / problem.heads, plane % problem.heads, query, k / Philox::kKeys, threshold);
+      for (int64_t j = 0; j < Philox::kKeys && k + j < problem.keys; ++j) keep[k + j] = problem.dropout < 1 && kept >> j & 1;
     }
   });
 }

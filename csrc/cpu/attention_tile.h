@@ -283,19 +283,24 @@ void settle_scores(int64_t i, int64_t count, const ScoreTile<E>& tile, double su
 }
 
 // factor[count, kQueries] = 0 where dropout drops the key's weight, 1 / (1 - dropout) where it does not. begin is a multiple of
-// 4: four keys share a draw.
+// Philox::kKeys, which share a draw; as many may be written behind the last.
 template <class A>
 __attribute__((noinline)) void draw_dropout(const AttentionProblem& problem, const QueryTile& query, int64_t begin,
                                             int64_t count, A* factor) {
   const Philox philox(problem.rng[0], problem.rng[1]);
-  const uint64_t threshold = drop_threshold(problem.dropout);
+  const uint32_t threshold = drop_threshold(problem.dropout);
+  const int64_t batch = problem.batch_begin + query.batch;
+  Philox::OfQuery of_query[kQueries];
+  for (int64_t i = 0; i < query.columns; ++i) of_query[i] = philox.of_query(batch, query.head, query.first + i);
   const A survivor = problem.dropout < 1 ? A(1) / static_cast<A>(1 - problem.dropout) : A(0);
-  for (int64_t k = 0; k < count; k += 4)
+  for (int64_t k = 0; k < count; k += Philox::kKeys) {
+    const Philox::OfGroup group = philox.of_group(batch, query.head, (begin + k) / Philox::kKeys);
     for (int64_t i = 0; i < query.columns; ++i) {
-      uint32_t word[4];
-      philox.words(problem.batch_begin + query.batch, query.head, query.first + i, (begin + k) / 4, word);
-      for (int64_t j = 0; j < 4; ++j) factor[(k + j) * kQueries + i] = word[j] >= threshold ? survivor : A(0);
+      unsigned kept = 0;
+      philox.add_kept(of_query[i], group, threshold, 0, kept);
+      for (int64_t j = 0; j < Philox::kKeys; ++j) factor[(k + j) * kQueries + i] = kept >> j & 1 ? survivor : A(0);
     }
+  }
 }
 
 inline int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }

@@ -1082,11 +1082,13 @@ struct BackwardOnSm90 {
       const Dropout dropout(problem, place.batch, job.head);
       unsigned dropped = 0;  // a bit for each weight
       if (dropout) {
-        draw_weights<true, 1, kQueries / 8>(score_row(), dropout, here(), [&](int, int j, unsigned kept) {
-          dropped |= (~kept & 15) << (4 * j);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) grad[0][j][e] = kept >> e & 1 ? grad[0][j][e] * a.keep_scale : 0;
-        });
+        for (int j = 0; j < kQueries / 8; j += 2)
+          dropped |= (kept_weights<true>(score_row(), 8 * j, dropout, here()) ^ 0xff) << (4 * j);
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) grad[0][j][e] = dropped >> (4 * j + e) & 1 ? 0 : grad[0][j][e] * a.keep_scale;
       }
       place_anew();
       subtract_delta<kEither>(grad);

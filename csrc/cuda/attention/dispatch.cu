@@ -194,15 +194,16 @@ bool has_no_queries(const AttentionProblem& problem) {
 
 __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
   const Philox random(problem.rng[0], problem.rng[1]);
-  const uint64_t threshold = drop_threshold(problem.dropout);
-  const int64_t groups = (problem.keys + 3) / 4, count = problem.batch * problem.heads * problem.queries * groups;
+  constexpr int kKeys = Philox::kKeys;
+  const uint32_t threshold = drop_threshold(problem.dropout);
+  const int64_t groups = (problem.keys + kKeys - 1) / kKeys, count = problem.batch * problem.heads * problem.queries * groups;
   for (int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; index < count;
        index += int64_t{gridDim.x} * blockDim.x) {
     const int64_t group = index % groups, row = index / groups, query = row % problem.queries, plane = row / problem.queries;
-    uint32_t words[4];
-    random.words(problem.batch_begin + plane / problem.heads, plane % problem.heads, problem.query_begin + query, group, words);
-    for (int n = 0; n < 4 && group * 4 + n < problem.keys; ++n)
-      problem.keep[row * problem.keys + group * 4 + n] = words[n] >= threshold;
+    const unsigned kept = random.kept(problem.batch_begin + plane / problem.heads, plane % problem.heads,
+                                      problem.query_begin + query, group, threshold);
+    for (int n = 0; n < kKeys && group * kKeys + n < problem.keys; ++n)
+      problem.keep[row * problem.keys + group * kKeys + n] = problem.dropout < 1 && kept >> n & 1;
   }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "../../core/philox.h"
 #include "../hw/mbarrier.cuh"
@@ -82,8 +83,16 @@ inline bool has_little_work(const AttentionProblem& p, const ForwardSm90& tile, 
   if (p.queries <= tile.most_queries) return true;
   if (p.query_starts) return false;
   const Visibility& v = p.visible;
-  const bool narrow = v.left >= 0 && v.right >= 0 && v.left + v.right <= tile.most_window;
+  const bool narrow = v.left >= 0 && v.right >= 0 && v.left <= tile.most_window && v.left + v.right <= tile.most_window;
   return narrow || 2 * p.batch * p.heads * ((p.queries + wide - 1) / wide) <= multiprocessors();
+}
+
+// How many of a head's tiles, the last ones, are about the same work: all, or those whose window begins behind the first key.
+inline int64_t even_row_tiles(const Visibility& v, int64_t row_tiles, int64_t tile_rows) {
+  if (v.left < 0) return v.right < 0 ? row_tiles : 0;
+  if (v.right < 0) return 0;
+  const int64_t left = std::min(v.left, row_tiles * tile_rows + std::max(v.offset, int64_t{0}));
+  return row_tiles - std::clamp((left - v.offset + tile_rows - 1) / tile_rows, int64_t{0}, row_tiles);
 }
 
 // How many heads' tiles are dealt out together, where tiles differ in work: what fills `least_rounds` rounds of `blocks` tiles,
@@ -143,7 +152,6 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   a.keys = static_cast<int>(p.keys);
   a.value_width = static_cast<int>(p.value_width);
   a.row_tiles = static_cast<int>(BlockList::of(p, false, p.heads, kTile.queries()).blocks);
-  a.uneven = p.visible.left >= 0 || p.visible.right >= 0;
   a.batch_within = false;
   const int64_t places = int64_t{multiprocessors()} * kTile.blocks;
   if constexpr (kPacked) {
@@ -161,10 +169,18 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
                 .taken = taken};
     if (taken) check(cudaMemsetAsync(taken, 0, sizeof(*taken), stream), "cudaMemsetAsync");
   } else {
-    const int64_t heads = batch * p.heads, head_bytes = keys * (p.width + p.value_width) * int64_t{sizeof(T)};
-    a.section_heads = static_cast<int>(a.uneven ? section_heads(heads, a.heads_a_key, a.row_tiles,
-                                                                head_bytes / a.heads_a_key + 1, places, kTile.section_rounds)
-                                                : heads);
+    const int64_t heads = batch * p.heads, even = even_row_tiles(p.visible, a.row_tiles, kTile.queries()),
+                  uneven = a.row_tiles - even;
+    a.even_row_tiles = static_cast<int>(even);
+    a.section_heads = static_cast<int>(heads);
+    if (uneven > 0) {
+      const int64_t seen = even > 0 ? std::min(keys, p.visible.left + std::min(p.visible.right, keys) + kTile.queries()) : keys,
+                    head_bytes = seen * (p.width + p.value_width) * int64_t{sizeof(T)};
+      constexpr int kWindowRounds = 4;
+      a.section_heads =
+          static_cast<int>(section_heads(heads, a.heads_a_key, uneven, head_bytes / a.heads_a_key + 1, places,
+                                         even > 0 ? std::max(kTile.section_rounds, kWindowRounds) : kTile.section_rounds));
+    }
   }
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
@@ -173,6 +189,13 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   a.added_scale = static_cast<float>(p.softcap > 0 ? kToBase2 : 1 / p.scale);
   a.softcap = static_cast<float>(p.softcap * kToBase2);
   a.softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0;
+  if constexpr (Tile::kEverything) {
+    const double step = double{a.softcap_scale} * a.softcap_scale;
+    double term = double{a.softcap} * a.softcap_scale;
+    for (int i = 0; i < kTanhTerms; ++i, term *= step) a.softcap_term[i] = static_cast<float>(kTanhTerm[i] * term);
+    // A float takes what a softcap that is not tiny asks for.
+    a.small_scores = p.softcap > 1e-3 * std::abs(p.scale) ? static_cast<float>(kToBase2 * kToBase2 / step) : 0.0f;
+  }
   a.sinks = static_cast<const float*>(p.sinks);
   a.alibi_slopes = static_cast<const float*>(p.alibi_slopes);
   a.alibi_stride[0] = p.alibi_stride[0];
@@ -205,7 +228,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
           map(p.mask.data, p.mask.stride, p.batch, p.heads, p.mask.stride[2] == 0 ? 1 : p.queries, p.keys, a.mask_rows);
     }
     a.rng = p.dropout > 0 ? p.rng : nullptr;
-    a.drop_threshold = static_cast<uint32_t>(std::min(drop_threshold(p.dropout), uint64_t{0xffffffff}));
+    a.drop_threshold = drop_threshold(p.dropout);
     a.batch_begin = p.batch_begin;
     a.keep_scale = p.dropout < 1 ? static_cast<float>(1 / (1 - p.dropout)) : 0.0f;  // the weights of 1 are all dropped
   }

@@ -173,8 +173,17 @@ struct ForwardSm90Kernel<T, Tile>::Group {
   // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
   __device__ __forceinline__ void adjust() {
     if (a.softcap > 0) {
+      constexpr bool kSplitsSmall = kOuts <= 64;  // the registers are too few for both ways
+      float squares = 0;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) score[i] = a.softcap * tanh_of_exponent(score[i] * a.softcap_scale);
+      for (int i = 0; kSplitsSmall && i < kScores; ++i) squares = fmaf(score[i], score[i], squares);
+      if (kSplitsSmall && __all_sync(~0u, squares < a.small_scores)) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) score[i] *= polynomial(a.softcap_term, score[i] * score[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) score[i] = a.softcap * tanh_of_exponent(score[i] * a.softcap_scale);
+      }
     }
     if (a.alibi_slopes) {
       const Job& tile = shared.job[job];

@@ -292,27 +292,22 @@ __device__ void ForwardSm90Kernel<T, Tile>::draw(const ForwardSm90Arguments& a, 
     const int head = shared_by_lanes(job.head);
     Philox::OfQuery query[kGroups];
 #pragma unroll
-    for (int set = 0; set < kGroups; ++set) query[set] = random.of_query(head, job.first_query + row(set));
+    for (int set = 0; set < kGroups; ++set) query[set] = random.of_query(batch, head, job.first_query + row(set));
 #pragma unroll 1
     for (int block = next_read(job, job.begin, job.end); block < job.end; block = next_read(job, block + 1, job.end)) {
-      constexpr int kDraws = kPartKeys / 4, kAtOnce = 2;  // of a query; what the registers hold
-      const int first = shared_by_lanes(block * (kKeys / 4)) + part * kDraws;
+      constexpr int kDraws = kPartKeys / Philox::kKeys, kAtOnce = kGroups > 2 ? 1 : 2;  // of a query; what the registers hold
+      const int first = shared_by_lanes(block * (kKeys / Philox::kKeys)) + part * kDraws;
       unsigned kept[kGroups] = {};
 #pragma unroll 1
       for (int n = 0; n < kDraws; n += kAtOnce) {
 #pragma unroll
-        for (int set = 0; set < kGroups; ++set) kept[set] >>= 4 * kAtOnce;
+        for (int set = 0; set < kGroups; ++set) kept[set] >>= Philox::kKeys * kAtOnce;
 #pragma unroll
         for (int m = 0; m < kAtOnce; ++m) {
           const Philox::OfGroup group = random.of_group(batch, head, first + n + m);
 #pragma unroll
-          for (int set = 0; set < kGroups; ++set) {
-            uint32_t words[4];
-            random.words(query[set], group, words);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (words[i] >= a.drop_threshold) kept[set] |= 1u << (32 - 4 * kAtOnce + 4 * m + i);
-          }
+          for (int set = 0; set < kGroups; ++set)
+            random.add_kept(query[set], group, a.drop_threshold, 32 - Philox::kKeys * (kAtOnce - m), kept[set]);
         }
       }
       wait(&shared.key_empty[place.stage], place.parity ^ 1);

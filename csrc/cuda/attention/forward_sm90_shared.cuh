@@ -9,6 +9,7 @@
 #include "../../core/mask.h"
 #include "../../core/problem.h"
 #include "../hw/launch.h"
+#include "../hw/math.cuh"
 #include "../hw/tma.cuh"
 #include "block_map.cuh"
 #include "packed_walk.cuh"
@@ -32,13 +33,15 @@ struct ForwardSm90Arguments {
   int query_batch_step, key_batch_step, value_batch_step, mask_batch_step, mask_head_step;
   int batch, heads, queries, keys, value_width;
   int row_tiles;  // of a head
-  bool uneven;  // tiles differ in work
+  int even_row_tiles;  // the last so many of them, which are the same work
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
-  int section_heads;  // heads that run side by side, so that their keys and values stay in the L2 cache
+  int section_heads;  // heads whose other tiles run side by side, so that their keys and values stay in the L2 cache
   Visibility visible;
   float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind a softcap
   float added_scale;  // what ALiBi and a mask add, in the scores' units: log2(e) / scale
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
+  // Softcap of small scores, of less than this sum of squares: the score times a polynomial in its square.
+  float small_scores, softcap_term[kTanhTerms];
   const float* sinks;
   const float* alibi_slopes;
   int64_t alibi_stride[2];
@@ -66,10 +69,10 @@ struct ForwardSm90Arguments {
   bool lower_right;
 };
 
-// The tiles of a block of threads: a section of heads after another, within it either a head after another or, where tiles
-// differ in work, the dearest first (under a causal mask the last rows see the most keys). They are dealt out in rounds,
-// forwards and backwards in turn, so that the sums of work agree. A section begins with a round of its own: that keeps the
-// pairs of rounds together.
+// The tiles of a block of threads. First those of even work, of all heads, a head after another; behind them the others, a
+// section of heads after another and within it the dearest first (under a causal mask the last rows see the most keys). They
+// are dealt out in rounds, forwards and backwards in turn, so that the sums of work agree. The first section goes on in the
+// round where the even tiles end, each other begins a round of its own: that keeps the pairs of rounds together.
 struct TileWalk {
   int round = 0, section = 0, first = 0;  // `first` of this round in the section
 
@@ -77,17 +80,21 @@ struct TileWalk {
     int batch, head, row_tile;  // batch -1: no more
   };
   __device__ Place next(const ForwardSm90Arguments& a) {
-    const int blocks = static_cast<int>(gridDim.x), place = static_cast<int>(blockIdx.x);
-    for (; section * a.section_heads < a.batch * a.heads; ++section, first = 0) {
-      const int first_head = section * a.section_heads, heads = min(a.section_heads, a.batch * a.heads - first_head);
-      while (first < heads * a.row_tiles) {
+    const int blocks = static_cast<int>(gridDim.x), place = static_cast<int>(blockIdx.x), heads = a.batch * a.heads;
+    for (; section * a.section_heads < heads; ++section, first = 0) {
+      const int even = section == 0 ? heads * a.even_row_tiles : 0, uneven_row_tiles = a.row_tiles - a.even_row_tiles;
+      const int first_head = section * a.section_heads, of_section = min(a.section_heads, heads - first_head);
+      const int tiles = even + of_section * uneven_row_tiles;
+      while (first < tiles) {
         const int index = first + (round % 2 ? blocks - 1 - place : place);
         ++round;
         first += blocks;
-        if (index < heads * a.row_tiles) {
-          const int level = a.uneven ? index / heads : index % a.row_tiles;
-          const int head = first_head + (a.uneven ? index - level * heads : index / a.row_tiles);
-          const int row_tile = a.row_tiles - 1 - level;
+        if (index < tiles) {
+          const bool is_even = index < even;
+          const int n = is_even ? index : index - even, line = n / (is_even ? a.even_row_tiles : of_section),
+                    in_line = n - line * (is_even ? a.even_row_tiles : of_section);
+          const int head = is_even ? line : first_head + in_line;
+          const int row_tile = is_even ? a.row_tiles - 1 - in_line : uneven_row_tiles - 1 - line;
           if (a.batch_within) return {head % a.batch, head / a.batch, row_tile};
           return {head / a.heads, head % a.heads, row_tile};
         }

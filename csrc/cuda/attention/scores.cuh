@@ -201,7 +201,7 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
 // Dropout of one head.
 struct Dropout {
   Philox random;
-  uint64_t threshold;
+  uint32_t threshold;
   int64_t batch, head;
 
   __device__ Dropout(const AttentionProblem& problem, int64_t sequence, int64_t head_)
@@ -212,55 +212,67 @@ struct Dropout {
 
   __device__ explicit operator bool() const { return threshold > 0; }
 
-  // Bit n: whether the weight of key 4 * group + n is kept.
-  __device__ unsigned kept(int64_t query, int64_t group) const {
-    uint32_t words[4];
-    random.words(batch, head, query, group, words);
-    return (words[0] >= threshold) | (words[1] >= threshold) << 1 | (words[2] >= threshold) << 2 | (words[3] >= threshold) << 3;
-  }
+  // Bit n: whether the weight of key Philox::kKeys * group + n is kept.
+  __device__ unsigned kept(int64_t query, int64_t group) const { return random.kept(batch, head, query, group, threshold); }
 };
 
-// Which weights of a piece of 16 x 8 accumulators are kept: bit e for accumulator e. Of the block they begin at `row` and
-// `column`. Four neighbouring keys share a draw, and the lanes that hold them share the work: block.key and where the piece's
-// keys begin must be multiples of 4.
-template <bool kTransposed>
+// Which weights of two neighbouring pieces of 16 x 8 accumulators, side by side or (kStacked) one below the other, are kept:
+// bit 4 n + e for accumulator e of the n-th. Of the block they begin at `row` and `column`. Eight neighbouring keys share a
+// draw, and each of the 32 lanes makes one of the two pieces' 32: block.key and where the pieces' keys begin must be multiples
+// of 8.
+template <bool kTransposed, bool kStacked = false>
 __device__ __forceinline__ unsigned kept_weights(int row, int column, const Dropout& dropout, const ScoreBlock& block) {
+  static_assert(Philox::kKeys == 8);
   if constexpr (!kTransposed) {
-    // A pair of lanes holds four keys of the rows `group` and `group` + 8: each draws for one of the two.
-    const int odd = lane() & 1;
-    const unsigned own = dropout.kept(block.query + row + lane_group() + 8 * odd, (block.key + column) / 4 + lane_place() / 2);
-    const unsigned other = __shfl_xor_sync(~0u, own, 1);
-    const unsigned upper = odd ? other >> 2 : own, lower = odd ? own >> 2 : other;
-    return (upper & 3) | (lower & 3) << 2;
+    // The four lanes of a `group` hold eight keys of each piece, of the rows `group` and `group` + 8: a byte of each lane.
+    const int upper = lane_place() & 1, piece = lane_place() / 2, below = kStacked ? piece : 0, beside = kStacked ? 0 : piece;
+    unsigned drawn = dropout.kept(block.query + row + 16 * below + lane_group() + 8 * upper, (block.key + column) / 8 + beside)
+                     << 8 * lane_place();
+    drawn |= __shfl_xor_sync(~0u, drawn, 1);
+    drawn |= __shfl_xor_sync(~0u, drawn, 2);
+    const unsigned own = drawn >> 2 * lane_place() & 0x03030303u;
+    return (own | own >> 6 | own >> 12 | own >> 18) & 0xffu;
   } else {
-    // Four lanes of one `place` hold four keys, and four more behind eight, of two queries: each draws one of these four.
-    const int own = lane_group() % 4, key = row + lane_group() / 4 * 4 + own / 2 * 8;
-    const unsigned bits = dropout.kept(block.query + column + 2 * lane_place() + own % 2, (block.key + key) / 4);
-    unsigned kept = 0;  // bit n: key `group` of the n-th draw
+    // The eight lanes of a `place` hold 16 keys of four queries: the draw of number `group` has bit 0 of it for the query's
+    // parity, bit 1 for the upper keys and bit 2 for the piece, and is of one bit to each of the eight lanes.
+    const int number = lane_group(), below = kStacked ? number / 4 : 0, beside = kStacked ? 0 : number / 4;
+    unsigned bits = dropout.kept(block.query + column + 8 * beside + 2 * lane_place() + number % 2,
+                                 (block.key + row) / 8 + 2 * below + number / 2 % 2);
+    // Eight lanes' bytes, as a square of bits, are turned over.
 #pragma unroll
-    for (int n = 0; n < 4; ++n) kept |= (__shfl_sync(~0u, bits, (lane_group() / 4 * 4 + n) * 4 + lane_place()) >> own & 1) << n;
-    return kept;
+    for (int side = 1; side < 8; side *= 2) {
+      const unsigned right = side == 1 ? 0xaau : side == 2 ? 0xccu : 0xf0u;
+      const unsigned other = __shfl_xor_sync(~0u, bits, 4 * side);
+      bits = number & side ? (bits & right) | (other & right) >> side : (bits & ~right) | (other << side & right);
+    }
+    return bits & 0xffu;
   }
 }
 
-// Calls f(i, j, kept) for each piece of an accumulator's shape.
+// Calls f(i, j, kept) for each piece of an accumulator's shape: bit e of `kept` for accumulator e.
 template <bool kTransposed, int kRows, int kColumns, class F>
 __device__ __forceinline__ void draw_weights(int row, const Dropout& dropout, const ScoreBlock& block, F&& f) {
+  static_assert(kColumns % 2 == 0);
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) f(i, j, kept_weights<kTransposed>(row + 16 * i, 8 * j, dropout, block));
+    for (int j = 0; j < kColumns; j += 2) {
+      const unsigned kept = kept_weights<kTransposed>(row + 16 * i, 8 * j, dropout, block);
+      f(i, j, kept & 15);
+      f(i, j + 1, kept >> 4);
+    }
 }
 
 // The same as bits: 4 * (i * kColumns + j) + e for the weight at [i][j][e]. By a call, so that a kernel has the registers that
 // the draws take to itself where there is no dropout.
 template <bool kTransposed, int kRows, int kColumns>
 __device__ __noinline__ unsigned draw_weights(int row, const Dropout dropout, const ScoreBlock block) {
-  static_assert(kRows * kColumns <= 8);
+  constexpr bool kStacked = kColumns == 1;
+  static_assert(kRows * kColumns <= 8 && (kColumns % 2 == 0 || kStacked));
   unsigned kept = 0;
 #pragma unroll 2
-  for (int n = 0; n < kRows * kColumns; ++n)
-    kept |= kept_weights<kTransposed>(row + n / kColumns * 16, n % kColumns * 8, dropout, block) << (4 * n);
+  for (int n = 0; n < kRows * kColumns; n += 2)
+    kept |= kept_weights<kTransposed, kStacked>(row + n / kColumns * 16, n % kColumns * 8, dropout, block) << (4 * n);
   return kept;
 }
 
