@@ -23,6 +23,7 @@
 #include "../hw/store_matrix.cuh"
 #include "../hw/turns.cuh"
 #include "attention.h"
+#include "backward_short_sm90.cuh"
 #include "block_map.cuh"
 #include "boxes.cuh"
 #include "delta.cuh"
@@ -1587,6 +1588,7 @@ inline TurnedBits backward_sm90_bits(const AttentionProblem& problem, void* work
 
 template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  if (is_short_backward_sm90(problem, gradients, backward_sm90_with(problem) == BackwardSm90With::kNothing)) return 0;
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
   return space.bytes + turn_bytes(space, deterministic) +
          backward_sm90_bits(problem, nullptr).count() * static_cast<int64_t>(sizeof(unsigned));
@@ -1595,6 +1597,9 @@ int64_t backward_sm90_workspace(const AttentionProblem& problem, const Attention
 template <int kWidth>
 void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
                    CUstream_st* stream) {
+  if constexpr (kWidth <= 128)
+    if (is_short_backward_sm90(problem, gradients, backward_sm90_with(problem) == BackwardSm90With::kNothing))
+      return short_backward_sm90<kWidth>(problem, gradients, stream);
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
   char* const behind = static_cast<char*>(workspace) + space.bytes;
   int* const turns = deterministic ? reinterpret_cast<int*>(behind) : nullptr;
