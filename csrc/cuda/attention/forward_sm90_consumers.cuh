@@ -173,7 +173,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
   // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
   __device__ __forceinline__ void adjust() {
     if (a.softcap > 0) {
-      constexpr bool kSplitsSmall = kOuts <= 64;  // the registers are too few for both ways
+      constexpr bool kSplitsSmall = kTile.width <= 128;  // beyond, the registers are too few for both ways
       float squares = 0;
 #pragma unroll
       for (int i = 0; kSplitsSmall && i < kScores; ++i) squares = fmaf(score[i], score[i], squares);
