@@ -65,7 +65,7 @@ struct BackwardOnSm90 {
   static constexpr bool kTurned = kWalks && !kEverything;
   static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.kThreads, kMathThreads = kThreads - 128, kWarps = kMathThreads / kWarp;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * BackwardSm90::kWarpgroups, kWarps = kMathThreads / kWarp;
   static constexpr int kGroupKeys = 64;  // of a warpgroup
   // Both warpgroups have the same keys: each makes the scores of half of a block's queries, and half of all gradients' columns.
   static constexpr bool kShared = kKeys == kGroupKeys;
@@ -375,52 +375,48 @@ struct BackwardOnSm90 {
   // ---- warps that draw what dropout keeps
 
   // A lane has four keys that share draws, for a quarter of a block's queries: those of a place among the eight of wgmma.cuh.
-  // The warps take the quarters of block after block in turn.
-  static constexpr int kQuarters = 4;
-  __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int warp, int warps) {
+  __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
     const Place& place = shared.place;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
     const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
     const Philox random(shared_by_lanes(a.problem.rng[0]), shared_by_lanes(a.problem.rng[1]));
-    const uint32_t threshold = static_cast<uint32_t>(drop_threshold(a.problem.dropout));
-    int quarter = warp;  // less than 4: of the block at hand
+    // A word that is kept carries when this is added to it: two instructions a weight.
+    const uint32_t above = 0u - static_cast<uint32_t>(drop_threshold(a.problem.dropout));
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int stage = count % 2;
-      wait(&shared.query_full[stage],
-           count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
+      wait(&shared.query_full[stage], count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
       const int first = shared_by_lanes(shared.job[count % 4].query), head = shared_by_lanes(shared.job[count % 4].head);
       if (first < 0) return;
       const Philox::OfGroup group = random.of_group(a.problem.batch_begin + place.batch, head, place.key / 4 + lane);
+      unsigned kept[2][4] = {};
 #pragma unroll 1
-      for (; quarter < kQuarters; quarter += warps) {
-        unsigned kept[4] = {};
-#pragma unroll 1
-        for (int j = 0; j < kQueries / 8; ++j) {
+      for (int j = 0; j < kQueries / 8; ++j) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            uint32_t words[4];
-            random.words(random.of_query(head, first + 8 * j + 2 * quarter + e), group, words);
+        for (int e = 0; e < 2; ++e) {
+          uint32_t words[4];
+          random.words(random.of_query(head, first + 8 * j + 2 * quarter + e), group, words);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              kept[i] = (e == 0 ? kept[i] << 2 : kept[i]) | (words[i] >= threshold ? 1u << 16 * e : 0);
+          for (int i = 0; i < 4; ++i) {
+            const uint64_t bits = uint64_t{kept[e][i]} << 32;
+            kept[e][i] = static_cast<unsigned>(((bits | words[i]) + (bits | above)) >> 32);
           }
         }
-        // Lanes that are two apart have keys that are eight apart, whose bits share words.
-        const int half = lane / 2 % 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          kept[i] <<= 1 - half;
-          kept[i] |= __shfl_xor_sync(~0u, kept[i], 2);
-        }
-        unsigned (&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) words[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? kept[2 + i] : kept[i];
-        __syncwarp();
-        if (lane == 0) arrive(&shared.drawn_full[stage]);
       }
-      quarter -= kQuarters;
+      // Lanes that are two apart have keys that are eight apart, whose bits share words.
+      const int half = lane / 2 % 2;
+      unsigned all[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        all[i] = (kept[0][i] | kept[1][i] << 16) << 8 * half;
+        all[i] |= __shfl_xor_sync(~0u, all[i], 2);
+      }
+      unsigned(&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) words[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? all[2 + i] : all[i];
+      __syncwarp();
+      if (lane == 0) arrive(&shared.drawn_full[stage]);
     }
   }
 
@@ -784,7 +780,7 @@ struct BackwardOnSm90 {
 #pragma unroll
       for (int t = 0; t < kQueries / 16; ++t)
 #pragma unroll
-        for (int n = 0; n < 4; ++n) to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << (t % 4 * 4 + n));
+        for (int n = 0; n < 4; ++n) to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << TurnedBits::place(t % 4 * 2 + n / 2, n % 2));
     }
 
     // A block of which this warpgroup sees nothing: it makes the block before's gradients of queries all the same.
@@ -1295,7 +1291,7 @@ struct BackwardOnSm90 {
         init_barrier(&shared.scores_empty[i], kWarps);
         init_barrier(&shared.turn[i], 1);
         init_barrier(&shared.added[i], kWarps);
-        init_barrier(&shared.drawn_full[i], kQuarters);
+        init_barrier(&shared.drawn_full[i], kTile.drawers);
       }
       init_barrier(&shared.mask_full, 1);
       init_barrier(&shared.mask_empty, kWarps);
@@ -1304,17 +1300,16 @@ struct BackwardOnSm90 {
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
-      if (kDrops && warp > (a.turns ? 1 : 0)) {
-        const int others = a.turns ? 2 : 1;
-        draw(a, shared, warp - others, 4 - others);
-      } else if (warp == 0) {
-        load(a, shared);
-      } else if (a.turns && threadIdx.x == kWarp) {
-        keep_turns(a, shared);
+      if (warp == 0) load(a, shared);
+      if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
+    } else if (warp < 4 + kTile.drawers) {
+      if constexpr (kDrops) {
+        shrink_registers<kTile.drawer_registers>();
+        draw(a, shared, warp - 4);
       }
     } else {
       grow_registers<kTile.registers>();
-      Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
+      Group group{a, shared, static_cast<int>(threadIdx.x) - (kThreads - kMathThreads)};
       if constexpr (kShared)
         group.run_shared();
       else if constexpr (kEverything)
@@ -1326,7 +1321,7 @@ struct BackwardOnSm90 {
 };
 
 template <class T, int kWidth, BackwardSm90With kWith>
-__global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
+__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kWith).threads(), 1)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Body = BackwardOnSm90<T, kWidth, kWith>;
@@ -1347,10 +1342,12 @@ inline TurnedMask turned_mask_of(const AttentionProblem& p) {
 
 // What a problem needs of a tile up to this wide.
 inline BackwardSm90With backward_sm90_with(const AttentionProblem& p) {
-  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29, kMostDropped = 0.99;  // weights in 16 bits are scaled up by it
+  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29, kLeastDropped = 0x1p-32,
+                   kMostDropped = 0.99;  // weights in 16 bits are scaled up by what it takes
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kLargestScale;
   if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90With::kNothing;
   if (!scaled || p.softcap != 0 || p.scale < kSmallestScale || p.dropout > kMostDropped ||
+      (p.dropout != 0 && p.dropout < kLeastDropped) ||
       (p.mask.data && turned_mask_of(p) == TurnedMask::kNone))
     return BackwardSm90With::kEverything;
   return p.dropout != 0 ? BackwardSm90With::kDropout : BackwardSm90With::kMasks;

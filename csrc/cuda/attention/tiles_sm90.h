@@ -98,8 +98,10 @@ struct BackwardSm90 {
   bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
+  int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps, a quarter of a block each
 
-  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kWarpgroups = 2;
+  constexpr int threads() const { return 128 * (kWarpgroups + 1) + 32 * drawers; }
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
@@ -107,7 +109,7 @@ inline constexpr BackwardSm90 kBackwardSm90[] = {
     {64, BackwardSm90With::kMasks, 128, 128, false, false, true, 232, 40},
     {128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
     {128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
-    {128, BackwardSm90With::kDropout, 128, 64, false, false, false, 232, 40},
+    {128, BackwardSm90With::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},
     {128, BackwardSm90With::kEverything, 128, 64, false, false, false, 240, 24},
     {256, BackwardSm90With::kNothing, 64, 64, false, false, false, 240, 24},
 };
