@@ -48,6 +48,7 @@ struct BackwardSm90Arguments {
   TurnedMask turned_mask;
   TurnedBits bits;
   int section;  // heads whose blocks of keys run side by side
+  bool halves;  // by_halves() decides
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
   BlockList list;  // of keys; heads are units
@@ -65,10 +66,11 @@ struct BackwardOnSm90 {
   static constexpr bool kTurned = kWalks && !kEverything;
   static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * BackwardSm90::kWarpgroups, kWarps = kMathThreads / kWarp;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarp;
   static constexpr int kGroupKeys = 64;  // of a warpgroup
   // Both warpgroups have the same keys: each makes the scores of half of a block's queries, and half of all gradients' columns.
-  static constexpr bool kShared = kKeys == kGroupKeys;
+  static constexpr bool kAlone = kTile.warpgroups == 1;
+  static constexpr bool kShared = kKeys == kGroupKeys && !kAlone;
   static constexpr int kScoreQueries = kShared ? kQueries / 2 : kQueries, kSumColumns = kShared ? kWidth / 2 : kWidth;
   static constexpr int kBoxes = kWidth / kBoxColumns, kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
@@ -76,12 +78,12 @@ struct BackwardOnSm90 {
   // The gradients of a block's queries are two or four pieces of 64 x 64: side by side, or one above the other.
   static constexpr bool kSideBySide = kQueries == 64;
   static constexpr int kPieces = kShared ? 2 : 1;
-  static constexpr int kPiece = (kSideBySide ? kWidth / 2 : kWidth) / kPieces;  // columns
+  static constexpr int kPiece = (kSideBySide && !kAlone ? kWidth / 2 : kWidth) / kPieces;  // columns
   static_assert(kSideBySide || kQueries == 128);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || (kQueries * 2 <= 128 && kPiece == kSumPieceSm90)));
   static_assert(!kShared || (!kEverything && kSideBySide));
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
-  static constexpr bool kStaged = !kShared && !kEverything;
+  static constexpr bool kStaged = !kShared && !kEverything && !kAlone;
   static constexpr bool kLowAside = kTurned && kQueries == 128;  // boxes of a mask leave no room for lse's low part
   static constexpr int kRowsKept = kRowBlock * (kLowAside ? 2 : 3);
 
@@ -121,7 +123,7 @@ struct BackwardOnSm90 {
   struct Shared {
     Keys key, value;
     Stage stage[kStages];
-    Scores scores[kShared ? 4 : 2];  // their gradients, two blocks'; the weights of those, where others need them
+    Scores scores[kShared ? 4 : kAlone ? 1 : 2];  // their gradients, two blocks'; the weights of those, where others need them
     float sums[kStaged ? kWarps : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowsKept];
     Place place;
@@ -139,8 +141,9 @@ struct BackwardOnSm90 {
   struct WeightBits {  // as in TurnedBits
     unsigned word[kQueries / kRowBlock][kWarps][kWarp];
   };
-  static_assert(!kTurned || sizeof(WeightBits) == kQueries / kRowBlock * 2 * sizeof(unsigned) * TurnedBits::kWords);
-  static_assert(!kTurned || kDrops || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
+  static_assert(!kTurned ||
+                sizeof(WeightBits) == kQueries / kMapBlock * (kKeys / kMapBlock) * sizeof(unsigned) * TurnedBits::kWords);
+  static_assert(!kTurned || kDrops || kAlone || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
   static int shared_bytes(const AttentionProblem& problem, TurnedMask turned) {
     if (kTurned)
       return kMaskOffset + static_cast<int>((turned == TurnedMask::kBoxes ? 2 * sizeof(MaskBox) : 0) +
@@ -190,7 +193,7 @@ struct BackwardOnSm90 {
       row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
       rows_ = (place.queries + kMapBlock - 1) / kMapBlock;
       first_column_ = map.size[3] == 1 ? 0 : place.key / kMapBlock;
-      second_ = place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
+      second_ = kAlone || place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
     }
     // The number of the next block, the end of all if there is none; its Job::sides.
     __device__ __forceinline__ int next(int& sides) {
@@ -240,6 +243,31 @@ struct BackwardOnSm90 {
     bool masked_;
     unsigned seen_[2] = {}, asked_[2] = {};  // bit n: block known_end_ - 32 + n
   };
+
+  // A mask may show one half of a block's keys alone to many a block of queries: then blocks of threads that own 64 keys, two a
+  // multiprocessor, make what one that owns 128 leaves. Both ask the map, so that one of them returns at once.
+  static constexpr bool kMayHalve = kAlone || (kWith == BackwardSm90With::kMasks && kQueries == 64);
+  __device__ static bool by_halves(const BackwardSm90Arguments& a, const Place& place) {
+    constexpr int kOneForBoth = 4;  // what a block costs in either way, roughly
+    const BlockMap& map = a.space.map;
+    const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
+              heads = map.size[1] == 1 ? 1 : place.heads, column = place.key / kMapBlock / 2 * 2;
+    int one = 0, both = 0;
+    for (int head = place.first_head; head < place.first_head + heads; ++head) {
+      const uint8_t* const kinds = map.row(place.batch, head, 0) + column;
+      for (int first = 0; first < rows; first += kWarp) {
+        const int row = first + static_cast<int>(threadIdx.x) % kWarp;
+        const auto seen = [&](int n) {
+          return row < rows && column + n < columns &&
+                 static_cast<MaskKind>(kinds[int64_t{row} * columns + n]) != MaskKind::kHidden;
+        };
+        const unsigned left = __ballot_sync(~0u, seen(0)), right = __ballot_sync(~0u, seen(1));
+        one += __popc(left ^ right);
+        both += __popc(left & right);
+      }
+    }
+    return kOneForBoth * one > both;
+  }
 
   // Calls f(count, head, block, sides) for each block that passes by; returns how many. By a whole warp.
   template <class F>
@@ -291,7 +319,7 @@ struct BackwardOnSm90 {
 #pragma unroll
     for (int n = 0; n < kQueries / kMapBlock; ++n)
 #pragma unroll
-      for (int group = 0; group < 2; ++group)
+      for (int group = 0; group < kKeys / kMapBlock; ++group)
         load_bytes(shown_bits(shared, stage).word[n][4 * group],
                    bits.data + ((first * bits.size[2] + of(2, query / kMapBlock + n)) * bits.size[3] +
                                 of(3, place.key / kMapBlock + group)) *
@@ -386,7 +414,8 @@ struct BackwardOnSm90 {
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int stage = count % 2;
-      wait(&shared.query_full[stage], count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
+      wait(&shared.query_full[stage],
+           count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
       const int first = shared_by_lanes(shared.job[count % 4].query), head = shared_by_lanes(shared.job[count % 4].head);
       if (first < 0) return;
       const Philox::OfGroup group = random.of_group(a.problem.batch_begin + place.batch, head, place.key / 4 + lane);
@@ -412,7 +441,7 @@ struct BackwardOnSm90 {
         all[i] = (kept[0][i] | kept[1][i] << 16) << 8 * half;
         all[i] |= __shfl_xor_sync(~0u, all[i], 2);
       }
-      unsigned(&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
+      unsigned (&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) words[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? all[2 + i] : all[i];
       __syncwarp();
@@ -492,14 +521,14 @@ struct BackwardOnSm90 {
     }
 
     using QuerySums = float[kPiece / 2];
-    // The block before's gradients of queries, this warpgroup's piece of that number.
+    // The block before's gradients of queries, or where a warpgroup is alone this one's: this warpgroup's piece of that number.
     __device__ __forceinline__ void start_queries(QuerySums& d, int before, int piece = 0) {
-      wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      if constexpr (!kAlone) wait(&shared.scores_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
                      keys = columns_descriptor(
                          shared_address(shared.key.box[kSideBySide ? (group() * kPieces + piece) * (kPiece / kBoxColumns) : 0]),
                          kKeys * kRowBytes);
-      if constexpr (kTurned) {
+      if constexpr (kTurned && !kAlone) {
         const int sides = job(1).sides & kAllSee;
         if (sides != kAllSee) {  // the other warpgroup's keys alone, or this one's
           const unsigned first = (sides >> 1) * kGroupKeys * kRowBytes;
@@ -780,7 +809,8 @@ struct BackwardOnSm90 {
 #pragma unroll
       for (int t = 0; t < kQueries / 16; ++t)
 #pragma unroll
-        for (int n = 0; n < 4; ++n) to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << TurnedBits::place(t % 4 * 2 + n / 2, n % 2));
+        for (int n = 0; n < 4; ++n)
+          to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << TurnedBits::place(t % 4 * 2 + n / 2, n % 2));
     }
 
     // A block of which this warpgroup sees nothing: it makes the block before's gradients of queries all the same.
@@ -895,8 +925,8 @@ struct BackwardOnSm90 {
       }
       start_sums(grad_value, kDrops ? kept : weight, stage.grad_out, shift);
       QuerySums query;
-      if constexpr (!kFirst && !kDrops) start_queries(query, kOther);
-      wait_for_products<kFirst || kDrops ? 1 : 2>();
+      if constexpr (!kFirst && !kDrops && !kAlone) start_queries(query, kOther);
+      wait_for_products<kFirst || kDrops || kAlone ? 1 : 2>();
       settle(flat(grad));
       // Of the weights as they were rounded for the products: the scores' registers are others' by now.
       Words grad_score;
@@ -921,6 +951,26 @@ struct BackwardOnSm90 {
         }
       }
       place_anew();
+      if constexpr (kAlone) {
+        settle(grad_score);
+        wait_for_products<0>();
+        sync_named(kAllMath, kMathThreads);  // all have made their gradients of the block before's queries
+        put(shared.scores[0], grad_score);
+        publish_to_engines();
+        sync_named(kAllMath, kMathThreads);
+        start_sums(grad_key, grad_score, stage.query, shift);
+        float* const sums = sums_of(job());
+        wait_for_products<0>();  // what it takes leaves no registers for dQ
+        release(&shared.empty[kNow]);
+        start_queries(query, 0);
+        const bool more = fetch<kOther>(1);
+        if (more) look_ahead<kOther>(ahead, job(-1));
+        wait_for_products<0>();
+        settle(query);
+        add_queries(sums, query, kNow);
+        ++count;
+        return more;
+      }
       if constexpr (!kFirst && kDrops) {
         settle(grad_score);
         wait_for_products<0>();  // dV's: what its left operand takes leaves no registers for dQ
@@ -957,7 +1007,7 @@ struct BackwardOnSm90 {
 
     template <bool kFirst, int kNow>
     __device__ __forceinline__ bool own_step(Ahead& ahead) {
-      if constexpr (kTurned)
+      if constexpr (kTurned && !kAlone)
         if (!(ahead.sides & kSees << group())) return skip_block<kFirst, kNow>(ahead);
       return own_block<kFirst, kNow>(ahead);
     }
@@ -974,6 +1024,7 @@ struct BackwardOnSm90 {
         if (group() == 1) pass_turn();
         if (own_step<true, 0>(ahead))
           while (own_step<false, 1>(ahead) && own_step<false, 0>(ahead)) continue;
+        if constexpr (kAlone) return store_sums();
         place_anew();
         QuerySums query;
         start_queries(query, (count - 1) % 2);
@@ -1268,6 +1319,8 @@ struct BackwardOnSm90 {
     place.last_key = min(place.key + kKeys, place.keys);
     place.heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
     place.first_head = place.unit * place.heads;
+    if constexpr (kMayHalve)
+      if (a.halves && by_halves(a, place) != kAlone) return;
     const QueryRange range = queries_of_any(place.sequence.visible, place.key, place.last_key, place.queries);
     place.begin = static_cast<int>(min(range.begin, int64_t{place.queries}) / kQueries);
     place.end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
@@ -1321,7 +1374,7 @@ struct BackwardOnSm90 {
 };
 
 template <class T, int kWidth, BackwardSm90With kWith>
-__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kWith).threads(), 1)
+__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kWith).threads(), backward_sm90_tile(kWidth, kWith).blocks)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Body = BackwardOnSm90<T, kWidth, kWith>;
@@ -1347,8 +1400,7 @@ inline BackwardSm90With backward_sm90_with(const AttentionProblem& p) {
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kLargestScale;
   if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90With::kNothing;
   if (!scaled || p.softcap != 0 || p.scale < kSmallestScale || p.dropout > kMostDropped ||
-      (p.dropout != 0 && p.dropout < kLeastDropped) ||
-      (p.mask.data && turned_mask_of(p) == TurnedMask::kNone))
+      (p.dropout != 0 && p.dropout < kLeastDropped) || (p.mask.data && turned_mask_of(p) == TurnedMask::kNone))
     return BackwardSm90With::kEverything;
   return p.dropout != 0 ? BackwardSm90With::kDropout : BackwardSm90With::kMasks;
 }
@@ -1391,12 +1443,14 @@ BackwardSpace backward_sm90_space(const AttentionProblem& problem, const Attenti
 template <class T, int kWidth, BackwardSm90With kWith>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                           const TurnedBits& bits, int* turns, CUstream_st* stream) {
+  using With = BackwardSm90With;
   using Body = BackwardOnSm90<T, kWidth, kWith>;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
   const BlockList list = BlockList::of(problem, true, gradients.units, Body::kKeys);
   const TurnedMask turned = Body::kTurned ? turned_mask_of(problem) : TurnedMask::kNone;
+  const bool halves = Body::kMayHalve && turned == TurnedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
   // A mask in boxes that the batch shares is read once for all of it.
   const bool batch_within = turned == TurnedMask::kBoxes && problem.mask.stride[0] == 0 && problem.mask.stride[1] != 0;
   // Where blocks of keys differ in what they see, those of as many heads as the device holds at a time go by length, and not
@@ -1417,6 +1471,7 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
       turned,
       bits,
       section,
+      halves,
       batch_within,
       turns,
       list,
@@ -1427,6 +1482,8 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
       static_cast<float>(1 / problem.scale)};
   launch<attention_backward_sm90<T, kWidth, kWith>>(arguments, arguments.list.count(), Body::kThreads,
                                                     Body::shared_bytes(problem, turned), stream);
+  if constexpr (Body::kMayHalve && !Body::kAlone)
+    if (halves) launch_backward_sm90<T, kWidth, With::kMaskHalves>(problem, gradients, space, bits, turns, stream);
 }
 
 // backward_sm90_128_only.cu has those that narrower tiles leave to this one.

@@ -83,9 +83,9 @@ struct ForwardSm90Tile {
   }();
 };
 
-// What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi; dropout, a
-// bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
-enum class BackwardSm90With { kNothing, kMasks, kDropout, kEverything };
+// What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi (in halves:
+// where a bool mask hides much); dropout, a bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
+enum class BackwardSm90With { kNothing, kMasks, kMaskHalves, kDropout, kEverything };
 
 // backward_sm90.cuh: a block of threads is two warpgroups and a warp that loads, `queries` at a time. Each warpgroup has 64
 // keys; where there are 64 in all, each has half of the queries' scores and half of the gradients' columns.
@@ -99,9 +99,10 @@ struct BackwardSm90 {
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
   int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps, a quarter of a block each
+  int warpgroups = 2;  // that compute
+  int blocks = 1;  // of threads, on a multiprocessor at a time
 
-  static constexpr int kWarpgroups = 2;
-  constexpr int threads() const { return 128 * (kWarpgroups + 1) + 32 * drawers; }
+  constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * drawers; }
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
@@ -109,6 +110,7 @@ inline constexpr BackwardSm90 kBackwardSm90[] = {
     {64, BackwardSm90With::kMasks, 128, 128, false, false, true, 232, 40},
     {128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
     {128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
+    {128, BackwardSm90With::kMaskHalves, 64, 64, false, false, false, 232, 24, 0, 0, 1, 2},
     {128, BackwardSm90With::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},
     {128, BackwardSm90With::kEverything, 128, 64, false, false, false, 240, 24},
     {256, BackwardSm90With::kNothing, 64, 64, false, false, false, 240, 24},
