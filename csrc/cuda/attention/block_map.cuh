@@ -3,6 +3,7 @@
 // again.
 #pragma once
 
+#include "../../core/config.h"
 #include "../../core/problem.h"
 #include "../hw/launch.h"
 
