@@ -67,6 +67,10 @@ struct BackwardOnSm90 {
   static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
   static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarp;
+  // What all warps take must be there: the block has what all threads were launched with, in eights, else they wait for good.
+  static_assert(128 * (kTile.warpgroups * kTile.registers + kTile.loader_registers) +
+                    kWarp * kTile.drawers * kTile.drawer_registers <=
+                65536 / (kThreads * kTile.blocks) / 8 * 8 * kThreads);
   static constexpr int kGroupKeys = 64;  // of a warpgroup
   // Both warpgroups have the same keys: each makes the scores of half of a block's queries, and half of all gradients' columns.
   static constexpr bool kAlone = kTile.warpgroups == 1;
@@ -249,21 +253,29 @@ struct BackwardOnSm90 {
   static constexpr bool kMayHalve = kAlone || (kWith == BackwardSm90With::kMasks && kQueries == 64);
   __device__ static bool by_halves(const BackwardSm90Arguments& a, const Place& place) {
     constexpr int kOneForBoth = 4;  // what a block costs in either way, roughly
+    constexpr int kAtOnce = 4;  // loads under way: the time of one is most of what it takes to return
     const BlockMap& map = a.space.map;
     const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
               heads = map.size[1] == 1 ? 1 : place.heads, column = place.key / kMapBlock / 2 * 2;
     int one = 0, both = 0;
     for (int head = place.first_head; head < place.first_head + heads; ++head) {
       const uint8_t* const kinds = map.row(place.batch, head, 0) + column;
-      for (int first = 0; first < rows; first += kWarp) {
-        const int row = first + static_cast<int>(threadIdx.x) % kWarp;
-        const auto seen = [&](int n) {
-          return row < rows && column + n < columns &&
-                 static_cast<MaskKind>(kinds[int64_t{row} * columns + n]) != MaskKind::kHidden;
-        };
-        const unsigned left = __ballot_sync(~0u, seen(0)), right = __ballot_sync(~0u, seen(1));
-        one += __popc(left ^ right);
-        both += __popc(left & right);
+      for (int first = 0; first < rows; first += kAtOnce * kWarp) {
+        bool seen[kAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int row = first + i * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+            seen[i][n] = row < rows && column + n < columns &&
+                         static_cast<MaskKind>(__ldg(kinds + int64_t{row} * columns + n)) != MaskKind::kHidden;
+          }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const unsigned left = __ballot_sync(~0u, seen[i][0]), right = __ballot_sync(~0u, seen[i][1]);
+          one += __popc(left ^ right);
+          both += __popc(left & right);
+        }
       }
     }
     return kOneForBoth * one > both;
@@ -409,8 +421,7 @@ struct BackwardOnSm90 {
     // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
     const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
     const Philox random(shared_by_lanes(a.problem.rng[0]), shared_by_lanes(a.problem.rng[1]));
-    // A word that is kept carries when this is added to it: two instructions a weight.
-    const uint32_t above = 0u - static_cast<uint32_t>(drop_threshold(a.problem.dropout));
+    const uint32_t threshold = static_cast<uint32_t>(drop_threshold(a.problem.dropout));
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int stage = count % 2;
@@ -419,31 +430,28 @@ struct BackwardOnSm90 {
       const int first = shared_by_lanes(shared.job[count % 4].query), head = shared_by_lanes(shared.job[count % 4].head);
       if (first < 0) return;
       const Philox::OfGroup group = random.of_group(a.problem.batch_begin + place.batch, head, place.key / 4 + lane);
-      unsigned kept[2][4] = {};
+      unsigned kept[4] = {};
 #pragma unroll 1
       for (int j = 0; j < kQueries / 8; ++j) {
+        // Both side by side: ptxas sees to it as long as the comparisons' predicates end here.
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           uint32_t words[4];
           random.words(random.of_query(head, first + 8 * j + 2 * quarter + e), group, words);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const uint64_t bits = uint64_t{kept[e][i]} << 32;
-            kept[e][i] = static_cast<unsigned>(((bits | words[i]) + (bits | above)) >> 32);
-          }
+          for (int i = 0; i < 4; ++i) kept[i] = (e == 0 ? kept[i] << 1 : kept[i]) | (words[i] >= threshold ? 1u << 16 * e : 0);
         }
       }
       // Lanes that are two apart have keys that are eight apart, whose bits share words.
       const int half = lane / 2 % 2;
-      unsigned all[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        all[i] = (kept[0][i] | kept[1][i] << 16) << 8 * half;
-        all[i] |= __shfl_xor_sync(~0u, all[i], 2);
+        kept[i] <<= 8 * half;
+        kept[i] |= __shfl_xor_sync(~0u, kept[i], 2);
       }
-      unsigned (&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
+      unsigned (&to)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) words[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? all[2 + i] : all[i];
+      for (int i = 0; i < 2; ++i) to[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? kept[2 + i] : kept[i];
       __syncwarp();
       if (lane == 0) arrive(&shared.drawn_full[stage]);
     }
@@ -1395,12 +1403,12 @@ inline TurnedMask turned_mask_of(const AttentionProblem& p) {
 
 // What a problem needs of a tile up to this wide.
 inline BackwardSm90With backward_sm90_with(const AttentionProblem& p) {
-  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29, kLeastDropped = 0x1p-32,
+  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29,
                    kMostDropped = 0.99;  // weights in 16 bits are scaled up by what it takes
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kLargestScale;
   if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90With::kNothing;
   if (!scaled || p.softcap != 0 || p.scale < kSmallestScale || p.dropout > kMostDropped ||
-      (p.dropout != 0 && p.dropout < kLeastDropped) || (p.mask.data && turned_mask_of(p) == TurnedMask::kNone))
+      (p.mask.data && turned_mask_of(p) == TurnedMask::kNone))
     return BackwardSm90With::kEverything;
   return p.dropout != 0 ? BackwardSm90With::kDropout : BackwardSm90With::kMasks;
 }
