@@ -50,6 +50,7 @@ struct BackwardSm90Arguments {
   TurnedMask turned_mask;
   TurnedBits bits;
   int section;  // heads whose blocks of keys run side by side
+  bool halves;  // by_halves() decides
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
   BlockList list;  // of keys; heads are units
@@ -67,9 +68,13 @@ struct BackwardOnSm90 {
   static constexpr bool kTurned = kWalks && !kEverything;
   static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.kWarpgroups, kWarps = kMathThreads / kWarp;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarp;
+  // What all warps take must be there: the block has what all threads were launched with, in eights, else they wait for good.
+  static_assert(128 * (kTile.warpgroups * kTile.registers + kTile.loader_registers) +
+                    (kThreads - 128 * (kTile.warpgroups + 1)) * kTile.others_registers <=
+                65536 / (kThreads * kTile.blocks) / 8 * 8 * kThreads);
   static constexpr int kGroupKeys = 64;  // of a warpgroup
-  static constexpr bool kLine = kTile.in_line();
+  static constexpr bool kLine = kTile.in_line(), kAlone = kTile.warpgroups == 1;
   static constexpr int boxes_of(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
   static constexpr int kBoxes = boxes_of(kWidth), kValueBoxes = boxes_of(kValueWidth), kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
@@ -77,14 +82,14 @@ struct BackwardOnSm90 {
   // The gradients of a block's queries are pieces of 64 x 64: one a warpgroup, side by side or one above the other; or all of
   // one's. Of the last there may be half.
   static constexpr bool kSideBySide = kQueries == 64;
-  static constexpr int kPieces = kLine ? kBoxes : 1, kPiece = kSumPieceSm90;
+  static constexpr int kPieces = kLine ? kBoxes : 1, kPiece = kAlone ? kWidth : kSumPieceSm90;
   static_assert(kSideBySide ? kLine || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
   static_assert(!kLine || (!kEverything && kSideBySide && kWidth % kBoxColumns == 0));
   static constexpr int kSummers = kLine ? 4 : kWarps;  // warps that sum gradients of queries
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
-  static constexpr bool kStaged = !kEverything;
-  static constexpr int kScoreBuffers = kLine && kWidth > 192 ? 1 : 2;  // of blocks
+  static constexpr bool kStaged = !kEverything && !kAlone;
+  static constexpr int kScoreBuffers = kAlone || (kLine && kWidth > 192) ? 1 : 2;  // of blocks
   static constexpr bool kLowAside = kTurned && kQueries == 128;  // boxes of a mask leave no room for lse's low part
   static constexpr int kRowsKept = kRowBlock * (kLowAside ? 2 : 3);
 
@@ -147,8 +152,9 @@ struct BackwardOnSm90 {
   struct WeightBits {  // as in TurnedBits
     unsigned word[kQueries / kRowBlock][kWarps][kWarp];
   };
-  static_assert(!kTurned || sizeof(WeightBits) == kQueries / kRowBlock * 2 * sizeof(unsigned) * TurnedBits::kWords);
-  static_assert(!kTurned || kDrops || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
+  static_assert(!kTurned ||
+                sizeof(WeightBits) == kQueries / kMapBlock * (kKeys / kMapBlock) * sizeof(unsigned) * TurnedBits::kWords);
+  static_assert(!kTurned || kDrops || kAlone || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
   static int shared_bytes(const AttentionProblem& problem, TurnedMask turned) {
     if (kTurned)
       return kMaskOffset + static_cast<int>((turned == TurnedMask::kBoxes ? 2 * sizeof(MaskBox) : 0) +
@@ -199,7 +205,7 @@ struct BackwardOnSm90 {
       row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
       rows_ = (place.queries + kMapBlock - 1) / kMapBlock;
       first_column_ = map.size[3] == 1 ? 0 : place.key / kMapBlock;
-      second_ = place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
+      second_ = kAlone || place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
     }
     // The number of the next block, the end of all if there is none; its Job::sides.
     __device__ __forceinline__ int next(int& sides) {
@@ -249,6 +255,39 @@ struct BackwardOnSm90 {
     bool masked_;
     unsigned seen_[2] = {}, asked_[2] = {};  // bit n: block known_end_ - 32 + n
   };
+
+  // A mask may show one half of a block's keys alone to many a block of queries: then blocks of threads that own 64 keys, two a
+  // multiprocessor, make what one that owns 128 leaves. Both ask the map, so that one of them returns at once.
+  static constexpr bool kMayHalve = kAlone || (kWith == BackwardSm90With::kMasks && kQueries == 64);
+  __device__ static bool by_halves(const BackwardSm90Arguments& a, const Place& place) {
+    constexpr int kOneForBoth = 4;  // what a block costs in either way, roughly
+    constexpr int kAtOnce = 4;  // loads under way: the time of one is most of what it takes to return
+    const BlockMap& map = a.space.map;
+    const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
+              heads = map.size[1] == 1 ? 1 : place.heads, column = place.key / kMapBlock / 2 * 2;
+    int one = 0, both = 0;
+    for (int head = place.first_head; head < place.first_head + heads; ++head) {
+      const uint8_t* const kinds = map.row(place.batch, head, 0) + column;
+      for (int first = 0; first < rows; first += kAtOnce * kWarp) {
+        bool seen[kAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int row = first + i * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+            seen[i][n] = row < rows && column + n < columns &&
+                         static_cast<MaskKind>(__ldg(kinds + int64_t{row} * columns + n)) != MaskKind::kHidden;
+          }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const unsigned left = __ballot_sync(~0u, seen[i][0]), right = __ballot_sync(~0u, seen[i][1]);
+          one += __popc(left ^ right);
+          both += __popc(left & right);
+        }
+      }
+    }
+    return kOneForBoth * one > both;
+  }
 
   // Calls f(count, head, block, sides) for each block that passes by; returns how many. By a whole warp.
   template <class F>
@@ -302,7 +341,7 @@ struct BackwardOnSm90 {
 #pragma unroll
     for (int n = 0; n < kQueries / kMapBlock; ++n)
 #pragma unroll
-      for (int group = 0; group < 2; ++group)
+      for (int group = 0; group < kKeys / kMapBlock; ++group)
         load_bytes(shown_bits(shared, stage).word[n][4 * group],
                    bits.data + ((first * bits.size[2] + of(2, query / kMapBlock + n)) * bits.size[3] +
                                 of(3, place.key / kMapBlock + group)) *
@@ -386,17 +425,17 @@ struct BackwardOnSm90 {
 
   // ---- warps that draw what dropout keeps
 
-  // A lane has four keys that share draws, for a quarter of a block's queries: those of a place among the eight of wgmma.cuh.
-  // The warps take the quarters of block after block in turn.
-  static constexpr int kQuarters = 4;
-  __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int warp, int warps) {
+  // A lane has eight keys that share draws, for an eighth of a block's queries: the even or the odd ones of a place among the
+  // four of wgmma.cuh.
+  __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
     const Place& place = shared.place;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, odd = lane / 16, upper = lane % 2;
     // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
     const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
     const Philox random(shared_by_lanes(a.problem.rng[0]), shared_by_lanes(a.problem.rng[1]));
-    const uint32_t threshold = static_cast<uint32_t>(drop_threshold(a.problem.dropout));
-    int quarter = warp;  // less than 4: of the block at hand
+    const int64_t batch = a.problem.batch_begin + shared_by_lanes(place.batch);
+    // A word that is kept carries when this is added to it: two instructions a weight.
+    const uint32_t above = 0u - drop_threshold(a.problem.dropout);
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int stage = count % 2;
@@ -404,35 +443,37 @@ struct BackwardOnSm90 {
            count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
       const int first = shared_by_lanes(shared.job[count % 4].query), head = shared_by_lanes(shared.job[count % 4].head);
       if (first < 0) return;
-      const Philox::OfGroup group = random.of_group(a.problem.batch_begin + place.batch, head, place.key / 4 + lane);
-#pragma unroll 1
-      for (; quarter < kQuarters; quarter += warps) {
-        unsigned kept[4] = {};
-#pragma unroll 1
-        for (int j = 0; j < kQueries / 8; ++j) {
+      const Philox::OfGroup group = random.of_group(batch, head, place.key / Philox::kKeys + lane % 16);
+      unsigned kept[Philox::kKeys] = {};
+#pragma unroll 2
+      for (int j = 0; j < kQueries / 8; ++j) {
+        uint32_t words[Philox::kKeys / 2];
+        random.words(random.of_query(batch, head, first + 8 * j + 2 * quarter + odd), group, words);
+        const auto push = [&](unsigned& to, uint32_t word) {
+          const uint64_t bits = uint64_t{to} << 32;
+          to = static_cast<unsigned>(((bits | word) + (bits | above)) >> 32);
+        };
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            uint32_t words[4];
-            random.words(random.of_query(head, first + 8 * j + 2 * quarter + e), group, words);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              kept[i] = (e == 0 ? kept[i] << 2 : kept[i]) | (words[i] >= threshold ? 1u << 16 * e : 0);
-          }
-        }
-        // Lanes that are two apart have keys that are eight apart, whose bits share words.
-        const int half = lane / 2 % 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          kept[i] <<= 1 - half;
-          kept[i] |= __shfl_xor_sync(~0u, kept[i], 2);
-        }
-        unsigned (&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) words[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? kept[2 + i] : kept[i];
-        __syncwarp();
-        if (lane == 0) arrive(&shared.drawn_full[stage]);
+        for (int i = 0; i < 4; ++i) push(kept[i], words[i]), push(kept[4 + i], Philox::again(words[i]));
       }
-      quarter -= kQuarters;
+      // A word has two keys that are eight apart, of neighbouring lanes, and both parities: of these lanes each writes two
+      // words.
+      unsigned four[4], two[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const unsigned other = __shfl_xor_sync(~0u, odd ? kept[i] : kept[4 + i], 16);
+        four[i] = odd ? other | kept[4 + i] << 16 : kept[i] | other << 16;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const unsigned other = __shfl_xor_sync(~0u, upper ? four[i] : four[2 + i], 1);
+        two[i] = upper ? other | four[2 + i] << 8 : four[i] | other << 8;
+      }
+      unsigned (&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane % 16 / 2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) words[(4 * odd + 2 * upper + i) * 4 + quarter] = two[i];
+      __syncwarp();
+      if (lane == 0) arrive(&shared.drawn_full[stage]);
     }
   }
 
@@ -509,15 +550,15 @@ struct BackwardOnSm90 {
     }
 
     using QuerySums = float[kPiece / 2];
-    // The block before's gradients of queries, this warpgroup's piece of that number.
+    // The block before's gradients of queries, or where a warpgroup is alone this one's: this warpgroup's piece of that number.
     __device__ __forceinline__ void start_queries(QuerySums& d, int before, int piece = 0) {
-      if constexpr (!kLine) wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      if constexpr (!kLine && !kAlone) wait(&shared.scores_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
                      keys = columns_descriptor(shared_address(shared.key.box[kLine         ? piece
                                                                              : kSideBySide ? group()
                                                                                            : 0]),
                                                kKeys * kRowBytes);
-      if constexpr (kTurned) {
+      if constexpr (kTurned && !kAlone) {
         const int sides = job(1).sides & kAllSee;
         if (sides != kAllSee) {  // the other warpgroup's keys alone, or this one's
           const unsigned first = (sides >> 1) * kGroupKeys * kRowBytes;
@@ -821,7 +862,8 @@ struct BackwardOnSm90 {
 #pragma unroll
       for (int t = 0; t < kQueries / 16; ++t)
 #pragma unroll
-        for (int n = 0; n < 4; ++n) to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << (t % 4 * 4 + n));
+        for (int n = 0; n < 4; ++n)
+          to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << TurnedBits::place(t % 4 * 2 + n / 2, n % 2));
     }
 
     // A block of which this warpgroup sees nothing: it makes the block before's gradients of queries all the same.
@@ -936,8 +978,8 @@ struct BackwardOnSm90 {
       }
       start_sums<kValueWidth>(grad_value, kDrops ? kept : weight, stage.grad_out, shift);
       QuerySums query;
-      if constexpr (!kFirst && !kDrops) start_queries(query, kOther);
-      wait_for_products<kFirst || kDrops ? 1 : 2>();
+      if constexpr (!kFirst && !kDrops && !kAlone) start_queries(query, kOther);
+      wait_for_products<kFirst || kDrops || kAlone ? 1 : 2>();
       settle(flat(grad));
       // Of the weights as they were rounded for the products: the scores' registers are others' by now.
       Words grad_score;
@@ -962,6 +1004,26 @@ struct BackwardOnSm90 {
         }
       }
       place_anew();
+      if constexpr (kAlone) {
+        settle(grad_score);
+        wait_for_products<0>();
+        sync_named(kAllMath, kMathThreads);  // all have made their gradients of the block before's queries
+        put(shared.scores[0], grad_score);
+        publish_to_engines();
+        sync_named(kAllMath, kMathThreads);
+        start_sums(grad_key, grad_score, stage.query, shift);
+        float* const sums = sums_of(job());
+        wait_for_products<0>();  // what it takes leaves no registers for dQ
+        release(&shared.empty[kNow]);
+        start_queries(query, 0);
+        const bool more = fetch<kOther>(1);
+        if (more) look_ahead<kOther>(ahead, job(-1));
+        wait_for_products<0>();
+        settle(query);
+        add_queries(sums, query, kNow);
+        ++count;
+        return more;
+      }
       if constexpr (!kFirst && kDrops) {
         settle(grad_score);
         wait_for_products<0>();  // dV's: what its left operand takes leaves no registers for dQ
@@ -998,7 +1060,7 @@ struct BackwardOnSm90 {
 
     template <bool kFirst, int kNow>
     __device__ __forceinline__ bool own_step(Ahead& ahead) {
-      if constexpr (kTurned)
+      if constexpr (kTurned && !kAlone)
         if (!(ahead.sides & kSees << group())) return skip_block<kFirst, kNow>(ahead);
       return own_block<kFirst, kNow>(ahead);
     }
@@ -1015,6 +1077,7 @@ struct BackwardOnSm90 {
         if (group() == 1) pass_turn();
         if (own_step<true, 0>(ahead))
           while (own_step<false, 1>(ahead) && own_step<false, 0>(ahead)) continue;
+        if constexpr (kAlone) return store_sums();
         place_anew();
         QuerySums query;
         start_queries(query, (count - 1) % 2);
@@ -1383,6 +1446,8 @@ struct BackwardOnSm90 {
     place.last_key = min(place.key + kKeys, place.keys);
     place.heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
     place.first_head = place.unit * place.heads;
+    if constexpr (kMayHalve)
+      if (a.halves && by_halves(a, place) != kAlone) return;
     const QueryRange range = queries_of_any(place.sequence.visible, place.key, place.last_key, place.queries);
     place.begin = static_cast<int>(min(range.begin, int64_t{place.queries}) / kQueries);
     place.end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
@@ -1407,7 +1472,7 @@ struct BackwardOnSm90 {
         init_barrier(&shared.scores_empty[i], kSummers);
         init_barrier(&shared.turn[i], 1);
         init_barrier(&shared.added[i], kSummers);
-        init_barrier(&shared.drawn_full[i], kQuarters);
+        if (kDrops) init_barrier(&shared.drawn_full[i], kTile.drawers);
       }
       init_barrier(&shared.weights_full, 4);
       init_barrier(&shared.weights_empty, 4);
@@ -1418,22 +1483,21 @@ struct BackwardOnSm90 {
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
-      if (kDrops && warp > (a.turns ? 1 : 0)) {
-        const int others = a.turns ? 2 : 1;
-        draw(a, shared, warp - others, 4 - others);
-      } else if (warp == 0) {
-        load(a, shared);
-      } else if (a.turns && threadIdx.x == kWarp) {
-        keep_turns(a, shared);
+      if (warp == 0) load(a, shared);
+      if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
+    } else if (warp < 4 + kTile.drawers) {
+      if constexpr (kDrops) {
+        shrink_registers<kTile.others_registers>();
+        draw(a, shared, warp - 4);
       }
     } else if (kLine && warp >= 12) {
       if constexpr (kLine) {
-        shrink_registers<kTile.summer_registers>();
+        shrink_registers<kTile.others_registers>();
         Group{a, shared, static_cast<int>(threadIdx.x) - 128}.run_queries();
       }
     } else {
       grow_registers<kTile.registers>();
-      Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
+      Group group{a, shared, static_cast<int>(threadIdx.x) - 128 - kWarp * kTile.drawers};
       if constexpr (kLine)
         warp < 8 ? group.run_values() : group.run_keys();
       else if constexpr (kEverything)
@@ -1445,7 +1509,8 @@ struct BackwardOnSm90 {
 };
 
 template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith>
-__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kValueWidth, kWith).threads(), 1)
+__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kValueWidth, kWith).threads(),
+                                  backward_sm90_tile(kWidth, kValueWidth, kWith).blocks)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Body = BackwardOnSm90<T, kWidth, kValueWidth, kWith>;
@@ -1466,7 +1531,8 @@ inline TurnedMask turned_mask_of(const AttentionProblem& p) {
 
 // What a problem needs of a tile up to this wide.
 inline BackwardSm90With backward_sm90_with(const AttentionProblem& p) {
-  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29, kMostDropped = 0.99;  // weights in 16 bits are scaled up by it
+  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29,
+                   kMostDropped = 0.99;  // weights in 16 bits are scaled up by what it takes
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kLargestScale;
   if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90With::kNothing;
   if (!scaled || p.softcap != 0 || p.scale < kSmallestScale || p.dropout > kMostDropped ||
@@ -1524,12 +1590,14 @@ BackwardSpace backward_sm90_space(const AttentionProblem& problem, const Attenti
 template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                           const TurnedBits& bits, int* turns, CUstream_st* stream) {
+  using With = BackwardSm90With;
   using Body = BackwardOnSm90<T, kWidth, kValueWidth, kWith>;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
   const BlockList list = BlockList::of(problem, true, gradients.units, Body::kKeys);
   const TurnedMask turned = Body::kTurned ? turned_mask_of(problem) : TurnedMask::kNone;
+  const bool halves = Body::kMayHalve && turned == TurnedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
   // A mask in boxes that the batch shares is read once for all of it.
   const bool batch_within = turned == TurnedMask::kBoxes && problem.mask.stride[0] == 0 && problem.mask.stride[1] != 0;
   // Where blocks of keys differ in what they see, those of as many heads as the device holds at a time go by length, and not
@@ -1550,6 +1618,7 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
       turned,
       bits,
       section,
+      halves,
       batch_within,
       turns,
       list,
@@ -1560,6 +1629,8 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
       static_cast<float>(1 / problem.scale)};
   launch<attention_backward_sm90<T, kWidth, kValueWidth, kWith>>(arguments, arguments.list.count(), Body::kThreads,
                                                                  Body::shared_bytes(problem, turned), stream);
+  if constexpr (Body::kMayHalve && !Body::kAlone)
+    if (halves) launch_backward_sm90<T, kWidth, kValueWidth, With::kMaskHalves>(problem, gradients, space, bits, turns, stream);
 }
 
 // backward_sm90_128_only.cu has those that narrower tiles leave to this one.

@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_const
           for (int e = 0; e < 2; ++e) {
             const int r = queries == 1 ? 0 : 8 * j + lane % 4 * 2 + e;
             const unsigned keys_of_row = rows_bits[r][warp / 2] >> (warp % 2 * 16 + lane / 4);
-            turned |= (keys_of_row & 1) << (16 * e + 15 - 2 * j) | (keys_of_row >> 8 & 1) << (16 * e + 14 - 2 * j);
+            turned |= (keys_of_row & 1) << (16 * e + 15 - TurnedBits::place(j, 0)) |
+                      (keys_of_row >> 8 & 1) << (16 * e + 15 - TurnedBits::place(j, 1));
           }
         arguments.turned[int64_t{blockIdx.x} * TurnedBits::kWords + threadIdx.x] = turned;
       }

@@ -83,12 +83,12 @@ struct ForwardSm90Tile {
   }();
 };
 
-// What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi; dropout, a
-// bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
-enum class BackwardSm90With { kNothing, kMasks, kDropout, kEverything };
+// What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi (in halves:
+// where a bool mask hides much); dropout, a bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
+enum class BackwardSm90With { kNothing, kMasks, kMaskHalves, kDropout, kEverything };
 
-// backward_sm90.cuh: a block of threads is two warpgroups of 64 keys each and a warp that loads, `queries` at a time. Where
-// there are 64 keys in all, three warpgroups stand in line.
+// backward_sm90.cuh: a block of threads is warpgroups of 64 keys each and a warp that loads, `queries` at a time. Where there
+// are 64 keys in all, three warpgroups stand in line, or one is alone.
 struct BackwardSm90 {
   int width, value_width;
   BackwardSm90With with;
@@ -98,11 +98,13 @@ struct BackwardSm90 {
   bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
-  int summer_registers = 0;  // of the third in line
+  int drawers = 0;  // warps that draw what dropout keeps, a quarter of a block each
+  int others_registers = 0;  // theirs, or the third warpgroup's in line
+  int warpgroups = 2;  // that compute, but for the third in line
+  int blocks = 1;  // of threads, on a multiprocessor at a time
 
-  static constexpr int kWarpgroups = 2;  // but the third in line
-  constexpr bool in_line() const { return keys == 64; }
-  constexpr int threads() const { return 128 * (kWarpgroups + 1 + in_line()); }
+  constexpr bool in_line() const { return keys == 64 && warpgroups == 2; }
+  constexpr int threads() const { return 128 * (warpgroups + 1 + in_line()) + 32 * drawers; }
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
@@ -111,11 +113,12 @@ inline constexpr BackwardSm90 kBackwardSm90[] = {
     {96, 96, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
     {128, 128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
     {128, 128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
-    {128, 128, BackwardSm90With::kDropout, 128, 64, false, false, false, 232, 40},
+    {128, 128, BackwardSm90With::kMaskHalves, 64, 64, false, false, false, 232, 24, 0, 0, 1, 2},
+    {128, 128, BackwardSm90With::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},
     {128, 128, BackwardSm90With::kEverything, 128, 64, false, false, false, 240, 24},
-    {192, 128, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 72},
-    {192, 192, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 72},
-    {256, 256, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 72},
+    {192, 128, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
+    {192, 192, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
+    {256, 256, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;
