@@ -614,13 +614,13 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ void stage_queries(const QuerySums& d) {
       if (lane() == 0) wait_for_store_reads();
       __syncwarp();
-      float4* const to = reinterpret_cast<float4*>(shared.sums[warp % kSummers]) + lane();
+      float4* const to = reinterpret_cast<float4*>(shared.sums[kLine ? warp % 4 : warp]) + lane();
 #pragma unroll
       for (int j = 0; j < kPiece / 8; ++j) to[j * kWarp] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
     }
     __device__ __forceinline__ void send_queries(float* to, int piece = 0) {
       if (to && lane() == 0) {
-        add_floats(to + piece * (kPiece / 8) * 128, shared.sums[warp % kSummers],
+        add_floats(to + piece * (kPiece / 8) * 128, shared.sums[kLine ? warp % 4 : warp],
                    piece_tiles() * 128 * static_cast<int>(sizeof(float)));
         commit_stores();
       }
@@ -809,6 +809,44 @@ struct BackwardOnSm90 {
         for (int j = 0; j < Ahead::kHighs; ++j) ahead.high[j] = numbers<kBuffer>(0, j);
     }
 
+    // A block's scores into its weights.
+    template <int kBuffer>
+    __device__ __forceinline__ void weigh(ScoreSums& score, const Ahead& ahead, Words& weight) {
+      const auto with = [&]<bool kLow>(std::bool_constant<kLow>) {
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j) {
+          float2 high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kBuffer>(0, j);
+          const float2 low = kLow ? numbers<kBuffer>(1, j) : make_float2(0, 0);
+          if constexpr (kDrops) high.x -= a.keep_exponent, high.y -= a.keep_exponent;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& x = score[0][j][e];
+            x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
+        }
+      };
+      if (ahead.low) {
+        if constexpr (kLowAside) bring_low();
+        with(std::true_type{});
+      } else {
+        with(std::false_type{});
+      }
+    }
+
+    // What a block's gradients of weights are added to: -delta.
+    template <int kBuffer>
+    __device__ __forceinline__ void begin_gradients(ScoreSums& grad) {
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 delta = numbers<kBuffer>(2, j);
+        grad[0][j][0] = grad[0][j][2] = -delta.x;
+        grad[0][j][1] = grad[0][j][3] = -delta.y;
+      }
+      settle(flat(grad));
+    }
     __device__ __forceinline__ void take_turn() {
       if constexpr (kTile.in_turn) sync_named(kTurn + group(), kMathThreads);
     }
@@ -912,15 +950,7 @@ struct BackwardOnSm90 {
       if constexpr (kFirst) forget(shift);
       Stage& stage = shared.stage[kNow];
       ScoreSums score, grad;
-      if constexpr (!kDrops) {
-#pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j) {
-          const float2 delta = numbers<kNow>(2, j);
-          grad[0][j][0] = grad[0][j][2] = -delta.x;
-          grad[0][j][1] = grad[0][j][3] = -delta.y;
-        }
-        settle(flat(grad));
-      }
+      if constexpr (!kDrops) begin_gradients<kNow>(grad);
       take_turn();
       start_scores<kWidth>(score, shared.key, stage.query, shift);
       if constexpr (kFirst) wait(&shared.value_full, 0);
@@ -944,28 +974,7 @@ struct BackwardOnSm90 {
       if (!ahead.whole) hide(score, job().query);
 
       Words weight;
-      const auto weigh = [&]<bool kLow>(std::bool_constant<kLow>) {
-#pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j) {
-          float2 high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kNow>(0, j);
-          const float2 low = kLow ? numbers<kNow>(1, j) : make_float2(0, 0);
-          if constexpr (kDrops) high.x -= a.keep_exponent, high.y -= a.keep_exponent;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& x = score[0][j][e];
-            x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
-        }
-      };
-      if (ahead.low) {
-        if constexpr (kLowAside) bring_low();
-        weigh(std::true_type{});
-      } else {
-        weigh(std::false_type{});
-      }
+      weigh<kNow>(score, ahead, weight);
       if constexpr (kTurned)
         if (hides) keep(weight, weight, shown);
       settle(weight);
@@ -1228,25 +1237,6 @@ struct BackwardOnSm90 {
 
     // ---- in line
 
-    template <int kBuffer>
-    __device__ __forceinline__ void weigh(ScoreSums& score, bool low, Words& weight) {
-      const auto with = [&]<bool kLow>(std::bool_constant<kLow>) {
-#pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j) {
-          const float2 high = numbers<kBuffer>(0, j), rest = kLow ? numbers<kBuffer>(1, j) : make_float2(0, 0);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& x = score[0][j][e];
-            x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? rest.y : rest.x));
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
-        }
-      };
-      low ? with(std::true_type{}) : with(std::false_type{});
-    }
-
     // The first warpgroup: a block's scores, which are there, into weights, and what these add; meanwhile the next block's
     // scores. False: there is none.
     template <int kNow>
@@ -1257,7 +1247,7 @@ struct BackwardOnSm90 {
       look_ahead<kNow>(ahead, job());
       if (!ahead.whole) hide(score, job().query);
       Words weight;
-      weigh<kNow>(score, ahead.low, weight);
+      weigh<kNow>(score, ahead, weight);
       settle(weight);
       release_after(&shared.empty[kNow]);
       wait(&shared.weights_empty, count % 2 ^ 1);
@@ -1307,16 +1297,6 @@ struct BackwardOnSm90 {
 
     // The second: a block's gradients of weights, which are there, into those of scores, and what these add; meanwhile the next
     // block's gradients of weights.
-    template <int kBuffer>
-    __device__ __forceinline__ void begin_gradients(ScoreSums& grad) {
-#pragma unroll
-      for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 delta = numbers<kBuffer>(2, j);
-        grad[0][j][0] = grad[0][j][2] = -delta.x;
-        grad[0][j][1] = grad[0][j][3] = -delta.y;
-      }
-      settle(flat(grad));
-    }
     template <int kNow>
     __device__ __forceinline__ bool key_block(ScoreSums& grad) {
       constexpr int kOther = kNow ^ 1;

@@ -53,7 +53,7 @@ struct MaskGradientOnSm90 {
   static constexpr int kQueries = MaskTilesSm90::kQueries, kKeys = MaskTilesSm90::kKeys, kStages = kWidth > 64 ? 1 : 2;
   static constexpr int kThreads = 384, kWarps = 8, kMaskWarps = 3;  // that compute; that bring the mask
   static constexpr int kBoxes = kWidth / kBoxColumns;
-  static constexpr int kRegisters = 216, kLoaderRegisters = 72;
+  static constexpr int kRegisters = 224, kLoaderRegisters = 56;
 
   template <int kRows>
   struct alignas(kBoxAlignment) Block {
