@@ -47,7 +47,7 @@ class Attention:
     lengths: tuple = (13, 17)  # queries, keys
     widths: tuple = (8, 8)  # of query and key, of value
     layouts: tuple = ("contiguous",) * 4  # of query, key, value, mask
-    mask: str | None = None  # bool, float, -inf
+    mask: str | None = None  # bool, blocks (bool, three quarters of the blocks of 64 x 64 hidden), float, -inf
     mask_shape: tuple = (1, 1, 1, 1)  # of the dimensions before the last three, the heads, queries, keys: 1 full, 0 broadcast
     mask_rank: int = 9  # the mask keeps at most this many dimensions
     mask_dtype: torch.dtype | None = None  # of a float mask
@@ -102,6 +102,9 @@ class Attention:
             shape = [n if keep else 1 for n, keep in zip(full, kept, strict=True)][-self.mask_rank :]
             if self.mask == "bool":
                 mask = torch.rand(shape, generator=g) > 0.4
+            elif self.mask == "blocks":
+                seen = torch.rand([*shape[:-2], -(-shape[-2] // 64), -(-shape[-1] // 64)], generator=g) > 0.75
+                mask = seen.repeat_interleave(64, -2).repeat_interleave(64, -1)[..., : shape[-2], : shape[-1]].contiguous()
             else:
                 mask = torch.randn(shape, generator=g).to(self.mask_dtype or self.dtype)
                 if self.mask == "-inf":

@@ -136,6 +136,31 @@ def test_gradients_of_large_masks(made, mask_dtype):
     Attention(dtype=torch.bfloat16, batch=(3,), mask_shape=(0, 1, 1, 1), mask_dtype=mask_dtype, **made).check()
 
 
+SPARSE_MASKS = {
+    "alone": {},
+    "of heads": {"mask_shape": (1, 1, 1, 1)},
+    "ragged": {"lengths": (333, 715)},
+    "few seen": {"lengths": (130, 1100), "mask_shape": (0, 1, 1, 1)},
+    "values": {"mask": "bool"},
+    "padding": {"mask": "bool", "mask_shape": (1, 0, 0, 1)},
+    "16 bits": {"mask": "float"},
+    "alibi": {"alibi": 2},
+    "dropout": {"options": {"dropout_p": 0.3}},
+    "causal": {"options": {"causal": True}},
+    "groups": {"heads": (4, 2, 1)},
+    "large": {"size": 4.0},
+}
+
+
+@pytest.mark.parametrize("made", SPARSE_MASKS.values(), ids=SPARSE_MASKS)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_masks_of_blocks(dtype, width, made):
+    """Masks of whole blocks, where many a block of queries sees one half of a tile of keys, and what runs on the same tiles."""
+    made = {"mask": "blocks", "mask_shape": (0, 0, 1, 1), "lengths": (576, 640), "widths": (width, width)} | made
+    Attention(dtype=dtype, **made).check()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences_of_many_lengths(dtype):
     lengths = tuple((random.Random(n).choice([0, 1, 63, 64, 65, 128, 200, 513]),) * 2 for n in range(40))

@@ -10,7 +10,11 @@
 // half of a block's queries and half of the columns of all gradients, and weights go through shared memory too.
 #pragma once
 
+#include <cmath>
+
+#include "../../core/philox.h"
 #include "../../core/visit.h"
+#include "../hw/byte_signs.cuh"
 #include "../hw/mbarrier.cuh"
 #include "../hw/named_barrier.cuh"
 #include "../hw/reduce.cuh"
@@ -32,26 +36,45 @@ namespace flash_online::cuda {
 
 constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums
 
+// How a mask reaches the scores where it does not come by MaskBlock: not at all, by TurnedBits, or in boxes as it lies in
+// memory.
+enum class TurnedMask { kNone, kBits, kBoxes };
+
 struct BackwardSm90Arguments {
-  HeadBoxes query, key, value, grad_out;
+  HeadBoxes query, key, value, grad_out, mask;
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardSpace space;
+  TurnedMask turned_mask;
+  TurnedBits bits;
   int section;  // heads whose blocks of keys run side by side
+  bool halves;  // by_halves() decides
+  bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
   BlockList list;  // of keys; heads are units
   ScoreRule rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
+  float keep, keep_exponent;  // its inverse, and its logarithm to the base 2
+  float added_scale;  // of what ALiBi and a mask add, for the units of products: 1 / scale
 };
 
-template <class T, int kWidth, bool kEverything>
+template <class T, int kWidth, BackwardSm90With kWith>
 struct BackwardOnSm90 {
-  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kEverything);
+  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kWith);
+  static constexpr bool kEverything = kWith == BackwardSm90With::kEverything, kDrops = kWith == BackwardSm90With::kDropout;
+  static constexpr bool kWalks = kWith != BackwardSm90With::kNothing;  // there may be a mask that hides blocks
+  static constexpr bool kTurned = kWalks && !kEverything;
+  static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.kThreads, kMathThreads = kThreads - 128, kWarps = kMathThreads / kWarp;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarp;
+  // What all warps take must be there: the block has what all threads were launched with, in eights, else they wait for good.
+  static_assert(128 * (kTile.warpgroups * kTile.registers + kTile.loader_registers) +
+                    kWarp * kTile.drawers * kTile.drawer_registers <=
+                65536 / (kThreads * kTile.blocks) / 8 * 8 * kThreads);
   static constexpr int kGroupKeys = 64;  // of a warpgroup
   // Both warpgroups have the same keys: each makes the scores of half of a block's queries, and half of all gradients' columns.
-  static constexpr bool kShared = kKeys == kGroupKeys;
+  static constexpr bool kAlone = kTile.warpgroups == 1;
+  static constexpr bool kShared = kKeys == kGroupKeys && !kAlone;
   static constexpr int kScoreQueries = kShared ? kQueries / 2 : kQueries, kSumColumns = kShared ? kWidth / 2 : kWidth;
   static constexpr int kBoxes = kWidth / kBoxColumns, kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kWidthSteps = kWidth / 16, kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
@@ -59,12 +82,14 @@ struct BackwardOnSm90 {
   // The gradients of a block's queries are two or four pieces of 64 x 64: side by side, or one above the other.
   static constexpr bool kSideBySide = kQueries == 64;
   static constexpr int kPieces = kShared ? 2 : 1;
-  static constexpr int kPiece = (kSideBySide ? kWidth / 2 : kWidth) / kPieces;  // columns
+  static constexpr int kPiece = (kSideBySide && !kAlone ? kWidth / 2 : kWidth) / kPieces;  // columns
   static_assert(kSideBySide || kQueries == 128);
   static_assert(kQueries % kRowBlock == 0 && (!kEverything || (kQueries * 2 <= 128 && kPiece == kSumPieceSm90)));
   static_assert(!kShared || (!kEverything && kSideBySide));
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
-  static constexpr bool kStaged = !kShared && !kEverything;
+  static constexpr bool kStaged = !kShared && !kEverything && !kAlone;
+  static constexpr bool kLowAside = kTurned && kQueries == 128;  // boxes of a mask leave no room for lse's low part
+  static constexpr int kRowsKept = kRowBlock * (kLowAside ? 2 : 3);
 
   struct alignas(kBoxAlignment) Keys {
     T box[kBoxes][kKeys][kBoxColumns];
@@ -92,24 +117,54 @@ struct BackwardOnSm90 {
   struct Job {
     int head, query;  // its first; -1: no more blocks
     bool whole;  // all queries see all keys by arithmetic, and all of both exist
-    bool nothing_hidden;  // by the mask
+    int sides;  // kSees, kAsks
     int64_t sums;  // its gradients' place in space.sums
+    float slope;  // of ALiBi, in the units of products
   };
+  // Of the mask's, for each warpgroup: whether it shows its keys to any of a block's queries, and then whether not all of them.
+  static constexpr int kSees = 1, kAsks = 4;  // << warpgroup
+  static constexpr int kAllSee = 3 * kSees, kAnyAsks = 3 * kAsks;
   struct Shared {
     Keys key, value;
     Stage stage[kStages];
-    Scores scores[kShared ? 4 : 2];  // their gradients, two blocks'; the weights of those, where others need them
+    Scores scores[kShared ? 4 : kAlone ? 1 : 2];  // their gradients, two blocks'; the weights of those, where others need them
     float sums[kStaged ? kWarps : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
-    alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
+    alignas(16) float rows[kStages][kQueries / kRowBlock][kRowsKept];
     Place place;
     Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
     uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
         added[2], scores_empty[2];
+    uint64_t mask_full, mask_empty, drawn_full[kStages];
   };
-  static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
-  static int shared_bytes(const AttentionProblem& problem) {
+  // Behind that: a MaskBlock; or a mask's boxes, or its bits, and then dropout's.
+  static constexpr int kMaskAlignment = kTurned ? kBoxAlignment : kVectorBytes;
+  static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
+  struct MaskBox {
+    T value[kQueries][kBoxColumns];
+  };
+  struct WeightBits {  // as in TurnedBits
+    unsigned word[kQueries / kRowBlock][kWarps][kWarp];
+  };
+  static_assert(!kTurned ||
+                sizeof(WeightBits) == kQueries / kMapBlock * (kKeys / kMapBlock) * sizeof(unsigned) * TurnedBits::kWords);
+  static_assert(!kTurned || kDrops || kAlone || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
+  static int shared_bytes(const AttentionProblem& problem, TurnedMask turned) {
+    if (kTurned)
+      return kMaskOffset + static_cast<int>((turned == TurnedMask::kBoxes ? 2 * sizeof(MaskBox) : 0) +
+                                            (turned == TurnedMask::kBits ? kStages * sizeof(WeightBits) : 0) +
+                                            (kDrops ? kStages * sizeof(WeightBits) : 0));
     const int rows = !kEverything || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+  // Of a warpgroup.
+  __device__ __forceinline__ static MaskBox& mask_box(Shared& shared, int group) {
+    return reinterpret_cast<MaskBox*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[group];
+  }
+  __device__ __forceinline__ static WeightBits& shown_bits(Shared& shared, int stage) {
+    return reinterpret_cast<WeightBits*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[stage];
+  }
+  __device__ __forceinline__ static WeightBits& kept_bits(const BackwardSm90Arguments& a, Shared& shared, int stage) {
+    return shown_bits(shared, stage + (a.turned_mask == TurnedMask::kBits ? kStages : 0));
   }
 
   using Sums = Accumulator<1, kSumColumns / 8>;
@@ -127,7 +182,116 @@ struct BackwardOnSm90 {
   }
 
   // Columns that only the tile has are nobody's.
-  __device__ static int sum_width(const BackwardSpace& space) { return kEverything ? static_cast<int>(space.width) : kWidth; }
+  __device__ static int sum_width(const BackwardSpace& space) { return kFillsUp ? static_cast<int>(space.width) : kWidth; }
+
+  // ---- which blocks of queries there are
+
+  // Of a head, those that the mask shows some of the block's keys to. A whole warp asks.
+  class Walk {
+   public:
+    __device__ Walk(const BackwardSm90Arguments& a, const Place& place, int head)
+        : next_(place.begin), end_(place.end), known_end_(place.begin), masked_(a.problem.mask.data) {
+      const BlockMap& map = a.space.map;
+      if (!map.data) return;
+      kinds_ = map.row(place.batch, head, 0);
+      row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
+      rows_ = (place.queries + kMapBlock - 1) / kMapBlock;
+      first_column_ = map.size[3] == 1 ? 0 : place.key / kMapBlock;
+      second_ = kAlone || place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
+    }
+    // The number of the next block, the end of all if there is none; its Job::sides.
+    __device__ __forceinline__ int next(int& sides) {
+      if (!kinds_) {
+        sides = kAllSee | (masked_ ? kAnyAsks : 0);
+        return next_ < end_ ? next_++ : end_;
+      }
+      while (next_ < end_) {
+        if (next_ >= known_end_) look_ahead();
+        const unsigned left = (seen_[0] | seen_[1]) >> (kWarp - (known_end_ - next_));
+        next_ = left ? next_ + __ffs(left) - 1 : known_end_;
+        if (next_ < known_end_) {
+          const int bit = kWarp - (known_end_ - next_);
+          sides = 0;
+#pragma unroll
+          for (int group = 0; group < 2; ++group)
+            sides |= ((seen_[group] >> bit & 1) * kSees | (asked_[group] >> bit & 1) * kAsks) << group;
+          return next_++;
+        }
+      }
+      return end_;
+    }
+
+   private:
+    // Of 32 blocks, one a lane.
+    __device__ void look_ahead() {
+      const int block = next_ + static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        bool seen = false, all = true;
+        if (block < end_ && (group == 0 || second_ >= 0))
+          for (int row = block * (kQueries / kMapBlock); row < min((block + 1) * (kQueries / kMapBlock), rows_); ++row) {
+            const auto kind =
+                static_cast<MaskKind>(kinds_[int64_t{row} * row_step_ + first_column_ + (group == 0 ? 0 : second_)]);
+            seen |= kind != MaskKind::kHidden;
+            all &= kind == MaskKind::kNothing;
+          }
+        seen_[group] = __ballot_sync(~0u, seen);
+        asked_[group] = __ballot_sync(~0u, seen && !all);
+      }
+      known_end_ = next_ + kWarp;
+    }
+
+    const uint8_t* kinds_ = nullptr;  // null: no map
+    int row_step_ = 0, rows_ = 0, first_column_ = 0, second_ = 0;  // the second warpgroup's column behind the first's; -1: none
+    int next_, end_, known_end_;
+    bool masked_;
+    unsigned seen_[2] = {}, asked_[2] = {};  // bit n: block known_end_ - 32 + n
+  };
+
+  // A mask may show one half of a block's keys alone to many a block of queries: then blocks of threads that own 64 keys, two a
+  // multiprocessor, make what one that owns 128 leaves. Both ask the map, so that one of them returns at once.
+  static constexpr bool kMayHalve = kAlone || (kWith == BackwardSm90With::kMasks && kQueries == 64);
+  __device__ static bool by_halves(const BackwardSm90Arguments& a, const Place& place) {
+    constexpr int kOneForBoth = 4;  // what a block costs in either way, roughly
+    constexpr int kAtOnce = 4;  // loads under way: the time of one is most of what it takes to return
+    const BlockMap& map = a.space.map;
+    const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
+              heads = map.size[1] == 1 ? 1 : place.heads, column = place.key / kMapBlock / 2 * 2;
+    int one = 0, both = 0;
+    for (int head = place.first_head; head < place.first_head + heads; ++head) {
+      const uint8_t* const kinds = map.row(place.batch, head, 0) + column;
+      for (int first = 0; first < rows; first += kAtOnce * kWarp) {
+        bool seen[kAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int row = first + i * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+            seen[i][n] = row < rows && column + n < columns &&
+                         static_cast<MaskKind>(__ldg(kinds + int64_t{row} * columns + n)) != MaskKind::kHidden;
+          }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const unsigned left = __ballot_sync(~0u, seen[i][0]), right = __ballot_sync(~0u, seen[i][1]);
+          one += __popc(left ^ right);
+          both += __popc(left & right);
+        }
+      }
+    }
+    return kOneForBoth * one > both;
+  }
+
+  // Calls f(count, head, block, sides) for each block that passes by; returns how many. By a whole warp.
+  template <class F>
+  __device__ __forceinline__ static int for_each_block(const BackwardSm90Arguments& a, const Place& place, F&& f) {
+    int count = 0;
+    for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
+      Walk walk(a, place, head);
+      int sides = 0;
+      for (int block; (block = walk.next(sides)) < place.end; ++count) f(count, head, block, sides);
+    }
+    return count;
+  }
 
   // ---- the loading warp
 
@@ -152,26 +316,79 @@ struct BackwardOnSm90 {
       load_box(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
   }
 
+  // Where a block of kRowBlock of a head's queries has its numbers. One that does not exist is as good as the last that does:
+  // its queries are hidden.
+  __device__ __forceinline__ static const float* row_numbers(const BackwardSm90Arguments& a, const Place& place, int first_rows,
+                                                             int row_block) {
+    return a.space.rows + int64_t{first_rows + min(row_block, (place.queries - 1) / kRowBlock)} * kRowNumbers;
+  }
+
+  __device__ static void load_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
+    const Place& place = shared.place;
+    const TurnedBits& bits = a.bits;
+    const auto of = [&](int i, int64_t n) { return bits.size[i] == 1 ? int64_t{0} : min(n, bits.size[i] - 1); };
+    const int64_t first = of(0, place.batch) * bits.size[1] + of(1, head);
+#pragma unroll
+    for (int n = 0; n < kQueries / kMapBlock; ++n)
+#pragma unroll
+      for (int group = 0; group < kKeys / kMapBlock; ++group)
+        load_bytes(shown_bits(shared, stage).word[n][4 * group],
+                   bits.data + ((first * bits.size[2] + of(2, query / kMapBlock + n)) * bits.size[3] +
+                                of(3, place.key / kMapBlock + group)) *
+                                   TurnedBits::kWords,
+                   TurnedBits::kWords * sizeof(unsigned), &shared.query_full[stage]);
+  }
+  __device__ static void load_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query, int sides) {
+    const Place& place = shared.place;
+    wait(&shared.mask_empty, count % 2 ^ 1);
+    arrive_and_expect(&shared.mask_full, __popc(sides & kAnyAsks) * sizeof(MaskBox));
+#pragma unroll
+    for (int group = 0; group < 2; ++group)
+      if (sides & kAsks << group) {
+        BoxPlace at = a.mask.at(place.batch, head, query, 0);
+        at.column = place.key + group * kGroupKeys;
+        load_box(mask_box(shared, group).value, a.mask.map, at, &shared.mask_full);
+      }
+  }
+
   // The block of that number, `count` others having gone before.
-  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block,
-                              bool nothing_hidden) {
+  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block, int sides) {
     const Place& place = shared.place;
     const int stage = count % 2, query = block * kQueries;
     wait(&shared.empty[stage], count / 2 % 2 ^ 1);
     const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
-    shared.job[count % 4] = {head, query, all_see_all(place, query), nothing_hidden,
-                             (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space))};
-    arrive_and_expect(&shared.query_full[stage], sizeof(Queries) + sizeof(shared.rows[stage]));
+    Job& job = shared.job[count % 4];
+    job.head = head;
+    job.query = query;
+    job.whole = all_see_all(place, query);
+    job.sums = (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space));
+    if constexpr (kWalks) job.sides = sides;
+    unsigned bytes = sizeof(Queries) + sizeof(shared.rows[stage]);
+    if constexpr (kTurned) {
+      if (a.problem.alibi_slopes)
+        job.slope = a.added_scale *
+                    static_cast<const float*>(
+                        a.problem.alibi_slopes)[place.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
+      if (a.turned_mask == TurnedMask::kBits && (sides & kAnyAsks)) bytes += sizeof(WeightBits);
+    }
+    arrive_and_expect(&shared.query_full[stage], bytes);
     load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
-    // A block that does not exist is as good as the last that does: its queries are hidden.
 #pragma unroll
-    for (int n = 0; n < kQueries / kRowBlock; ++n)
-      load_bytes(shared.rows[stage][n],
-                 a.space.rows + int64_t{first_rows + min(query / kRowBlock + n, (place.queries - 1) / kRowBlock)} * kRowNumbers,
-                 sizeof(shared.rows[stage][n]), &shared.query_full[stage]);
+    for (int n = 0; n < kQueries / kRowBlock; ++n) {
+      const float* const numbers = row_numbers(a, place, first_rows, query / kRowBlock + n);
+      constexpr int kPieces = kLowAside ? 2 : 1;  // lse, and delta
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        load_bytes(&shared.rows[stage][n][piece * kRowBlock], numbers + piece * 2 * kRowBlock,
+                   sizeof(shared.rows[stage][n]) / kPieces, &shared.query_full[stage]);
+    }
+    if constexpr (kTurned)
+      if (a.turned_mask == TurnedMask::kBits && (sides & kAnyAsks)) load_bits(a, shared, stage, head, query);
     if (count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
     arrive_and_expect(&shared.grad_out_full[stage], sizeof(Queries));
     load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
+    if constexpr (kTurned)
+      if (a.turned_mask == TurnedMask::kBoxes) load_boxes(a, shared, count, head, query, sides);
   }
 
   __device__ static void load(const BackwardSm90Arguments& a, Shared& shared) {
@@ -179,22 +396,64 @@ struct BackwardOnSm90 {
     const bool leads = threadIdx.x == 0;
     if (leads) load_keys(shared.key, a.key, place, &shared.key_full);
     int count = 0;
-    for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
-      if constexpr (kEverything) {
-        QueryBlocks<kQueries, kKeys> blocks(a.space.map, place.batch, head, place.key, place.keys, place.begin, place.end);
-        bool nothing_hidden;
-        for (int block; (block = blocks.next(nothing_hidden)) < place.end; ++count) {
-          if (leads) send(a, shared, count, head, block, nothing_hidden);
-          __syncwarp();
-        }
-      } else if (leads) {
-        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, count, head, block, true);
-      }
+    if constexpr (kWalks) {
+      count = for_each_block(a, place, [&](int n, int head, int block, int sides) {
+        if (leads) send(a, shared, n, head, block, sides);
+        __syncwarp();
+      });
+    } else if (leads) {
+      for (int head = place.first_head; head < place.first_head + place.heads; ++head)
+        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, count, head, block, kAllSee);
     }
     if (leads) {
       wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
       shared.job[count % 4].query = -1;
       arrive(&shared.query_full[count % 2]);
+    }
+  }
+
+  // ---- warps that draw what dropout keeps
+
+  // A lane has four keys that share draws, for a quarter of a block's queries: those of a place among the eight of wgmma.cuh.
+  __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
+    const Place& place = shared.place;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
+    const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
+    const Philox random(shared_by_lanes(a.problem.rng[0]), shared_by_lanes(a.problem.rng[1]));
+    const uint32_t threshold = static_cast<uint32_t>(drop_threshold(a.problem.dropout));
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const int stage = count % 2;
+      wait(&shared.query_full[stage],
+           count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
+      const int first = shared_by_lanes(shared.job[count % 4].query), head = shared_by_lanes(shared.job[count % 4].head);
+      if (first < 0) return;
+      const Philox::OfGroup group = random.of_group(a.problem.batch_begin + place.batch, head, place.key / 4 + lane);
+      unsigned kept[4] = {};
+#pragma unroll 1
+      for (int j = 0; j < kQueries / 8; ++j) {
+        // Both side by side: ptxas sees to it as long as the comparisons' predicates end here.
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          uint32_t words[4];
+          random.words(random.of_query(head, first + 8 * j + 2 * quarter + e), group, words);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) kept[i] = (e == 0 ? kept[i] << 1 : kept[i]) | (words[i] >= threshold ? 1u << 16 * e : 0);
+        }
+      }
+      // Lanes that are two apart have keys that are eight apart, whose bits share words.
+      const int half = lane / 2 % 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        kept[i] <<= 8 * half;
+        kept[i] |= __shfl_xor_sync(~0u, kept[i], 2);
+      }
+      unsigned (&to)[kWarp] = kept_bits(a, shared, stage).word[0][lane / 4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) to[(lane % 2 * 4 + 2 * half + i) * 4 + quarter] = half ? kept[2 + i] : kept[i];
+      __syncwarp();
+      if (lane == 0) arrive(&shared.drawn_full[stage]);
     }
   }
 
@@ -270,13 +529,26 @@ struct BackwardOnSm90 {
     }
 
     using QuerySums = float[kPiece / 2];
-    // The block before's gradients of queries, this warpgroup's piece of that number.
+    // The block before's gradients of queries, or where a warpgroup is alone this one's: this warpgroup's piece of that number.
     __device__ __forceinline__ void start_queries(QuerySums& d, int before, int piece = 0) {
-      wait(&shared.scores_full[before], (count - 1) / 2 % 2);
+      if constexpr (!kAlone) wait(&shared.scores_full[before], (count - 1) / 2 % 2);
       const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
                      keys = columns_descriptor(
                          shared_address(shared.key.box[kSideBySide ? (group() * kPieces + piece) * (kPiece / kBoxColumns) : 0]),
                          kKeys * kRowBytes);
+      if constexpr (kTurned && !kAlone) {
+        const int sides = job(1).sides & kAllSee;
+        if (sides != kAllSee) {  // the other warpgroup's keys alone, or this one's
+          const unsigned first = (sides >> 1) * kGroupKeys * kRowBytes;
+          begin_products();
+#pragma unroll
+          for (int step = 0; step < kKeySteps / 2; ++step)
+            WarpgroupProduct<T, kPiece>::template shared_shared<true, true>(
+                d, moved(scores, first + step * 16 * kRowBytes), moved(keys, first + step * 16 * kRowBytes), step > 0);
+          commit_products();
+          return;
+        }
+      }
       begin_products();
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step)
@@ -331,9 +603,24 @@ struct BackwardOnSm90 {
     // A pair's two numbers of kind 0 (lse), 1 (lse, low part) or 2 (delta), of the queries 8 j + 2 place and the next.
     template <int kBuffer>
     __device__ __forceinline__ float2 numbers(int kind, int j) const {
-      return *reinterpret_cast<const float2*>(
-          &shared.rows[buffer<kBuffer>()][8 * j / kRowBlock]
-                      [kind * kRowBlock + score_query() + 8 * j % kRowBlock + lane() % 4 * 2]);
+      const int at = score_query() + 8 * j % kRowBlock + lane() % 4 * 2;
+      if constexpr (kLowAside) {
+        if (kind == 1) return *reinterpret_cast<const float2*>(&shared.sums[warp][8 * j + lane() % 4 * 2]);
+        kind /= 2;
+      }
+      return *reinterpret_cast<const float2*>(&shared.rows[buffer<kBuffer>()][8 * j / kRowBlock][kind * kRowBlock + at]);
+    }
+
+    // Where shared memory has no room for lse's low parts, which hardly ever count: into what gradients of queries leave by.
+    __device__ __forceinline__ void bring_low() {
+      if (lane() == 0) wait_for_store_reads();
+      __syncwarp();
+      const Job& job = this->job();
+      const int n = 4 * lane() / kRowBlock, last = (shared.place.queries - 1) / kRowBlock - job.query / kRowBlock;
+      const int64_t row_block = job.sums / (kRowBlock * kWidth) + min(n, last);  // as in row_numbers
+      reinterpret_cast<float4*>(shared.sums[warp])[lane()] =
+          reinterpret_cast<const float4*>(a.space.rows + row_block * kRowNumbers + kRowBlock)[lane() % (kRowBlock / 4)];
+      __syncwarp();
     }
 
     // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros. All threads that compute.
@@ -455,6 +742,7 @@ struct BackwardOnSm90 {
     struct Ahead {
       static constexpr int kHighs = kTile.lse_ahead ? kScoreQueries / 8 : 1;
       bool whole, low;  // Job::whole; whether lse's low parts count
+      int sides;  // Job::sides
       float2 high[kHighs];
     };
     template <int kBuffer>
@@ -462,6 +750,7 @@ struct BackwardOnSm90 {
       // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
       constexpr float kLarge = 256;
       ahead.whole = job.whole;
+      if constexpr (kTurned) ahead.sides = job.sides;
       bool low = false;
 #pragma unroll
       for (int n = 0; n < kQueries / kRowBlock; ++n) {
@@ -482,6 +771,93 @@ struct BackwardOnSm90 {
       if constexpr (kTile.in_turn) arrive_named(kTurn + (group() ^ 1), kMathThreads);
     }
 
+    // What ALiBi and a mask of 16 bits add to the scores.
+    __device__ __forceinline__ void add(ScoreSums& score, const Ahead& ahead) {
+      if (a.problem.alibi_slopes) {
+        const Job& job = this->job();
+        const Place& place = shared.place;
+        const float distance =
+            static_cast<float>(job.query + lane() % 4 * 2 + place.offset - place.key - score_row() - lane() / 4);
+        const float slope = job.slope;
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& x = score[0][j][e];
+            x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * j + e % 2 - e / 2 * 8)), x);
+          }
+      }
+      if constexpr (!kDrops) {
+        if (a.turned_mask == TurnedMask::kBoxes) {
+          wait(&shared.mask_full, count % 2);
+          if (ahead.sides & kAsks << group()) {
+            const int row = lane() % 16;
+            const unsigned base = shared_address(mask_box(shared, group()).value[row]) +
+                                  ((warp % 4 * 2 + lane() / 16) ^ (row % 8)) * static_cast<int>(kVectorBytes);
+#pragma unroll
+            for (int t = 0; t < kQueries / 16; ++t) {
+              unsigned words[4];
+              load_matrices_transposed(words, base + t * 16 * kRowBytes);
+#pragma unroll
+              for (int n = 0; n < 4; ++n) {
+                float* const x = &score[0][2 * t + n % 2][n / 2 * 2];
+                const float2 values = unpair<T>(words[n]);
+                x[0] = fmaf(values.x, a.added_scale, x[0]);
+                x[1] = fmaf(values.y, a.added_scale, x[1]);
+              }
+            }
+          }
+          settle(flat(score));  // the values have been read before the arrival says so
+          release(&shared.mask_empty);
+        }
+      }
+    }
+    // Clears the weights of which `bits`, as in TurnedBits, has none.
+    __device__ __forceinline__ static void keep(Words& to, const Words& from, const unsigned (&bits)[kQueries / kRowBlock]) {
+#pragma unroll
+      for (int t = 0; t < kQueries / 16; ++t)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << TurnedBits::place(t % 4 * 2 + n / 2, n % 2));
+    }
+
+    // A block of which this warpgroup sees nothing: it makes the block before's gradients of queries all the same.
+    template <bool kFirst, int kNow>
+    __device__ __forceinline__ bool skip_block(Ahead& ahead) {
+      constexpr int kOther = kNow ^ 1;
+      place_anew();
+      if constexpr (kFirst) {
+        wait(&shared.value_full, 0);
+      } else {
+        QuerySums query;
+        start_queries(query, kOther);
+        if constexpr (kTile.sends_late)
+          if (count > 1) {
+            publish();
+            send_queries(job(2));
+          }
+        wait_for_products<0>();
+        settle(query);
+        release(&shared.scores_empty[kOther]);
+        stage_queries(query);
+        if constexpr (!kTile.sends_late) {
+          publish();
+          send_queries(job(1));
+        }
+      }
+      release(&shared.scores_full[kNow]);
+      if (a.turned_mask == TurnedMask::kBoxes) {
+        wait(&shared.mask_full, count % 2);
+        release(&shared.mask_empty);
+      }
+      const bool more = fetch<kOther>(1);
+      if (more) look_ahead<kOther>(ahead, job(-1));
+      __syncwarp();
+      release(&shared.empty[kNow]);
+      ++count;
+      return more;
+    }
+
     // A block; false: it was the last. The block before's gradients of queries are made amid it.
     template <bool kFirst, int kNow>
     __device__ __forceinline__ bool own_block(Ahead& ahead) {
@@ -491,13 +867,15 @@ struct BackwardOnSm90 {
       if constexpr (kFirst) forget(shift);
       Stage& stage = shared.stage[kNow];
       ScoreSums score, grad;
+      if constexpr (!kDrops) {
 #pragma unroll
-      for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 delta = numbers<kNow>(2, j);
-        grad[0][j][0] = grad[0][j][2] = -delta.x;
-        grad[0][j][1] = grad[0][j][3] = -delta.y;
+        for (int j = 0; j < kQueries / 8; ++j) {
+          const float2 delta = numbers<kNow>(2, j);
+          grad[0][j][0] = grad[0][j][2] = -delta.x;
+          grad[0][j][1] = grad[0][j][3] = -delta.y;
+        }
+        settle(flat(grad));
       }
-      settle(flat(grad));
       take_turn();
       start_scores(score, shared.key, stage.query, shift);
       if constexpr (kFirst) wait(&shared.value_full, 0);
@@ -507,18 +885,26 @@ struct BackwardOnSm90 {
           send_queries(job(2));
         }
       wait(&shared.grad_out_full[kNow], parity());
-      start_scores<true>(grad, shared.value, stage.grad_out, shift);
+      start_scores<!kDrops>(grad, shared.value, stage.grad_out, shift);
       pass_turn();
+      unsigned shown[kQueries / kRowBlock] = {};
+      const bool hides = kTurned && a.turned_mask == TurnedMask::kBits && (ahead.sides & kAsks << group());
+      if constexpr (kTurned)
+        if (hides)
+#pragma unroll
+          for (int n = 0; n < kQueries / kRowBlock; ++n) shown[n] = shown_bits(shared, kNow).word[n][warp][lane()];
       wait_for_products<1>();
       settle(flat(score));
+      if constexpr (kTurned) add(score, ahead);
       if (!ahead.whole) hide(score, job().query);
 
       Words weight;
       const auto weigh = [&]<bool kLow>(std::bool_constant<kLow>) {
 #pragma unroll
         for (int j = 0; j < kQueries / 8; ++j) {
-          const float2 high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kNow>(0, j),
-                       low = kLow ? numbers<kNow>(1, j) : make_float2(0, 0);
+          float2 high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kNow>(0, j);
+          const float2 low = kLow ? numbers<kNow>(1, j) : make_float2(0, 0);
+          if constexpr (kDrops) high.x -= a.keep_exponent, high.y -= a.keep_exponent;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& x = score[0][j][e];
@@ -529,27 +915,75 @@ struct BackwardOnSm90 {
             weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
         }
       };
-      if (ahead.low)
+      if (ahead.low) {
+        if constexpr (kLowAside) bring_low();
         weigh(std::true_type{});
-      else
+      } else {
         weigh(std::false_type{});
+      }
+      if constexpr (kTurned)
+        if (hides) keep(weight, weight, shown);
       settle(weight);
-      start_sums(grad_value, weight, stage.grad_out, shift);
+      Words kept;
+      if constexpr (kDrops) {
+        wait(&shared.drawn_full[kNow], parity());
+        const unsigned drawn[1] = {kept_bits(a, shared, kNow).word[0][warp][lane()]};
+        keep(kept, weight, drawn);
+        settle(kept);
+      }
+      start_sums(grad_value, kDrops ? kept : weight, stage.grad_out, shift);
       QuerySums query;
-      if constexpr (!kFirst) start_queries(query, kOther);
-      wait_for_products<kFirst ? 1 : 2>();
+      if constexpr (!kFirst && !kDrops && !kAlone) start_queries(query, kOther);
+      wait_for_products<kFirst || kDrops || kAlone ? 1 : 2>();
       settle(flat(grad));
       // Of the weights as they were rounded for the products: the scores' registers are others' by now.
       Words grad_score;
 #pragma unroll
-      for (int j = 0; j < kQueries / 8; ++j)
+      for (int j = 0; j < kQueries / 8; ++j) {
+        float2 delta;
+        if constexpr (kDrops) {
+          delta = numbers<kNow>(2, j);
+          delta.x *= a.keep, delta.y *= a.keep;
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int t = j / 2, n = j % 2 * 2 + half;
           const float2 x = unpair<T>(weight[t][n]);
-          grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
+          if constexpr (kDrops) {
+            const float2 y = unpair<T>(kept[t][n]);
+            grad_score[t][n] =
+                pair(fmaf(y.x, grad[0][j][2 * half], -x.x * delta.x), fmaf(y.y, grad[0][j][2 * half + 1], -x.y * delta.y));
+          } else {
+            grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
+          }
         }
+      }
       place_anew();
+      if constexpr (kAlone) {
+        settle(grad_score);
+        wait_for_products<0>();
+        sync_named(kAllMath, kMathThreads);  // all have made their gradients of the block before's queries
+        put(shared.scores[0], grad_score);
+        publish_to_engines();
+        sync_named(kAllMath, kMathThreads);
+        start_sums(grad_key, grad_score, stage.query, shift);
+        float* const sums = sums_of(job());
+        wait_for_products<0>();  // what it takes leaves no registers for dQ
+        release(&shared.empty[kNow]);
+        start_queries(query, 0);
+        const bool more = fetch<kOther>(1);
+        if (more) look_ahead<kOther>(ahead, job(-1));
+        wait_for_products<0>();
+        settle(query);
+        add_queries(sums, query, kNow);
+        ++count;
+        return more;
+      }
+      if constexpr (!kFirst && kDrops) {
+        settle(grad_score);
+        wait_for_products<0>();  // dV's: what its left operand takes leaves no registers for dQ
+        start_queries(query, kOther);
+      }
       wait(&shared.scores_empty[kNow], parity() ^ 1);
       put(shared.scores[kNow], grad_score);
       start_sums(grad_key, grad_score, stage.query, shift);
@@ -579,6 +1013,13 @@ struct BackwardOnSm90 {
       return more;
     }
 
+    template <bool kFirst, int kNow>
+    __device__ __forceinline__ bool own_step(Ahead& ahead) {
+      if constexpr (kTurned && !kAlone)
+        if (!(ahead.sides & kSees << group())) return skip_block<kFirst, kNow>(ahead);
+      return own_block<kFirst, kNow>(ahead);
+    }
+
     __device__ __forceinline__ void run_own() {
       place_anew();
       clear(grad_key);
@@ -589,8 +1030,9 @@ struct BackwardOnSm90 {
         Ahead ahead;
         look_ahead<0>(ahead, job());
         if (group() == 1) pass_turn();
-        if (own_block<true, 0>(ahead))
-          while (own_block<false, 1>(ahead) && own_block<false, 0>(ahead)) continue;
+        if (own_step<true, 0>(ahead))
+          while (own_step<false, 1>(ahead) && own_step<false, 0>(ahead)) continue;
+        if constexpr (kAlone) return store_sums();
         place_anew();
         QuerySums query;
         start_queries(query, (count - 1) % 2);
@@ -646,7 +1088,7 @@ struct BackwardOnSm90 {
       wait(&shared.grad_out_full[now], parity());
       start_scores(grad, shared.value, stage.grad_out);
       const HeadMask mask(problem, place.batch, job.head);
-      const bool masked = mask.data && !job.nothing_hidden;
+      const bool masked = mask.data && job.sides != kAllSee;
       Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
       if (masked) {
         mask_block.load(mask, job.query, place.queries, place.key, place.keys);
@@ -861,7 +1303,12 @@ struct BackwardOnSm90 {
     Place place;
     place.batch = at.sequence;
     place.unit = at.head;
-    place.sequence = sequence_of(problem, at.sequence);
+    if (kTurned && a.batch_within) {
+      const int unit = static_cast<int>(at.sequence * a.list.heads) + at.head, sequences = static_cast<int>(a.list.sequences);
+      place.batch = unit % sequences;
+      place.unit = unit / sequences;
+    }
+    place.sequence = sequence_of(problem, place.batch);
     place.queries = static_cast<int>(place.sequence.queries.count);
     place.keys = static_cast<int>(place.sequence.keys.count);
     if (problem.query_starts && at.block == 0) {
@@ -880,6 +1327,8 @@ struct BackwardOnSm90 {
     place.last_key = min(place.key + kKeys, place.keys);
     place.heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
     place.first_head = place.unit * place.heads;
+    if constexpr (kMayHalve)
+      if (a.halves && by_halves(a, place) != kAlone) return;
     const QueryRange range = queries_of_any(place.sequence.visible, place.key, place.last_key, place.queries);
     place.begin = static_cast<int>(min(range.begin, int64_t{place.queries}) / kQueries);
     place.end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
@@ -903,7 +1352,10 @@ struct BackwardOnSm90 {
         init_barrier(&shared.scores_empty[i], kWarps);
         init_barrier(&shared.turn[i], 1);
         init_barrier(&shared.added[i], kWarps);
+        init_barrier(&shared.drawn_full[i], kTile.drawers);
       }
+      init_barrier(&shared.mask_full, 1);
+      init_barrier(&shared.mask_empty, kWarps);
       publish_barriers();
     }
     __syncthreads();
@@ -911,9 +1363,14 @@ struct BackwardOnSm90 {
       shrink_registers<kTile.loader_registers>();
       if (warp == 0) load(a, shared);
       if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
+    } else if (warp < 4 + kTile.drawers) {
+      if constexpr (kDrops) {
+        shrink_registers<kTile.drawer_registers>();
+        draw(a, shared, warp - 4);
+      }
     } else {
       grow_registers<kTile.registers>();
-      Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
+      Group group{a, shared, static_cast<int>(threadIdx.x) - (kThreads - kMathThreads)};
       if constexpr (kShared)
         group.run_shared();
       else if constexpr (kEverything)
@@ -924,24 +1381,57 @@ struct BackwardOnSm90 {
   }
 };
 
-template <class T, int kWidth, bool kEverything>
-__global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
+template <class T, int kWidth, BackwardSm90With kWith>
+__global__ void __launch_bounds__(backward_sm90_tile(kWidth, kWith).threads(), backward_sm90_tile(kWidth, kWith).blocks)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+  using Body = BackwardOnSm90<T, kWidth, kWith>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
 #endif
 }
 
-// Calls f(Type<T>, bool_constant<kEverything>, integral_constant<int, kTileWidth>) with what a problem needs.
+// How a problem's mask reaches the scores where it needs no MaskBlock; kNone too for one that needs it.
+inline TurnedMask turned_mask_of(const AttentionProblem& p) {
+  if (!p.mask.data) return TurnedMask::kNone;
+  if (p.mask_dtype == DType::kBool) return TurnedMask::kBits;
+  return p.mask_dtype == p.dtype && p.dropout == 0 && p.mask.stride[2] > 0 && p.mask.stride[3] == 1 &&
+                 is_copied_in_boxes(p.mask.data, p.mask.stride, p.batch, p.heads, p.queries, p.keys)
+             ? TurnedMask::kBoxes
+             : TurnedMask::kNone;
+}
+
+// What a problem needs of a tile up to this wide.
+inline BackwardSm90With backward_sm90_with(const AttentionProblem& p) {
+  constexpr double kSmallestScale = 1e-6, kLargestScale = 1e29,
+                   kMostDropped = 0.99;  // weights in 16 bits are scaled up by what it takes
+  const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kLargestScale;
+  if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90With::kNothing;
+  if (!scaled || p.softcap != 0 || p.scale < kSmallestScale || p.dropout > kMostDropped ||
+      (p.mask.data && turned_mask_of(p) == TurnedMask::kNone))
+    return BackwardSm90With::kEverything;
+  return p.dropout != 0 ? BackwardSm90With::kDropout : BackwardSm90With::kMasks;
+}
+
+// Calls f(Type<T>, integral_constant<BackwardSm90With>, integral_constant<int, kTileWidth>) with what a problem needs.
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
+  using With = BackwardSm90With;
   const auto visit = [&]<class T>(Type<T> element) {
-    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)  // refused where that tile is too narrow
-      f(element, std::true_type{}, std::integral_constant<int, kWidestEverythingBackwardSm90>{});
-    else
-      f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
+    const auto call = [&]<With kWith, int kTileWidth>(std::integral_constant<With, kWith> with,
+                                                      std::integral_constant<int, kTileWidth> width) {
+      f(element, with, width);
+    };
+    constexpr std::integral_constant<int, kWidth> kOwn{};
+    constexpr std::integral_constant<int, kWidestEverythingBackwardSm90> kWidest{};
+    const With with = backward_sm90_with(problem);
+    if (with == With::kNothing) return call(std::integral_constant<With, With::kNothing>{}, kOwn);
+    // Refused where the widest of these tiles is too narrow.
+    if constexpr (kWidth <= kWidest()) {
+      if (with == With::kMasks) return call(std::integral_constant<With, With::kMasks>{}, kOwn);
+      if (with == With::kDropout) return call(std::integral_constant<With, With::kDropout>{}, kWidest);
+      call(std::integral_constant<With, With::kEverything>{}, kWidest);
+    }
   };
   problem.dtype == DType::kFloat16 ? visit(Type<__half>{}) : visit(Type<__nv_bfloat16>{});
 }
@@ -950,64 +1440,111 @@ template <int kWidth>
 BackwardSpace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
   const int64_t pieces = (problem.width + kSumPieceSm90 - 1) / kSumPieceSm90;  // a tile may have more, filled up
   int64_t width = 0;
-  visit_backward_sm90<kWidth>(problem, [&](auto, auto everything, auto tile_width) {
-    width = everything() ? pieces * kSumPieceSm90 : int64_t{tile_width()};
-  });
+  visit_backward_sm90<kWidth>(
+      problem, [&]<class T, BackwardSm90With kWith, int kTileWidth>(Type<T>, std::integral_constant<BackwardSm90With, kWith>,
+                                                                    std::integral_constant<int, kTileWidth>) {
+        width = BackwardOnSm90<T, kTileWidth, kWith>::kFillsUp ? pieces * kSumPieceSm90 : int64_t{kTileWidth};
+      });
   return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class T, int kWidth, bool kEverything>
+template <class T, int kWidth, BackwardSm90With kWith>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
-                          int* turns, CUstream_st* stream) {
-  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+                          const TurnedBits& bits, int* turns, CUstream_st* stream) {
+  using With = BackwardSm90With;
+  using Body = BackwardOnSm90<T, kWidth, kWith>;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
   const BlockList list = BlockList::of(problem, true, gradients.units, Body::kKeys);
+  const TurnedMask turned = Body::kTurned ? turned_mask_of(problem) : TurnedMask::kNone;
+  const bool halves = Body::kMayHalve && turned == TurnedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
+  // A mask in boxes that the batch shares is read once for all of it.
+  const bool batch_within = turned == TurnedMask::kBoxes && problem.mask.stride[0] == 0 && problem.mask.stride[1] != 0;
   // Where blocks of keys differ in what they see, those of as many heads as the device holds at a time go by length, and not
   // head by head: then the last ones to run are short.
   const bool bounded = problem.visible.left >= 0 || problem.visible.right >= 0;
-  const int section = bounded ? static_cast<int>(std::clamp(int64_t{multiprocessors()} / std::max(list.blocks, int64_t{1}),
-                                                            int64_t{1}, list.heads * list.sequences))
-                              : 1;
-  const BackwardSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
-                                        boxes(problem.key, true, problem.key_heads, problem.width),
-                                        boxes(problem.value, true, problem.value_heads, problem.value_width),
-                                        boxes(gradients.grad_out, false, problem.heads, problem.value_width),
-                                        problem,
-                                        gradients,
-                                        space,
-                                        section,
-                                        turns,
-                                        list,
-                                        ScoreRule(problem),
-                                        problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
-  launch<attention_backward_sm90<T, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
-                                                          Body::shared_bytes(problem), stream);
+  const int64_t at_once = bounded ? multiprocessors() / std::max(list.blocks, int64_t{1}) : 1;
+  const int section = static_cast<int>(
+      std::clamp(std::max(at_once, batch_within ? list.sequences : 1), int64_t{1}, list.heads * list.sequences));
+  const BackwardSm90Arguments arguments{
+      boxes(problem.query, false, problem.heads, problem.width),
+      boxes(problem.key, true, problem.key_heads, problem.width),
+      boxes(problem.value, true, problem.value_heads, problem.value_width),
+      boxes(gradients.grad_out, false, problem.heads, problem.value_width),
+      turned == TurnedMask::kBoxes ? boxes(problem.mask, false, problem.heads, problem.keys) : HeadBoxes{},
+      problem,
+      gradients,
+      space,
+      turned,
+      bits,
+      section,
+      halves,
+      batch_within,
+      turns,
+      list,
+      ScoreRule(problem),
+      problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
+      static_cast<float>(1 - problem.dropout),
+      static_cast<float>(-std::log2(1 - problem.dropout)),
+      static_cast<float>(1 / problem.scale)};
+  launch<attention_backward_sm90<T, kWidth, kWith>>(arguments, arguments.list.count(), Body::kThreads,
+                                                    Body::shared_bytes(problem, turned), stream);
+  if constexpr (Body::kMayHalve && !Body::kAlone)
+    if (halves) launch_backward_sm90<T, kWidth, With::kMaskHalves>(problem, gradients, space, bits, turns, stream);
 }
+
+// backward_sm90_128_only.cu has those that narrower tiles leave to this one.
+extern template void launch_backward_sm90<__half, 128, BackwardSm90With::kDropout>(const AttentionProblem&,
+                                                                                   const AttentionGradients&,
+                                                                                   const BackwardSpace&, const TurnedBits&,
+                                                                                   int*, CUstream_st*);
+extern template void launch_backward_sm90<__nv_bfloat16, 128, BackwardSm90With::kDropout>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, CUstream_st*);
+extern template void launch_backward_sm90<__half, 128, BackwardSm90With::kEverything>(const AttentionProblem&,
+                                                                                      const AttentionGradients&,
+                                                                                      const BackwardSpace&, const TurnedBits&,
+                                                                                      int*, CUstream_st*);
+extern template void launch_backward_sm90<__nv_bfloat16, 128, BackwardSm90With::kEverything>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, CUstream_st*);
 
 inline int64_t turn_bytes(const BackwardSpace& space, bool deterministic) {
   return deterministic ? (space.list.count() * static_cast<int64_t>(sizeof(int)) + 15) / 16 * 16 : 0;
 }
 
+// What is to be made of a mask beside its map; no elements: nothing.
+inline TurnedBits backward_sm90_bits(const AttentionProblem& problem, void* workspace) {
+  const BackwardSm90With with = backward_sm90_with(problem);
+  if ((with != BackwardSm90With::kMasks && with != BackwardSm90With::kDropout) || turned_mask_of(problem) != TurnedMask::kBits)
+    return {};
+  return turned_bits_of(problem, workspace);
+}
+
 template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
-  return space.bytes + turn_bytes(space, deterministic);
+  return space.bytes + turn_bytes(space, deterministic) +
+         backward_sm90_bits(problem, nullptr).count() * static_cast<int64_t>(sizeof(unsigned));
 }
 
 template <int kWidth>
 void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
                    CUstream_st* stream) {
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
-  int* const turns = deterministic ? reinterpret_cast<int*>(static_cast<char*>(workspace) + space.bytes) : nullptr;
+  char* const behind = static_cast<char*>(workspace) + space.bytes;
+  int* const turns = deterministic ? reinterpret_cast<int*>(behind) : nullptr;
   if (turns) check(cudaMemsetAsync(turns, 0, turn_bytes(space, true), stream), "cudaMemsetAsync");
-  fill_block_map(problem, space.map, stream);
+  const TurnedBits bits = backward_sm90_bits(problem, behind + turn_bytes(space, deterministic));
+  if (bits.count() > 0)
+    fill_turned_bits(problem, space.map, bits, stream);
+  else
+    fill_block_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
-  visit_backward_sm90<kWidth>(problem, [&]<class T, bool kEverything, int kTileWidth>(Type<T>, std::bool_constant<kEverything>,
-                                                                                      std::integral_constant<int, kTileWidth>) {
-    launch_backward_sm90<T, kTileWidth, kEverything>(problem, gradients, space, turns, stream);
-  });
+  visit_backward_sm90<kWidth>(
+      problem, [&]<class T, BackwardSm90With kWith, int kTileWidth>(Type<T>, std::integral_constant<BackwardSm90With, kWith>,
+                                                                    std::integral_constant<int, kTileWidth>) {
+        launch_backward_sm90<T, kTileWidth, kWith>(problem, gradients, space, bits, turns, stream);
+      });
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
   if (!gradients.grad_mask.data) return;

@@ -9,6 +9,7 @@ struct MapArguments {
   AttentionProblem problem;
   BlockMap map;  // sizes alone: not wanted
   MaskBits bits;
+  unsigned* turned;  // TurnedBits, of the map's sizes; null: not wanted
 };
 
 constexpr int kMapWarps = kMapBlock / kBitRows;
@@ -85,6 +86,25 @@ __global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_const
           }
         }
       }
+      if (arguments.turned) {
+        __shared__ unsigned rows_bits[kMapBlock][2];
+        if (lane % 4 == 0)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) rows_bits[first + lane / 4 + i / 2 * 8][i % 2] = own[i / 2][i % 2];
+        __syncthreads();
+        const int warp = first / kBitRows;
+        unsigned turned = 0;
+#pragma unroll
+        for (int j = 0; j < kMapBlock / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int r = queries == 1 ? 0 : 8 * j + lane % 4 * 2 + e;
+            const unsigned keys_of_row = rows_bits[r][warp / 2] >> (warp % 2 * 16 + lane / 4);
+            turned |= (keys_of_row & 1) << (16 * e + 15 - TurnedBits::place(j, 0)) |
+                      (keys_of_row >> 8 & 1) << (16 * e + 15 - TurnedBits::place(j, 1));
+          }
+        arguments.turned[int64_t{blockIdx.x} * TurnedBits::kWords + threadIdx.x] = turned;
+      }
       const int64_t group = row * kMapWarps + first / kBitRows;
       if (words.data && group < words.size[2])
         words.data[(((batch * words.size[1] + head) * words.size[2] + group) * words.size[3] + column) * kWarp + lane] =
@@ -143,7 +163,7 @@ BlockMap block_map_of(const AttentionProblem& problem) {
 }
 
 void fill_block_map(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {
-  if (map.count() > 0) launch<block_map>(MapArguments{problem, map, {}}, map.count(), kMapWarps * kWarp, 0, stream);
+  if (map.count() > 0) launch<block_map>(MapArguments{problem, map, {}, nullptr}, map.count(), kMapWarps * kWarp, 0, stream);
 }
 
 MaskTables mask_tables_of(const AttentionProblem& problem, void* workspace) {
@@ -167,7 +187,24 @@ void fill_mask_tables(const AttentionProblem& problem, const MaskTables& tables,
   BlockMap map = tables.map;  // a mask of one block has none
   if (map.count() == 0)
     for (int i = 0; i < 4; ++i) map.size[i] = i < 2 ? tables.bits.size[i] : 1;
-  launch<block_map>(MapArguments{problem, map, tables.bits}, map.count(), kMapWarps * kWarp, 0, stream);
+  launch<block_map>(MapArguments{problem, map, tables.bits, nullptr}, map.count(), kMapWarps * kWarp, 0, stream);
+}
+
+TurnedBits turned_bits_of(const AttentionProblem& problem, void* workspace) {
+  TurnedBits bits;
+  const ConstView4& mask = problem.mask;
+  bits.size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
+  bits.size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
+  bits.size[2] = blocks_of(problem.queries, mask.stride[2], kMapBlock);
+  bits.size[3] = blocks_of(problem.keys, mask.stride[3], kMapBlock);
+  bits.data = static_cast<unsigned*>(workspace);
+  return bits;
+}
+
+void fill_turned_bits(const AttentionProblem& problem, const BlockMap& map, const TurnedBits& bits, CUstream_st* stream) {
+  BlockMap sizes = map;  // a mask of one block has no map
+  for (int i = 0; i < 4; ++i) sizes.size[i] = bits.size[i];
+  launch<block_map>(MapArguments{problem, sizes, {}, bits.data}, sizes.count(), kMapWarps * kWarp, 0, stream);
 }
 
 }  // namespace flash_online::cuda

@@ -3,6 +3,7 @@
 // again.
 #pragma once
 
+#include "../../core/config.h"
 #include "../../core/problem.h"
 #include "../hw/launch.h"
 
@@ -38,6 +39,21 @@ struct MaskBits {
   int64_t size[4] = {};
   int64_t count() const { return size[0] * size[1] * size[2] * size[3] * kWarp; }
 };
+
+// The same as backward_sm90's warps hold scores transposed, of 16 keys by 64 queries: of the queries 8 j + 2 place and the next
+// and the key `group`, + 8 where half is 1, the bits 15 - n and 31 - n, n = place(j, half), lanes being 4 * group + place.
+// [batch, heads, queries / 64, keys / 64, 4, 32], 1 where the mask is broadcast.
+struct TurnedBits {
+  unsigned* data = nullptr;
+  int64_t size[4] = {};
+  static constexpr int kWords = kMapBlock / 16 * kWarp;  // of a block of the map
+  FLASH_ONLINE_HD static constexpr int place(int j, int half) { return 8 * (1 - half) + j; }
+  int64_t count() const { return size[0] * size[1] * size[2] * size[3] * kWords; }
+};
+// In a workspace of count() words; null: the sizes alone.
+TurnedBits turned_bits_of(const AttentionProblem& problem, void* workspace);
+// Fills them, and the map.
+void fill_turned_bits(const AttentionProblem& problem, const BlockMap& map, const TurnedBits& bits, CUstream_st* stream);
 
 // What forward_sm90 reads of a mask beside the mask.
 struct MaskTables {

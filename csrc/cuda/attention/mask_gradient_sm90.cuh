@@ -53,7 +53,7 @@ struct MaskGradientOnSm90 {
   static constexpr int kQueries = MaskTilesSm90::kQueries, kKeys = MaskTilesSm90::kKeys, kStages = kWidth > 64 ? 1 : 2;
   static constexpr int kThreads = 384, kWarps = 8, kMaskWarps = 3;  // that compute; that bring the mask
   static constexpr int kBoxes = kWidth / kBoxColumns;
-  static constexpr int kRegisters = 216, kLoaderRegisters = 72;
+  static constexpr int kRegisters = 224, kLoaderRegisters = 56;
 
   template <int kRows>
   struct alignas(kBoxAlignment) Block {
@@ -213,13 +213,20 @@ struct MaskGradientOnSm90 {
     const float high[] = {numbers[0], numbers[8]}, low[] = {numbers[kRowBlock], numbers[kRowBlock + 8]},
                 delta[] = {numbers[2 * kRowBlock], numbers[2 * kRowBlock + 8]};
     const ScoreBlock here{tile.query, tile.key, static_cast<int>(problem.queries), static_cast<int>(problem.keys), tile.whole};
-    bend_scores<false>(scores, row, a.rule.of_head(problem, batch, head), here, problem.visible);
+    const ScoreRule rule = a.rule.of_head(problem, batch, head);
+    const bool bent = rule.cap > 0 || rule.slope != 0;
+    if (bent) bend_scores<false>(scores, row, rule, here, problem.visible);
+    const float scale = bent ? 1.0f : rule.scale;
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][j][e] = fmaf(scores[0][j][e], scale, -high[e / 2]);
     mask_scores<false>(scores, row, problem.mask_dtype, mask);
     if (!tile.whole) hide_scores<false>(scores, row, here, problem.visible);
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp((scores[0][j][e] - high[e / 2]) - low[e / 2]);
+      for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp(scores[0][j][e] - low[e / 2]);
     wait_for_products<0>();
     settle(flat(grads));
     __syncwarp();  // all lanes have read their numbers

@@ -83,33 +83,44 @@ struct ForwardSm90Tile {
   }();
 };
 
+// What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi (in halves:
+// where a bool mask hides much); dropout, a bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
+enum class BackwardSm90With { kNothing, kMasks, kMaskHalves, kDropout, kEverything };
+
 // backward_sm90.cuh: a block of threads is two warpgroups and a warp that loads, `queries` at a time. Each warpgroup has 64
 // keys; where there are 64 in all, each has half of the queries' scores and half of the gradients' columns.
 struct BackwardSm90 {
   int width;
-  bool everything;  // softcap, ALiBi, masks, dropout, any scale
+  BackwardSm90With with;
   int keys, queries;
-  // Not with `everything`, nor with 64 keys.
+  // Not with everything, nor with 64 keys.
   bool lse_ahead;  // a block's lse is read into registers before its scores are there
   bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
+  int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps, a quarter of a block each
+  int warpgroups = 2;  // that compute
+  int blocks = 1;  // of threads, on a multiprocessor at a time
 
-  static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
+  constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * drawers; }
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, 128, false, false, true, 232, 40},
-    {128, false, 128, 64, true, true, false, 240, 24},
-    {128, true, 128, 64, false, false, false, 240, 24},
-    {256, false, 64, 64, false, false, false, 240, 24},
+    {64, BackwardSm90With::kNothing, 128, 128, false, false, true, 232, 40},
+    {64, BackwardSm90With::kMasks, 128, 128, false, false, true, 232, 40},
+    {128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
+    {128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
+    {128, BackwardSm90With::kMaskHalves, 64, 64, false, false, false, 232, 24, 0, 0, 1, 2},
+    {128, BackwardSm90With::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},
+    {128, BackwardSm90With::kEverything, 128, 64, false, false, false, 240, 24},
+    {256, BackwardSm90With::kNothing, 64, 64, false, false, false, 240, 24},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;
 
-consteval BackwardSm90 backward_sm90_tile(int width, bool everything) {
+consteval BackwardSm90 backward_sm90_tile(int width, BackwardSm90With with) {
   for (const BackwardSm90& tile : kBackwardSm90)
-    if (tile.width == width && tile.everything == everything) return tile;
+    if (tile.width == width && tile.with == with) return tile;
   throw "no row in kBackwardSm90";
 }
 

@@ -1,0 +1,21 @@
+// The kernels of backward_sm90.cuh that there are for head dim 128 alone, and that narrower ones run in.
+#include "backward_sm90.cuh"
+
+namespace flash_online::cuda {
+
+template void launch_backward_sm90<__half, 128, BackwardSm90With::kDropout>(const AttentionProblem&, const AttentionGradients&,
+                                                                            const BackwardSpace&, const TurnedBits&, int*,
+                                                                            CUstream_st*);
+template void launch_backward_sm90<__nv_bfloat16, 128, BackwardSm90With::kDropout>(const AttentionProblem&,
+                                                                                   const AttentionGradients&,
+                                                                                   const BackwardSpace&, const TurnedBits&,
+                                                                                   int*, CUstream_st*);
+template void launch_backward_sm90<__half, 128, BackwardSm90With::kEverything>(const AttentionProblem&,
+                                                                               const AttentionGradients&, const BackwardSpace&,
+                                                                               const TurnedBits&, int*, CUstream_st*);
+template void launch_backward_sm90<__nv_bfloat16, 128, BackwardSm90With::kEverything>(const AttentionProblem&,
+                                                                                      const AttentionGradients&,
+                                                                                      const BackwardSpace&, const TurnedBits&,
+                                                                                      int*, CUstream_st*);
+
+}  // namespace flash_online::cuda
