@@ -1020,7 +1020,7 @@ struct BackwardOnSm90 {
         put(shared.scores[0], grad_score);
         publish_to_engines();
         sync_named(kAllMath, kMathThreads);
-        start_sums(grad_key, grad_score, stage.query, shift);
+        start_sums<kWidth>(grad_key, grad_score, stage.query, shift);
         float* const sums = sums_of(job());
         wait_for_products<0>();  // what it takes leaves no registers for dQ
         release(&shared.empty[kNow]);

@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_rows(const Accumulator<1, kColumns>& d, fl
 #pragma unroll
           for (int t = 0; t < 4; ++t)
             words[t] = Fragments<Element>::pair(scale * d[0][first + t][2 * half], scale * d[0][first + t][2 * half + 1]);
-          transpose_places(words, lane % 4);
+          transpose_places(words);
           const int column = (first + lane % 4) * 8;
           if (r < left && column < width)
             *reinterpret_cast<uint4*>(at + column) = make_uint4(words[0], words[1], words[2], words[3]);

@@ -87,10 +87,10 @@ __device__ __forceinline__ int lane_group() { return lane() / 4; }
 __device__ __forceinline__ int lane_place() { return lane() % 4; }
 
 // Of four lanes of a group: the lane of place p gets the words number p of all four, in the order of their places.
-__device__ __forceinline__ void transpose_places(unsigned (&x)[4], int place = lane_place()) {
+__device__ __forceinline__ void transpose_places(unsigned (&x)[4]) {
 #pragma unroll
   for (int step = 2; step > 0; step /= 2) {
-    const bool upper = place & step;
+    const bool upper = lane_place() & step;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
