@@ -2,7 +2,8 @@
 
 Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
 machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
-with them: beside attention torch's product of two square matrices, beside a row function the copy of its input.
+with them: beside attention torch's product of two square matrices, beside a row function the copy of its input. On CUDA a turn
+lies between two events; of an input of at most 64 MiB everyone's forward, and the copy, is replayed from a CUDA graph.
 
 Checked against float64: of attention the output and all gradients of one head (every head for a bias that heads share); from
 L 8192 up at 512 queries, spread over the length, the output's gradient being 0 at the others; of row functions as many rows,
@@ -46,7 +47,7 @@ from paper import measure as paper  # noqa: E402
 from peers import PEER_TOLERANCE, PEERS, Absent  # noqa: E402
 from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, cuda_marks, marks, over_best, ratio, summarize, unrest  # noqa: E402
 from training import run as run_training  # noqa: E402
-from turns import Turns, take_turns  # noqa: E402
+from turns import Events, Replays, Turns, take_turns  # noqa: E402
 
 from flash_online import _info, reference, testing  # noqa: E402
 
@@ -54,6 +55,8 @@ MATMUL_SIZE = 2048
 CHECKED_IN_FULL = 4096  # longest sequence whose every query is checked
 CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
 CONTEXT_ROUNDS = 5
+# Bytes of an input that one pass of a GPU over takes less time than a call takes the host.
+SHORT_BYTES = 64 << 20
 
 
 # --- The machine -----------------------------------------------------------------------------------------------------------
@@ -255,6 +258,23 @@ def matmul(dtype: torch.dtype, device: str):
     return lambda: torch.mm(a, b, out=out)
 
 
+def turns_of(call, setting, device: str, most: int | None = None) -> Turns:
+    return (Events if device == "cuda" else Turns)(call, setting, device, most)
+
+
+def in_graphs(calls: dict) -> dict[str, Turns] | None:
+    """Turns of name -> (call, setting) as replays of CUDA graphs; None if one of them refuses to be captured."""
+    pool, turns = torch.cuda.graph_pool_handle(), {}
+    for name, (call, setting) in calls.items():
+        try:
+            with setting():
+                turns[name] = Replays(call, pool)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return None
+    return turns
+
+
 def gflop_per_s(seconds: float) -> float:
     return 2e-9 * MATMUL_SIZE**3 / seconds
 
@@ -294,24 +314,28 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
     grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like.dtype).to(device)
     facts = check(case, contestants, inputs, extras, grad, device)
 
-    turns: dict[tuple[str, str], Turns] = {}
     judged = [name for name in contestants if name != OURS and name not in CONTEXT]
-    for name, contestant in contestants.items():
-        calls = {
-            "forward": lambda contestant=contestant: contestant.call(inputs, extras, case.options),
-            "backward": lambda out=outs[name]: torch.autograd.grad(out, inputs, grad, retain_graph=True),
-        }
-        most = CONTEXT_ROUNDS if name in CONTEXT and judged else None
-        for direction, call in calls.items():
-            turns[name, direction] = Turns(call, contestant.setting, device, most)
-    yardsticks = {}
+    most = {name: CONTEXT_ROUNDS if name in CONTEXT and judged else None for name in contestants}
+    forward = {
+        name: (lambda contestant=contestant: contestant.call(inputs, extras, case.options), contestant.setting)
+        for name, contestant in contestants.items()
+    }
+    graphs = None
     if case.function == "attention":
-        yardsticks["matmul"] = Turns(matmul(case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)
+        yardsticks = {"matmul": turns_of(matmul(case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)}
     else:
         plain = inputs[0].detach()
         there = torch.empty_like(plain)
-        yardsticks["copy"] = Turns(lambda: there.copy_(plain), torch.no_grad, device)
-        yardsticks["copy to new"] = Turns(plain.clone, torch.no_grad, device)
+        copies = {"copy": (lambda: there.copy_(plain), torch.no_grad), "copy to new": (plain.clone, torch.no_grad)}
+        if device == "cuda" and plain.numel() * plain.element_size() <= SHORT_BYTES:
+            graphs = in_graphs(forward | copies)
+            result["forward_in_graphs"] = graphs is not None
+        yardsticks = {name: graphs[name] if graphs else turns_of(*copy, device) for name, copy in copies.items()}
+    turns: dict[tuple[str, str], Turns] = {}
+    for name, contestant in contestants.items():
+        turns[name, "forward"] = graphs[name] if graphs else turns_of(*forward[name], device, most[name])
+        backward = functools.partial(torch.autograd.grad, outs[name], inputs, grad, retain_graph=True)
+        turns[name, "backward"] = turns_of(backward, contestant.setting, device, most[name])
     by_direction = [turns[name, direction] for direction in DIRECTIONS for name in contestants]
     take_turns([*by_direction, *yardsticks.values()], seconds, rounds)
 
@@ -406,7 +430,7 @@ def summary_lines(record: dict) -> list[str]:
 
 def matmul_rates(record: dict, device: str, at: str, dtypes) -> None:
     for dtype in dtypes:
-        turns = Turns(matmul(dtype, device), torch.no_grad, device)
+        turns = turns_of(matmul(dtype, device), torch.no_grad, device)
         take_turns([turns], 0, CONTEXT_ROUNDS)
         record["matmul"].setdefault(str(dtype)[6:], {"size": MATMUL_SIZE})[at] = gflop_per_s(turns.median)
 

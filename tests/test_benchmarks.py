@@ -644,6 +644,41 @@ def test_a_cell_of_attention_on_a_gpu(modules, group, match):
     assert ("backward_ms" in ours) == (group in ("plain", "packed")) and ("step_ms" in ours) == (group == "host")
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+def test_short_calls_are_replayed_for_everyone_or_no_one(modules, monkeypatch, refuses):
+    run = modules["run"]
+
+    class Replays:
+        def __init__(self, call, pool):
+            if refuses and call == 2:
+                raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(run, "Replays", Replays)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    turns = run.in_graphs({name: (call, torch.no_grad) for call, name in enumerate(("copy", "ours", "theirs"))})
+    assert turns is None if refuses else list(turns) == ["copy", "ours", "theirs"]
+
+
+def test_the_tables_say_whose_forward_was_replayed(modules, quick_record):
+    report, record = modules["report"], json.loads(json.dumps(quick_record))
+    assert not any("CUDA graph" in line for line in report.case_tables(record))
+    result = next(r for r in record["results"] if r["function"] == "topk_softmax")
+    result["forward_in_graphs"] = True
+    (line,) = (line for line in report.case_tables(record) if "CUDA graph" in line)
+    assert line.endswith(f": {result['case']}.")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_row_functions_on_a_gpu(modules):
+    run, case_of = modules["run"], modules["cases"].Case
+    for rows, replayed in ((40, True), (70000, None)):
+        case = case_of("topk_softmax", {"rows": rows, "classes": 1000}, torch.float32, "", {"k": 5})
+        result = run.measure(case, "cuda", 0, 1, ["torch softmax, topk"])
+        assert result.get("forward_in_graphs") is replayed
+        assert all(entry["forward_ms"] > 0 and entry["backward_ms"] > 0 for entry in result["contestants"].values())
+
+
 def test_report_refuses_another_schema(modules, tmp_path):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps({"schema": 1, "results": []}))

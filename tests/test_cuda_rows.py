@@ -460,6 +460,69 @@ def test_topk_same_bits_in_every_run_and_any_batch(classes):
             assert all(torch.equal(a[row : row + 1], b) for a, b in zip(first, alone, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, classes", [(4000, 1700), (1500, 17001), (40, 300_003)], ids=str)
+def test_topk_of_more_rows_than_room(rows, classes, dtype):
+    """A block that takes several rows, or pieces of them, finds in each what it finds in that one alone; rows of 16 bytes and
+    others in turns; rows of equal elements, of which far too many wait, between others."""
+    x = gpu(rows, classes, dtype=dtype)
+    x[3::7, : classes // 2] = 2.0
+    for k in (5, 31):
+        whole = flash_online.topk_softmax(x, k)
+        assert torch.equal(x.gather(1, whole[1]), x.topk(k, 1).values)
+        assert (whole[1].sort(1).values.diff(dim=1) > 0).all()
+        for some in (slice(0, 8), slice(rows // 2, rows // 2 + 8), slice(rows - 8, rows)):
+            alone = flash_online.topk_softmax(x[some].clone(), k)
+            assert all(torch.equal(a[some], b) for a, b in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_topk_of_any_alignment(dtype):
+    storage = gpu(70000, dtype=dtype)
+    for classes in (300, 3001, 17003, 34001):
+        for start in range(17):
+            x = storage[start : start + 2 * classes].view(2, classes)
+            for a, b in zip(flash_online.topk_softmax(x, 9), flash_online.topk_softmax(x.clone(), 9), strict=True):
+                assert torch.equal(a, b), (classes, start)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_kernels_that_start_early_wait_for_what_they_read(in_graph):
+    """One buffer, written and read again and again without a pause, by our kernels and by torch's."""
+    for rows, classes in ((3000, 1000), (2000, 4000), (500, 40000)):
+        x, target = gpu(rows, classes), torch.arange(rows, device="cuda") % classes
+
+        def chain(x=x, target=target):
+            y, results = x.clone(), []
+            for _ in range(8):
+                results += [*flash_online.topk_softmax(y, 5), flash_online.cross_entropy(y, target)]
+                y.copy_(flash_online.log_softmax(y, 1) * 1.5)
+                results += [flash_online.logsumexp(y, 1), flash_online.topk_softmax(y, 5)[0]]
+                y = flash_online.softmax(flash_online.log_softmax(y, 1), 1).mul_(3)
+            return [*results, y]
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("topk_softmax", "cross_entropy", "log_softmax", "logsumexp", "softmax"):
+                function = getattr(flash_online, name)
+
+                def waiting(*args, function=function):
+                    torch.cuda.synchronize()
+                    result = function(*args)
+                    torch.cuda.synchronize()
+                    return result
+
+                patch.setattr(flash_online, name, waiting)
+            expected = chain()
+        got = chain()
+        if in_graph:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = chain()
+            graph.replay()
+            graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (rows, classes)
+
+
 def test_topk_in_a_graph_and_opcheck():
     ops, x = torch.ops.flash_online, gpu(4, 100_000)
     flash_online.topk_softmax(x, 5)

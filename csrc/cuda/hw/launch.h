@@ -73,19 +73,24 @@ void allow_cluster(Kernel kernel, int cluster) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
 }
 
-// Queues kernel(problem) behind a kernel that calls let_next_kernel_start(): its blocks may start before that one's end, and
-// call wait_for_kernel_before() (stream_order.cuh).
+// The attribute of a launch whose blocks may start once those of the kernel before it in the stream are gone or have all
+// called let_next_kernel_start(); they call wait_for_kernel_before() (stream_order.cuh) before they touch any tensor.
+inline void start_early(cudaLaunchConfig_t& config, cudaLaunchAttribute& attribute) {
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 ? 1 : 0;
+}
+
+// Queues kernel(problem), which starts early: its launch does not show behind another kernel.
 template <class Problem>
 void launch_behind(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 ? 1 : 0;
+  start_early(config, attribute);
   check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
 }
 
@@ -95,6 +100,15 @@ class StayingKernel {
  public:
   StayingKernel(void (*kernel)(Problem), unsigned threads, unsigned shared_bytes)
       : kernel_(kernel), threads_(threads), shared_bytes_(shared_bytes) {}
+
+  // Queues kernel(problem) with a block for each piece of the work, as far as all are on the device at once. `early`: see
+  // start_early.
+  void launch_all(const Problem& problem, int64_t work, bool early, cudaStream_t stream) {
+    ClusterConfig made(1, threads_, shared_bytes_, stream);
+    made.config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(work, resident(made.config, 1))));
+    if (early) start_early(made.config, made.attribute);
+    check(cudaLaunchKernelEx(&made.config, kernel_, problem), "cudaLaunchKernelEx");
+  }
 
   // Queues kernel(problem) with clusters of so many blocks, a power of two. A cluster gets as little as one piece of the work
   // if all find room on the device, and at most `most`, so that who is late holds up few.

@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "bulk_copy.cuh"
 #include "launch.h"
-#include "mma.cuh"
 
 namespace flash_online::cuda {
 
@@ -55,14 +55,6 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, B
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
           shared_address(shared)),
       "l"(&map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
-      : "memory");
-}
-
-// `bytes` in a row, a multiple of 16 as both ends are, count on the barrier likewise.
-__device__ __forceinline__ void load_bytes(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 

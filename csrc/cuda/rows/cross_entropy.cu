@@ -245,7 +245,7 @@ struct ProbabilitiesBackward {
 };
 
 constexpr int kReduceThreads = 512;
-constexpr int64_t kReduceRows = 16384, kReduceBlocks = kReduceThreads;  // rows worth a block; the most blocks
+constexpr int64_t kReduceRows = 2048, kReduceBlocks = kReduceThreads;  // rows worth a block; the most blocks
 
 struct Pair {
   float loss, weight;
@@ -264,10 +264,19 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
   using Team = HeldTeam<kReduceThreads, kReduceThreads>;
   const int64_t begin = blockIdx.x * reduction.rows_a_block, end = min(begin + reduction.rows_a_block, reduction.rows);
   Sum loss, weight;
-#pragma unroll 4
-  for (int64_t i = begin + threadIdx.x; i < end; i += kReduceThreads) {
-    loss.add(reduction.loss[i * reduction.stride]);
-    weight.add(reduction.weight[i * reduction.stride]);
+  let_next_kernel_start();
+  wait_for_kernel_before();
+  constexpr int kAtOnce = 8;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kAtOnce * kReduceThreads) {
+    float of_loss[kAtOnce], of_weight[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int64_t at = i + n * kReduceThreads;
+      of_loss[n] = at < end ? reduction.loss[at * reduction.stride] : 0.0f;
+      of_weight[n] = at < end ? reduction.weight[at * reduction.stride] : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) loss.add(of_loss[n]), weight.add(of_weight[n]);
   }
   loss = Team::merge_warps<0>(merge_lanes<kWarp>(loss));
   weight = Team::merge_warps<1>(merge_lanes<kWarp>(weight));
@@ -324,8 +333,7 @@ void reduce_losses(const RowProblem& problem, bool mean, void* result, void* div
                       mean,
                       result,
                       static_cast<float*>(divisor)};
-  reduce_kernel<<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(reduction);
-  check_launch("cross_entropy_loss");
+  launch_behind(reduce_kernel, reduction, static_cast<unsigned>(blocks), kReduceThreads, stream);
   if (blocks == 1) return;
   const Pair* partial = reduction.partial;
   reduction.loss = &partial->loss;
@@ -333,8 +341,7 @@ void reduce_losses(const RowProblem& problem, bool mean, void* result, void* div
   reduction.stride = sizeof(Pair) / sizeof(float);
   reduction.rows = reduction.rows_a_block = blocks;
   reduction.partial = nullptr;
-  reduce_kernel<<<1, kReduceThreads, 0, stream>>>(reduction);
-  check_launch("cross_entropy_loss");
+  launch_behind(reduce_kernel, reduction, 1, kReduceThreads, stream);
 }
 
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {

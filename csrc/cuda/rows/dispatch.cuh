@@ -12,6 +12,7 @@
 
 #include <initializer_list>
 
+#include "ring_row.cuh"
 #include "shared_row.cuh"
 #include "split_row.cuh"
 
@@ -118,6 +119,7 @@ constexpr int kHeldBlocks =
 template <class Op, class Team, int kVectors, class T, class R>
 __global__ void __launch_bounds__(Team::kThreads, kHeldBlocks<Op, Team>)
     held_kernel(const __grid_constant__ RowProblem problem) {
+  if constexpr (Op::kReduces) let_next_kernel_start();  // the sum of what rows leave
   Op::template run<R>(problem, HeldRows<Team, kVectors, T>{problem, held_place<Team>(problem)});
 }
 
@@ -139,18 +141,39 @@ __global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) split_kerne
 
 constexpr int kFinishThreads = 128;
 
-// A warp a row.
+// A warp a row, whose pieces have left their parts.
 template <class Op, class T>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ RowProblem problem) {
-  const int64_t rows = problem.outer * problem.inner;
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ PiecedRows pieced) {
+  const RowProblem& problem = pieced.problem;
+  const int64_t rows = problem.outer * problem.inner, pieces = pieced.pieces;
   const int64_t number = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarp;
   if (number >= rows) return;
-  const int64_t pieces = Pieces::of(problem.classes, Type<T>{}).count;
   const Partial* partials = static_cast<const Partial*>(problem.workspace);
+  wait_for_kernel_before();
   const Whole whole = merge_pieces(partials + number * pieces, pieces);
   const float sum = Op::kSumsAgain ? merge_pieces(partials + (rows + number) * pieces, pieces).extra : 0.0f;
   if (threadIdx.x % kWarp == 0)
     Op::template finish<T>(problem, RowPlace{number / problem.inner, number % problem.inner, number, true}, whole, sum);
+}
+
+template <class Op, class T>
+void launch_finish(const PiecedRows& pieced, cudaStream_t stream) {
+  constexpr int kRows = kFinishThreads / kWarp;
+  const int64_t rows = pieced.problem.outer * pieced.problem.inner;
+  launch_behind(finish_kernel<Op, T>, pieced, static_cast<unsigned>((rows + kRows - 1) / kRows), kFinishThreads, stream);
+}
+
+// Queues the kernels of rows that are only summed up, once, and that no block's registers hold; false if this is none of them.
+template <class Op, class T>
+bool launch_ringed(const RowProblem& problem, cudaStream_t stream) {
+  if constexpr (Op::kReduces && !Op::kSumsAgain) {
+    const PiecedRows pieced = row_pieces(problem, Type<T>{});
+    if (!copies_bytes() || !pieced.countable()) return false;
+    launch_ring_part<T>(pieced, stream);
+    launch_finish<Op, T>(pieced, stream);
+    return true;
+  }
+  return false;
 }
 
 // Queues the kernel that holds rows of so many vectors; false if there is none.
@@ -178,19 +201,18 @@ void launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t 
   const int64_t vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>, rows = problem.outer * problem.inner;
   if (classes_together) {
     if (launch_held<Op, T, R>(problem, vectors, stream)) return check_launch(name);
+    if (launch_ringed<Op, T>(problem, stream)) return check_launch(name);
     if (problem.workspace != nullptr) {
-      const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(Pieces::of(problem.classes, Type<T>{}).count));
+      const Pieces pieces = Pieces::of(problem.classes, Type<T>{});
+      const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(pieces.count));
       part_kernel<Op, T><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
       check_launch(name);
       if constexpr (!Op::kReduces || Op::kSumsAgain) {
         split_kernel<Op, T, R><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
         check_launch(name);
       }
-      if constexpr (Op::kReduces) {
-        constexpr int kRows = kFinishThreads / kWarp;
-        finish_kernel<Op, T><<<static_cast<unsigned>((rows + kRows - 1) / kRows), kFinishThreads, 0, stream>>>(problem);
-        check_launch(name);
-      }
+      if constexpr (Op::kReduces)
+        launch_finish<Op, T>({problem, pieces.classes, static_cast<unsigned>(pieces.count), rows * pieces.count}, stream);
       return;
     }
   }

@@ -138,7 +138,13 @@ void logsumexp_backward(const RowProblem& problem, CUstream_st* stream) {
 }
 
 int64_t rows_workspace(const RowProblem& problem) { return workspace_for(problem, problem.dtype, 1, false); }
-int64_t reduce_workspace(const RowProblem& problem) { return workspace_for(problem, problem.dtype, 1, true); }
+int64_t reduce_workspace(const RowProblem& problem) {
+  const int64_t split = workspace_for(problem, problem.dtype, 1, true);
+  if (split == 0) return 0;
+  const PiecedRows pieces =
+      problem.dtype == DType::kFloat32 ? row_pieces(problem, Type<float>{}) : row_pieces(problem, Type<__half>{});
+  return std::max(split, pieces.all_pieces * static_cast<int64_t>(sizeof(Partial)));
+}
 int64_t softmax_backward_workspace(const RowProblem& problem) { return workspace_for(problem, problem.result_dtype, 2, false); }
 
 }  // namespace flash_online::cuda

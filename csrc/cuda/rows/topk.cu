@@ -4,14 +4,15 @@
 // Elements are ranked by keys: 64 bits, larger is better, the element above and its index, complemented, below: NaN first, as
 // in torch.topk; equal elements in their order. No two keys of a row are equal, so results do not depend on who finds which
 // first.
-//   k <= 32   a block reads vectors; of a long row, each of several blocks a piece, whose lists another kernel merges. The
-//             maxima of parts of the first vectors give a bar that k elements are above and few more; who is above waits in
-//             shared memory. In a row that a block holds at once, a key's rank is the number of waiting keys that are larger.
-//             In a longer one a warp sorts those that wait into its list, and raises the bar, while the others read on.
+//   k <= 32   a block reads vectors. The maxima of parts of the first ones give a bar that k elements are above and few more;
+//             who is above waits in shared memory, and a key's rank is the number of waiting keys that are larger. In a row
+//             that no block's registers hold, those that wait are ranked and the bar is raised when what was seen has doubled;
+//             such rows pass through rings (ring.cuh), the longest in pieces, whose lists another kernel merges.
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
 //             each 2048, looking only at keys behind the last one found.
 #include "../hw/stream_order.cuh"
 #include "dispatch.cuh"
+#include "ring.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {
@@ -139,30 +140,35 @@ struct Above {
   __device__ __forceinline__ bool operator()(float x, int c) const { return !(x <= bar) || c < free; }
 };
 
-// Adds those of a vector's elements, of the classes c and on, that are above to the waiting ones, as long as there is room.
+// Adds those of a vector's elements, of the classes c and on, that are above to the waiting ones, as long as there is room;
+// returns how many wait then, if any was added. `offset`: the row's class that is class 0 here.
 template <class T, int kThreads>
-__device__ __forceinline__ void let_wait(Board<kThreads>& board, const uint4& v, int c, int classes, const Above& above) {
+__device__ __forceinline__ int let_wait(Board<kThreads>& board, const uint4& v, int c, int classes, unsigned offset,
+                                        const Above& above) {
   constexpr int kElements = kPerVector<T>;
   float x[kElements];
   unpack<T>(v, x);
   unsigned found = 0;
 #pragma unroll
   for (int e = 0; e < kElements; ++e) found |= c + e < classes && above(x[e], c + e) ? 1u << e : 0;
-  if (found == 0) return;
-  for (int at = atomicAdd(&board.count, __popc(found)); found != 0; found &= found - 1, ++at) {
+  if (found == 0) return 0;
+  const int before = atomicAdd(&board.count, __popc(found)), after = before + __popc(found);
+  for (int at = before; found != 0; found &= found - 1, ++at) {
     const int e = __ffs(static_cast<int>(found)) - 1;
-    if (at < Board<kThreads>::kWaiting) board.waiting[at] = key_of(element<T>(v, e), static_cast<unsigned>(c + e));
+    if (at < Board<kThreads>::kWaiting) board.waiting[at] = key_of(element<T>(v, e), offset + static_cast<unsigned>(c + e));
   }
+  return after;
 }
 
-// The same of a whole row, where there were far too many, as of equal elements: one of each thread at a time. Keeps the k best.
-// Barriers before and after.
+// The same of all classes from `begin` on, where there were far too many, as of equal elements: one of each thread at a time.
+// Keeps the k best. Barriers before and after.
 template <class T, int kThreads>
-__device__ __forceinline__ void let_all_wait(Board<kThreads>& board, const T* row, int classes, Above above, int k) {
-  for (int begin = 0; begin < classes; begin += kThreads) {
+__device__ __forceinline__ void let_all_wait(Board<kThreads>& board, const T* row, int begin, int classes, unsigned offset,
+                                             Above above, int k) {
+  for (; begin < classes; begin += kThreads) {
     const int c = begin + static_cast<int>(threadIdx.x);
     const float x = c < classes ? widen(row[c]) : 0.0f;
-    if (c < classes && above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, static_cast<unsigned>(c));
+    if (c < classes && above(x, c)) board.waiting[atomicAdd(&board.count, 1)] = key_of(x, offset + static_cast<unsigned>(c));
     __syncthreads();
     const int waiting = board.count;
     if (waiting > Board<kThreads>::kRoom || begin + kThreads >= classes) {
@@ -174,39 +180,13 @@ __device__ __forceinline__ void let_all_wait(Board<kThreads>& board, const T* ro
   }
 }
 
-// The sum of f(element) over some vectors.
-template <class T, int kVectors, class F>
-__device__ __forceinline__ float sum_of(const uint4 (&v)[kVectors], const F& f) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    float x[kPerVector<T>], part = 0;
-    unpack<T>(v[i], x);
-#pragma unroll
-    for (int e = 0; e < kPerVector<T>; ++e) part += f(x[e]);
-    sum += part;
-  }
-  return sum;
-}
-
-// Adds the weights of some vectors' elements to a state that knows their maximum.
-template <class T, int kVectors>
-__device__ __forceinline__ void add_weights(RowState& state, const uint4 (&v)[kVectors]) {
-  if (NearWeights::serve(state.max)) {
-    const NearWeights weights(state.max);
-    state.add(weights.exact(sum_of<T>(v, [&](float x) { return weights(x); })));
-  } else {
-    state.add(sum_of<T>(v, [&](float x) { return state.weight(x); }));
-  }
-}
-
 // The best k of a row that the block's threads hold in kVectors vectors each are left in board.best, and their maximum and sum
 // are returned to the first warp.
 template <int kThreads, int kVectors, class T>
 __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row, int classes, int k) {
   using B = Board<kThreads>;
   constexpr int kElements = kPerVector<T>;
-  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
+  const int thread = threadIdx.x, warp = thread / kWarp;
   if (thread == 0) board.count = 0;
   uint4 v[kVectors];
   load_row<T>(v, row, thread, kThreads, classes, lowest_vector<T>());
@@ -215,8 +195,8 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
   for (int i = 0; i < kVectors; ++i) halves[i % 2] = fmaxf(halves[i % 2], max_of<T>(v[i]));
   const float most = fmaxf(halves[0], halves[1]);
   if constexpr (kThreads == kWarp) {
-    board.groups[lane] = halves[0];
-    board.groups[kWarp + lane] = halves[1];
+    board.groups[thread] = halves[0];
+    board.groups[kWarp + thread] = halves[1];
   } else {
     group_maxima(board, most);
   }
@@ -236,7 +216,7 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
   }
   for (; who != 0; who &= who - 1) {
     const int i = __ffs(static_cast<int>(who)) - 1;
-    let_wait<T>(board, any_of(v, i), first_of(i), classes, above);
+    let_wait<T>(board, any_of(v, i), first_of(i), classes, 0, above);
   }
   __syncthreads();
   const int count = board.count;
@@ -246,7 +226,7 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
     __syncthreads();
     if (thread == 0) board.count = 0;
     __syncthreads();
-    let_all_wait(board, row, classes, above, k);
+    let_all_wait(board, row, 0, classes, 0, above, k);
   }
   return merge_states(board, state);
 }
@@ -274,6 +254,8 @@ template <class T, class R, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThreads)
     list_kernel(const __grid_constant__ RowProblem problem) {
   __shared__ Board<kThreads> board;
+  let_next_kernel_start();
+  wait_for_kernel_before();
   const RowPlace place = held_place(problem, blockIdx.x);
   const T* row = row_of<const T>(problem.input, place).data;
   const RowState state = search<kThreads, kVectors>(board, row, static_cast<int>(problem.classes), static_cast<int>(problem.k));
@@ -282,24 +264,138 @@ __global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThrea
 
 // ---- the same, longer rows
 
-constexpr int kListThreads = 256, kListWarps = kListThreads / kWarp;
-constexpr int kListVectors = 4;  // of a thread at a time
-constexpr int64_t kPieceVectors = 8 * kListThreads * kListVectors;  // of a block's piece of a row
+// A block takes piece after piece through its ring: whole rows, or pieces of them. Measured: blocks of 64 threads with twice
+// the vectors are 3 to 4 % slower; a third stage with fewer blocks is 2 % faster, but 26 % slower for ten rows of 10^6 classes.
+constexpr int kRingThreads = 128, kRingVectors = 8, kRingStages = 2, kRingBlocks = 6;
+template <class T>
+using ListShape = RingShape<T, kRingThreads, kRingVectors, kRingStages>;
+
+template <class T>
+PiecedRows list_pieces(const RowProblem& problem, Type<T>) {
+  return pieced(problem, ListShape<T>::kClasses, 8, 4, 128);  // a piece's list and a merge are dear to a short row
+}
+// In the workspace: a state a piece of each row, then the lists.
+struct PieceState {
+  float max, sum;
+};
+inline int64_t list_bytes(int64_t pieces) { return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key)); }
+__device__ __forceinline__ Key* lists_of(const PiecedRows& rows) { return static_cast<Key*>(rows.problem.workspace); }
+__device__ __forceinline__ PieceState* states_of(const PiecedRows& rows) {
+  return reinterpret_cast<PieceState*>(lists_of(rows) + rows.all_pieces * kWarp);
+}
+
+// Leaves those of a chunk in which far too many were above, as of equal elements, to wait once more, one of each thread at a
+// time, and keeps the k best. What waited before is still there. Barriers before and after.
+template <class T>
+__device__ __forceinline__ void look_again(Board<kRingThreads>& board, const Piece<T>& piece, int begin, const Above& above,
+                                           int k) {
+  constexpr int kWaiting = Board<kRingThreads>::kWaiting, kClasses = ListShape<T>::kClasses;
+  int before = 0;
+  for (int i = threadIdx.x; i < kWaiting; i += kRingThreads)
+    before +=
+        __syncthreads_count(index_of(board.waiting[i]) - static_cast<unsigned>(piece.first) < static_cast<unsigned>(begin));
+  if (threadIdx.x == 0) board.count = before;
+  __syncthreads();
+  const int end = piece.classes - begin < kClasses ? piece.classes : begin + kClasses;
+  let_all_wait(board, piece.data, begin, end, static_cast<unsigned>(piece.first), above, k);
+}
+
+template <class T, class R>
+__global__ void __launch_bounds__(kRingThreads, kRingBlocks) list_ring_kernel(const __grid_constant__ PiecedRows rows) {
+  using B = Board<kRingThreads>;
+  using Shape = ListShape<T>;
+  using Chunk = RingChunk<Shape>;
+  constexpr int kMany = B::kWaiting / 2;  // from so many on the bar is raised
+  extern __shared__ __align__(128) uint4 all_shared[];
+  __shared__ B board;
+  __shared__ uint64_t full[kRingStages];
+  const RowProblem& problem = rows.problem;
+  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, k = static_cast<int>(problem.k);
+  const bool loads = kCopiesBytes && thread == kRingThreads - kWarp;  // of the last warp: the first one writes results
+  RingLoader<Shape> loader(rows, all_shared, full, blockIdx.x, gridDim.x);
+  let_next_kernel_start();
+  wait_for_kernel_before();
+  if constexpr (kCopiesBytes) {
+    if (loads) {
+      loader.begin();
+      loader.fill();
+    }
+    __syncthreads();
+  }
+  RingPlace<kRingStages> at;
+  const unsigned all = static_cast<unsigned>(rows.all_pieces);
+  for (unsigned number = blockIdx.x; number < all; number += gridDim.x) {
+    const Piece<T> piece(rows, number);
+    const unsigned offset = static_cast<unsigned>(piece.first);
+    RowState state;
+    Above above(0, k);
+#pragma unroll 1
+    for (int begin = 0, n = 1; begin < piece.classes; begin += Shape::kClasses, ++n) {
+      const Chunk chunk{all_shared + at.stage * Shape::kStageVectors, piece.data + begin, piece.classes - begin};
+      uint4 v[kRingVectors];
+      if constexpr (kCopiesBytes) wait(&full[at.stage], at.parity);
+      chunk.read(v);
+      float tops[kRingVectors], most = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kRingVectors; ++i) tops[i] = max_of<T>(v[i]), most = fmaxf(most, tops[i]);
+      if (begin == 0) {
+        if (thread == 0) board.count = 0;
+        group_maxima(board, most);
+        __syncthreads();
+        if (warp == 0) set_first_bar(board, k);
+      }
+      state.raise_beyond(kSlack, most);
+      add_weights<T>(state, v);
+      if (begin == 0) {
+        __syncthreads();
+        above = Above(board.bar, k);
+      }
+      const bool nan = state.sum != state.sum;  // which is in no maximum
+      unsigned who = 0;
+      if (most > above.bar || nan || begin < above.free) {
+#pragma unroll
+        for (int i = 0; i < kRingVectors; ++i)
+          who |= tops[i] > above.bar || nan || begin + Chunk::first_of(i) < above.free ? 1u << i : 0;
+      }
+      int waiting = 0;
+      for (; who != 0; who &= who - 1) {
+        const int i = __ffs(static_cast<int>(who)) - 1, c = begin + Chunk::first_of(i);
+        waiting = max(waiting, let_wait<T>(board, chunk.any(v, i), c, piece.classes, offset, above));
+      }
+      const bool many = __syncthreads_or(waiting > kMany);
+      if constexpr (kCopiesBytes) {
+        if (loads) loader.load(at.stage);
+        at.advance();
+      }
+      const bool last = begin + Shape::kClasses >= piece.classes, doubled = n > 1 && (n & (n - 1)) == 0;
+      if (!last && !many && !doubled) continue;
+      const int count = board.count;
+      if (count > B::kWaiting) {
+        look_again(board, piece, begin, above, k);
+        above = Above(board.bar, k);
+      } else if (last) {
+        rank_waiting(board, count, k);
+      } else {
+        keep_best(board, count, k);
+        __syncthreads();
+        above = Above(board.bar, k);
+      }
+    }
+    state = merge_states(board, state);
+    if (warp != 0) continue;
+    if (rows.pieces == 1) {
+      write_list<R>(problem, piece.place, state, board.best[lane]);
+    } else {
+      lists_of(rows)[int64_t{number} * kWarp + lane] = lane < k ? board.best[lane] : kNoKey;
+      if (lane == 0) states_of(rows)[number] = {state.max, state.sum};
+    }
+  }
+}
 
 // A warp's best 32 keys, one a lane, descending.
 __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
   const Key other = __shfl_xor_sync(~0u, key, step);
   return (key > other) == keep_larger ? key : other;
-}
-
-// Bitonic sort, descending.
-__device__ __forceinline__ Key sort_warp(Key key) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int size = 2; size <= kWarp; size *= 2)
-#pragma unroll
-    for (int step = size / 2; step > 0; step /= 2) key = exchange(key, step, ((lane & size) == 0) == ((lane & step) == 0));
-  return key;
 }
 
 // The best 32 of two sorted lists.
@@ -312,190 +408,30 @@ __device__ __forceinline__ Key merge_sorted(Key a, Key b) {
   return key;
 }
 
-struct ListPieces {
-  int64_t classes, count;
-  template <class T>
-  __host__ __device__ static ListPieces of(int64_t classes, Type<T>) {
-    constexpr int64_t piece = kPieceVectors * kPerVector<T>;
-    return {piece, (classes + piece - 1) / piece};
-  }
-};
-// In the workspace: a state a piece of each row, then the lists.
-struct PieceState {
-  float max, sum;
-};
-__host__ __device__ inline int64_t list_bytes(int64_t pieces) {
-  return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key));
-}
-
-struct LongBoard {
-  static constexpr int kGroups = 64, kWaiting = 1024;
-  float groups[kGroups];  // the maximum of each group of 4 threads over the first vectors
-  float bar;
-  int count;  // of candidates that wait
-  Key waiting[kWaiting];
-};
-
-// The first warp: a first bar from the groups' maxima, as set_first_bar does.
-__device__ __forceinline__ void expect(LongBoard& board, int k) {
-  const int lane = threadIdx.x % kWarp;
-  const float a = sort_descending(board.groups[lane]), b = sort_descending(board.groups[kWarp + lane]);
-  const float top = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
-  const float bar = __shfl_sync(~0u, top, k - 1);
-  if (lane == 0) board.bar = bar > -INFINITY && bar < INFINITY ? nextafterf(bar, -INFINITY) : NAN;
-}
-
-// The first warp: sorts `count` waiting candidates into its list and raises the bar.
-__device__ __forceinline__ Key take(LongBoard& board, Key list, int count, int k) {
-  const int lane = threadIdx.x % kWarp;
-  for (int i = 0; i < count; i += kWarp)
-    list = merge_sorted(list, sort_warp(i + lane < count ? board.waiting[i + lane] : kNoKey));
-  const Key last = __shfl_sync(~0u, list, k - 1);
-  if (lane == 0) {
-    board.count = 0;
-    if (last != kNoKey) board.bar = element_of(last) != element_of(last) ? INFINITY : element_of(last);
-  }
-  return list;
-}
-
-template <class T, class R>
-__global__ void __launch_bounds__(kListThreads, 4) list_piece_kernel(const __grid_constant__ RowProblem problem) {
-  constexpr int kElements = kPerVector<T>, kStep = kListThreads * kListVectors * kElements;
-  constexpr int64_t kPiece = kPieceVectors * kElements;
-  __shared__ LongBoard board;
-  constexpr int kWaiting = LongBoard::kWaiting;
-  let_next_kernel_start();
-  const int64_t number = blockIdx.x, offset = blockIdx.y * kPiece;
-  const RowPlace place = place_at(problem, number);
-  const int classes = static_cast<int>(problem.classes - offset < kPiece ? problem.classes - offset : kPiece);
-  const int k = static_cast<int>(problem.k), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const T* row = row_of<const T>(problem.input, place).data + offset;
-  if (threadIdx.x == 0) board.count = 0, board.bar = NAN;
-
-  RowState state;
-  Key list = kNoKey;
-  float bar = NAN;  // nothing is below
-  int before = 0;  // candidates that waited already
-  uint4 next[kListVectors];
-  load_row<T>(next, row, threadIdx.x, kListThreads, classes, lowest_vector<T>());
-  for (int begin = 0; begin < classes; begin += kStep) {
-    uint4 v[kListVectors];
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) v[i] = next[i];
-    const int ahead = (begin + kStep) / kElements + static_cast<int>(threadIdx.x);
-    load_row<T>(next, row, ahead, kListThreads, classes, lowest_vector<T>());
-    float max[kListVectors], most = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) max[i] = max_of<T>(v[i]), most = fmaxf(most, max[i]);
-    if (begin == 0) {
-      float group = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      group = fmaxf(group, __shfl_xor_sync(~0u, group, 2));
-      if (lane % 4 == 0) board.groups[threadIdx.x / 4] = group;
-      __syncthreads();
-      if (warp == 0) expect(board, k);
-    }
-    state.raise_beyond(kSlack, most);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kListVectors; ++i) {
-      float x[kElements], part = 0;
-      unpack<T>(v[i], x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) part += state.weight(x[e]);
-      sum += part;
-    }
-    state.add(sum);
-    if (begin == 0) {
-      __syncthreads();
-      bar = board.bar;
-    }
-    const bool nan = state.sum != state.sum;  // which is in no maximum
-    const auto first_of = [&](int i) { return begin + (static_cast<int>(threadIdx.x) + i * kListThreads) * kElements; };
-    const auto key_at = [&](float x, int c) { return key_of(x, static_cast<unsigned>(offset) + static_cast<unsigned>(c)); };
-    if (nan || !(most <= bar)) {
-#pragma unroll
-      for (int i = 0; i < kListVectors; ++i) {
-        if (!nan && max[i] <= bar) continue;
-        float x[kElements];
-        unpack<T>(v[i], x);
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) {
-          const int c = first_of(i) + e;
-          if (c >= classes || x[e] <= bar) continue;
-          const int at = atomicAdd(&board.count, 1);
-          if (at < kWaiting) board.waiting[at] = key_at(x[e], c);
-        }
-      }
-    }
-    __syncthreads();
-    const int count = board.count;
-    __syncthreads();  // all have read it: take() sets it
-    const bool last = begin + kStep >= classes;
-    if (count > kWaiting) {
-      // Far too many, as in a row that ascends: once more, one of each thread at a time.
-      if (threadIdx.x == 0) board.count = before;
-      __syncthreads();
-#pragma unroll 1
-      for (int n = 0; n < kListVectors * kElements; ++n) {
-        const int i = n / kElements, c = first_of(i) + n % kElements;
-        const float x = c < classes ? widen(row[c]) : 0.0f;
-        if (c < classes && !(x <= bar)) board.waiting[atomicAdd(&board.count, 1)] = key_at(x, c);
-        __syncthreads();
-        const int waiting = board.count;
-        __syncthreads();
-        if (waiting > kWaiting - kListThreads || n + 1 == kListVectors * kElements) {
-          if (warp == 0) list = take(board, list, waiting, k);
-          __syncthreads();
-          bar = board.bar;
-        }
-      }
-      before = 0;
-    } else if (count >= kWarp || last) {
-      if (warp == 0) list = take(board, list, count, k);
-      __syncthreads();
-      bar = board.bar;
-      before = 0;
-    } else {
-      before = count;
-    }
-  }
-
-  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
-  if (warp != 0) return;
-  if (gridDim.y == 1) {
-    write_list<R>(problem, place, state, list);
-    return;
-  }
-  auto* lists = static_cast<Key*>(problem.workspace);
-  auto* states = reinterpret_cast<PieceState*>(lists + int64_t{gridDim.x} * gridDim.y * kWarp);
-  const int64_t slot = number * gridDim.y + blockIdx.y;
-  lists[slot * kWarp + lane] = list;
-  if (lane == 0) states[slot] = {state.max, state.sum};
-}
+constexpr int kMergeThreads = 256, kMergeWarps = kMergeThreads / kWarp;
 
 // A block a row: merges its pieces.
-template <class T, class R>
-__global__ void __launch_bounds__(kListThreads) list_merge_kernel(const __grid_constant__ RowProblem problem) {
-  __shared__ Key merged[kListWarps][kWarp];
-  const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count, all = problem.outer * problem.inner * pieces;
-  const auto* lists = static_cast<const Key*>(problem.workspace);
-  const auto* states = reinterpret_cast<const PieceState*>(lists + all * kWarp);
-  const int64_t number = blockIdx.x, first = number * pieces;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+template <class R>
+__global__ void __launch_bounds__(kMergeThreads) list_merge_kernel(const __grid_constant__ PiecedRows rows) {
+  __shared__ Key merged[kMergeWarps][kWarp];
+  const int64_t first = int64_t{blockIdx.x} * rows.pieces;
+  const Key* lists = lists_of(rows) + first * kWarp;
+  const PieceState* states = states_of(rows) + first;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, pieces = static_cast<int>(rows.pieces);
   wait_for_kernel_before();
   RowState state;
-  for (int64_t i = threadIdx.x; i < pieces; i += kListThreads)
-    state.merge(RowState{states[first + i].max, states[first + i].sum});
+  for (int i = threadIdx.x; i < pieces; i += kMergeThreads) state.merge(RowState{states[i].max, states[i].sum});
   Key key = kNoKey;
-  for (int64_t i = warp; i < pieces; i += kListWarps) key = merge_sorted(key, lists[(first + i) * kWarp + lane]);
-  state = HeldTeam<kListThreads, kListThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
+#pragma unroll 4
+  for (int i = warp; i < pieces; i += kMergeWarps) key = merge_sorted(key, lists[i * kWarp + lane]);
+  state = HeldTeam<kMergeThreads, kMergeThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
 #pragma unroll
-  for (int half = kListWarps / 2; half > 0; half /= 2) {
+  for (int half = kMergeWarps / 2; half > 0; half /= 2) {
     if (warp >= half && warp < 2 * half) merged[warp][lane] = key;
     __syncthreads();
     if (warp < half) key = merge_sorted(key, merged[warp + half][lane]);
   }
-  if (warp == 0) write_list<R>(problem, place_at(problem, number), state, key);
+  if (warp == 0) write_list<R>(rows.problem, held_place(rows.problem, blockIdx.x), state, key);
 }
 
 // ---- any k, any strides
@@ -579,17 +515,20 @@ __global__ void __launch_bounds__(kSortThreads, 2) sort_kernel(const __grid_cons
   }
 }
 
+PiecedRows list_pieces(const RowProblem& problem) {
+  return problem.dtype == DType::kFloat32 ? list_pieces(problem, Type<float>{}) : list_pieces(problem, Type<__half>{});
+}
+
 // Whether a row's lists are made of vectors.
 bool has_lists(const RowProblem& problem) {
-  return problem.k <= kMostInLists && classes_together(problem, {problem.input.stride[1]}) &&
-         problem.outer * problem.inner <= 0x7fffffff;
+  return problem.k <= kMostInLists && classes_together(problem, {problem.input.stride[1]}) && list_pieces(problem).countable();
 }
 
 template <class T, class R>
 void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   const int64_t rows = problem.outer * problem.inner, vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>;
   const auto launch = [&]<int kThreads, int kVectors>() {
-    list_kernel<T, R, kThreads, kVectors><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(problem);
+    launch_behind(list_kernel<T, R, kThreads, kVectors>, problem, static_cast<unsigned>(rows), kThreads, stream);
   };
   if (!has_lists(problem)) {
     sort_kernel<T, R><<<grid_for(rows, 16), kSortThreads, 0, stream>>>(problem);
@@ -604,11 +543,10 @@ void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   } else if (vectors <= 128 * 16) {
     launch.template operator()<128, 16>();
   } else {
-    const int64_t pieces = ListPieces::of(problem.classes, Type<T>{}).count;
-    const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
-    list_piece_kernel<T, R><<<blocks, kListThreads, 0, stream>>>(problem);
-    check_launch("topk_softmax");
-    if (pieces > 1) launch_behind(list_merge_kernel<T, R>, problem, static_cast<unsigned>(rows), kListThreads, stream);
+    static StayingKernel kernel(list_ring_kernel<T, R>, kRingThreads, ListShape<T>::kBytes);
+    const PiecedRows pieces = list_pieces(problem);
+    kernel.launch_all(pieces, pieces.all_pieces, true, stream);
+    if (pieces.pieces > 1) launch_behind(list_merge_kernel<R>, pieces, static_cast<unsigned>(rows), kMergeThreads, stream);
   }
   check_launch("topk_softmax");
 }
@@ -617,10 +555,8 @@ void launch_topk(const RowProblem& problem, cudaStream_t stream) {
 
 int64_t topk_workspace(const RowProblem& problem) {
   if (!has_lists(problem)) return 0;
-  const int64_t pieces = (problem.dtype == DType::kFloat32 ? ListPieces::of(problem.classes, Type<float>{})
-                                                           : ListPieces::of(problem.classes, Type<__half>{}))
-                             .count;
-  return pieces > 1 ? list_bytes(problem.outer * problem.inner * pieces) : 0;
+  const PiecedRows pieces = list_pieces(problem);
+  return pieces.pieces > 1 ? list_bytes(pieces.all_pieces) : 0;
 }
 
 void topk_softmax(const RowProblem& problem, CUstream_st* stream) {
