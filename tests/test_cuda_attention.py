@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import random
+import threading
 
 import oracle
 import pytest
@@ -258,6 +259,19 @@ def test_cuda_graph_of_forward_and_backward(options):
         for mine, theirs in zip(captured, step(), strict=True):
             assert torch.equal(mine, theirs)
     assert all(t.isfinite().all() for t in captured)
+
+
+def test_the_first_cuda_call_of_a_thread():
+    """The memory is torch's cache's, so that nothing but the kernel's launch calls CUDA there; nor in autograd's thread."""
+    query, key, value = (gpu(2, 4, 64, 64, grad=True) for _ in range(3))
+    expected = flash_online.attention(query, key, value).detach()
+    outs = []
+    thread = threading.Thread(target=lambda: outs.append(flash_online.attention(query, key, value)))
+    thread.start()
+    thread.join()
+    assert torch.equal(outs[0], expected)
+    outs[0].sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
 
 
 def test_side_stream_and_its_order():

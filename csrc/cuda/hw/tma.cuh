@@ -36,10 +36,18 @@ inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64
   CUtensorMap map;
   const cuuint64_t sizes[4] = {size[0], size[1], size[2], size[3]}, strides[3] = {stride[0], stride[1], stride[2]};
   const cuuint32_t box[4] = {kBoxColumns, box_rows, 1, 1}, step[4] = {1, 1, 1, 1};
-  const CUresult status =
-      encode(&map, element == BoxElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-             const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto type = element == BoxElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto make = [&] {
+    return encode(&map, type, 4, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = make();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the driver has none for a thread that has not called the runtime yet
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice");
+    status = make();
+  }
   if (status != CUDA_SUCCESS)
     throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   return map;
