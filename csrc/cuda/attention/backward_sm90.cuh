@@ -8,7 +8,9 @@
 //
 // Over head dim 128 (kLine) that takes too many registers: a block of threads owns 64 keys, and three warpgroups stand in line.
 // The first makes weights and the gradients of values, the second from these weights their scores' gradients and those of keys,
-// the third the gradients of queries. What one hands to the next goes through shared memory.
+// the third the gradients of queries. What one hands to the next goes through shared memory. Where a mask shows one half of
+// many a block of 128 keys (kAlone), a block of threads is one warpgroup with 64 keys, which makes all gradients of a block's
+// queries.
 #pragma once
 
 #include <cmath>
@@ -65,7 +67,7 @@ struct BackwardOnSm90 {
   static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kValueWidth, kWith);
   static constexpr bool kEverything = kWith == BackwardSm90With::kEverything, kDrops = kWith == BackwardSm90With::kDropout;
   static constexpr bool kWalks = kWith != BackwardSm90With::kNothing;  // there may be a mask that hides blocks
-  static constexpr bool kTurned = kWalks && !kEverything;
+  static constexpr bool kTurned = kWalks && !kEverything;  // masks come by TurnedMask, and not by MaskBlock
   static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
   static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarp;
