@@ -145,20 +145,26 @@ __global__ void __launch_bounds__(kMapWarps* kWarp) block_map(const __grid_const
 
 int64_t blocks_of(int64_t count, int64_t stride, int64_t size) { return stride == 0 ? 1 : (count + size - 1) / size; }
 
+// Of what is made of a mask, for blocks of so many rows and of kMapBlock columns.
+void set_sizes(int64_t (&size)[4], const AttentionProblem& problem, int64_t rows) {
+  const ConstView4& mask = problem.mask;
+  size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
+  size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
+  size[2] = blocks_of(problem.queries, mask.stride[2], rows);
+  size[3] = blocks_of(problem.keys, mask.stride[3], kMapBlock);
+}
+
 }  // namespace
 
 BlockMap block_map_of(const AttentionProblem& problem) {
   BlockMap map;
   const ConstView4& mask = problem.mask;
-  const int64_t rows = blocks_of(problem.queries, mask.stride[2], kMapBlock),
-                columns = blocks_of(problem.keys, mask.stride[3], kMapBlock);
-  if (!mask.data || rows * columns <= 1) return map;
+  if (!mask.data ||
+      blocks_of(problem.queries, mask.stride[2], kMapBlock) * blocks_of(problem.keys, mask.stride[3], kMapBlock) <= 1)
+    return map;
   // One more pass over a float mask pays where heads share it: that hides keys. One that differs from head to head is a bias.
   if (problem.mask_dtype != DType::kBool && (mask.stride[1] != 0 || problem.heads == 1)) return map;
-  map.size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
-  map.size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
-  map.size[2] = rows;
-  map.size[3] = columns;
+  set_sizes(map.size, problem, kMapBlock);
   return map;
 }
 
@@ -168,14 +174,8 @@ void fill_block_map(const AttentionProblem& problem, const BlockMap& map, CUstre
 
 MaskTables mask_tables_of(const AttentionProblem& problem, void* workspace) {
   MaskTables tables;
-  const ConstView4& mask = problem.mask;
   tables.map = block_map_of(problem);
-  if (mask.data && problem.mask_dtype == DType::kBool) {
-    tables.bits.size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
-    tables.bits.size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
-    tables.bits.size[2] = blocks_of(problem.queries, mask.stride[2], kBitRows);
-    tables.bits.size[3] = blocks_of(problem.keys, mask.stride[3], kMapBlock);
-  }
+  if (problem.mask.data && problem.mask_dtype == DType::kBool) set_sizes(tables.bits.size, problem, kBitRows);
   if (tables.bits.count() > 0) tables.bits.data = static_cast<unsigned*>(workspace);
   if (tables.map.count() > 0)
     tables.map.data = reinterpret_cast<uint8_t*>(static_cast<unsigned*>(workspace) + tables.bits.count());
@@ -192,11 +192,7 @@ void fill_mask_tables(const AttentionProblem& problem, const MaskTables& tables,
 
 TurnedBits turned_bits_of(const AttentionProblem& problem, void* workspace) {
   TurnedBits bits;
-  const ConstView4& mask = problem.mask;
-  bits.size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
-  bits.size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
-  bits.size[2] = blocks_of(problem.queries, mask.stride[2], kMapBlock);
-  bits.size[3] = blocks_of(problem.keys, mask.stride[3], kMapBlock);
+  set_sizes(bits.size, problem, kMapBlock);
   bits.data = static_cast<unsigned*>(workspace);
   return bits;
 }
