@@ -75,21 +75,16 @@ struct ShortBackwardOnSm90 {
   __device__ __forceinline__ int head_of(int block) const { return first_head + block / ((queries + kRows - 1) / kRows); }
   __device__ __forceinline__ int query_of(int block) const { return block % ((queries + kRows - 1) / kRows) * kRows; }
 
-  __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
-    T* const data = static_cast<T*>(to.data) + head * to.stride[1];
-    for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
-      data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<T>(0.0f);
-  }
   // Rows before packed sequence n that are nobody's.
   __device__ void clear_unowned(int64_t n) const {
     const AttentionProblem& p = a.problem;
     const Rows of_keys = unowned_rows(p.key_starts, p.batch, n, p.keys, p.total_keys);
-    clear_rows(a.gradients.grad_key, unit, p.width, of_keys);
-    clear_rows(a.gradients.grad_value, unit, p.value_width, of_keys);
+    clear_rows<T, kThreads>(a.gradients.grad_key, unit, p.width, of_keys);
+    clear_rows<T, kThreads>(a.gradients.grad_value, unit, p.value_width, of_keys);
     const Rows of_queries = unowned_rows(p.query_starts, p.batch, n, p.queries, p.total_queries);
     const int heads = static_cast<int>(p.heads) / static_cast<int>(a.gradients.units);
     for (int head = first_head; head < first_head + heads; ++head)
-      clear_rows(a.gradients.grad_query, head, p.width, of_queries);
+      clear_rows<T, kThreads>(a.gradients.grad_query, head, p.width, of_queries);
   }
 
   __device__ void load(Tile& to, const HeadBoxes& from, int head, int64_t row, uint64_t* full) const {

@@ -185,12 +185,6 @@ struct BackwardOnSm90 {
 
   static constexpr int kAllMath = 1, kTurn = 2;  // named barriers; kTurn + warpgroup
 
-  __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
-    T* const data = static_cast<T*>(to.data) + head * to.stride[1];
-    for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
-      data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<T>(0.0f);
-  }
-
   // Columns that only the tile has are nobody's.
   __device__ static int sum_width(const BackwardSpace& space) { return kFillsUp ? static_cast<int>(space.width) : kWidth; }
 
@@ -1415,8 +1409,8 @@ struct BackwardOnSm90 {
     if (problem.query_starts && at.block == 0) {
       const auto clear = [&](int64_t n) {
         const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
-        clear_rows(a.gradients.grad_key, place.unit, problem.width, rows);
-        clear_rows(a.gradients.grad_value, place.unit, problem.value_width, rows);
+        clear_rows<T, kThreads>(a.gradients.grad_key, place.unit, problem.width, rows);
+        clear_rows<T, kThreads>(a.gradients.grad_value, place.unit, problem.value_width, rows);
       };
       clear(place.batch);
       if (place.batch == problem.batch - 1) clear(problem.batch);

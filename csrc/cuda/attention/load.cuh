@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/problem.h"
+#include "../../core/sequence.h"
 #include "../hw/async_copy.cuh"
 #include "../hw/fragment.cuh"
 
@@ -235,6 +236,14 @@ __device__ __forceinline__ void store_rows(const Accumulator<1, kColumns>& d, fl
         }
     }
   }
+}
+
+// Zeros for rows of one head that no sequence owns, by the kThreads of a block.
+template <class Element, int kThreads>
+__device__ __forceinline__ void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
+  Element* const data = static_cast<Element*>(to.data) + head * to.stride[1];
+  for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
+    data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<Element>(0.0f);
 }
 
 }  // namespace flash_online::cuda
