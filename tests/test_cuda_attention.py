@@ -156,6 +156,28 @@ def test_more_packed_sequences_than_are_ordered_together(longest):
     Packed(heads=(2, 1, 1), dtype=torch.float16, lengths=lengths, widths=(64, 64), options={"causal": True}).check()
 
 
+# One block of keys: its backward kernel takes one head's block of queries, or one after another of several heads and blocks.
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("longest", [64, 128])
+def test_packed_sequences_of_one_block_of_keys(dtype, width, heads, longest):
+    choose = random.Random(width)
+    lengths = tuple((choose.choice([0, 1, 33, 64, longest]), choose.choice([0, 1, 5, 63, 64])) for _ in range(30))
+    for options in ({"causal": True}, {"window": (9, 3)}):
+        Packed(dtype=dtype, heads=heads, lengths=lengths, widths=(width, width), options=options).check()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (63, 64), (64, 7), (128, 64)], ids=str)
+def test_gradients_of_one_block_of_keys_repeat(lengths, options):
+    """Whatever the mode: nothing is added in memory."""
+    queries, keys = lengths
+    query, key, value = gpu(3, 4, queries, 64, grad=True), gpu(3, 2, keys, 64, grad=True), gpu(3, 2, keys, 64, grad=True)
+    first, second = (gradients(flash_online.attention, query, key, value, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("width", [64, 96, 128])
 def test_packed_results_repeat(width):
     """Short tiles follow each other closely: what is loaded for the next must not reach the one before."""

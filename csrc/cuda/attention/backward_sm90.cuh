@@ -18,6 +18,7 @@
 #include "../hw/store_matrix.cuh"
 #include "../hw/turns.cuh"
 #include "attention.h"
+#include "backward_short_sm90.cuh"
 #include "block_map.cuh"
 #include "boxes.cuh"
 #include "delta.cuh"
@@ -934,11 +935,16 @@ __global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
 #endif
 }
 
+// Whether scores are products times the scale, seen by ranges alone.
+inline bool is_plain(const AttentionProblem& problem) {
+  return !(ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0);
+}
+
 // Calls f(Type<T>, bool_constant<kEverything>, integral_constant<int, kTileWidth>) with what a problem needs.
 template <int kWidth, class F>
 void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   const auto visit = [&]<class T>(Type<T> element) {
-    if (ScoreRule(problem).bends || problem.mask.data || problem.dropout != 0)  // refused where that tile is too narrow
+    if (!is_plain(problem))  // refused where that tile is too narrow
       f(element, std::true_type{}, std::integral_constant<int, kWidestEverythingBackwardSm90>{});
     else
       f(element, std::false_type{}, std::integral_constant<int, kWidth>{});
@@ -992,6 +998,7 @@ inline int64_t turn_bytes(const BackwardSpace& space, bool deterministic) {
 
 template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  if (is_short_backward_sm90(problem, gradients, is_plain(problem))) return 0;
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
   return space.bytes + turn_bytes(space, deterministic);
 }
@@ -999,6 +1006,9 @@ int64_t backward_sm90_workspace(const AttentionProblem& problem, const Attention
 template <int kWidth>
 void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
                    CUstream_st* stream) {
+  if constexpr (kWidth <= 128)
+    if (is_short_backward_sm90(problem, gradients, is_plain(problem)))
+      return short_backward_sm90<kWidth>(problem, gradients, stream);
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
   int* const turns = deterministic ? reinterpret_cast<int*>(static_cast<char*>(workspace) + space.bytes) : nullptr;
   if (turns) check(cudaMemsetAsync(turns, 0, turn_bytes(space, true), stream), "cudaMemsetAsync");

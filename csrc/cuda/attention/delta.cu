@@ -197,45 +197,19 @@ __global__ void __launch_bounds__(kRowThreads) store_queries(const __grid_consta
   const float* const sums = space.sums + blockIdx.x * kRowBlock * space.width;
   const float scale = static_cast<float>(problem.scale);
   const int width = static_cast<int>(problem.width), row_tiles = static_cast<int>(space.width) / 8;
-  constexpr bool kWords = sizeof(Element) == 2;
-  const bool vectors = kWords && view.stride[3] == 1 && width % 8 == 0 && misalignment(to) == 0 &&
-                       view.stride[2] * static_cast<int>(sizeof(Element)) % kVectorBytes == 0;
   constexpr int kTiles = 4, kBands = kRowBlock / 16;
   const int pieces = (row_tiles + kTiles - 1) / kTiles;
 #pragma unroll 2
   for (int piece = static_cast<int>(threadIdx.x) / kWarp; piece < kBands * pieces; piece += kRowThreads / kWarp) {
     const int band = piece % kBands, first = piece / kBands * kTiles;  // tile of a row of tiles
-    float x[kTiles][4];
+    Accumulator<1, kTiles> x;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       if (first + t >= row_tiles) break;
-      read_sum(sums + (band * row_tiles + first + t) * 128 + place_in_sum(lane(), 0), x[t]);
+      read_sum(sums + (band * row_tiles + first + t) * 128 + place_in_sum(lane(), 0), x[0][t]);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = band * 16 + half * 8 + lane_group();
-      Element* const at = to + row * view.stride[2];
-      if constexpr (kWords) {
-        if (vectors) {
-          unsigned words[kTiles];
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t)
-            words[t] = Fragments<Element>::pair(scale * x[t][2 * half], scale * x[t][2 * half + 1]);
-          transpose_places(words);
-          const int column = (first + lane_place()) * 8;
-          if (row < left && column < width)
-            *reinterpret_cast<uint4*>(at + column) = make_uint4(words[0], words[1], words[2], words[3]);
-          continue;
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = (first + t) * 8 + 2 * lane_place() + e;
-          if (row < left && column < width) at[column * view.stride[3]] = narrow<Element>(scale * x[t][2 * half + e]);
-        }
-    }
+    store_rows(x, scale, band * 16, to + first * 8 * view.stride[3], view.stride[2], view.stride[3],
+               static_cast<int>(min(left, int64_t{kRowBlock})), width - first * 8);
   }
 }
 

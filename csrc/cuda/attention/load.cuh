@@ -196,4 +196,45 @@ __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& 
   }
 }
 
+// The same of 16 rows and without shared memory, times `scale`: four neighbouring lanes have pairs of columns of the same rows
+// and exchange them, so that each writes eight columns. A caller that stands in a loop may give its lane anew (forget): what
+// follows from it is not kept over the loop then.
+template <class Element, int kColumns>
+__device__ __forceinline__ void store_rows(const Accumulator<1, kColumns>& d, float scale, int row, Element* data,
+                                           int64_t row_stride, int64_t column_stride, int left, int width,
+                                           int lane = cuda::lane()) {
+  static_assert(kColumns % 4 == 0);
+  constexpr bool kWords = sizeof(Element) == 2;
+  const bool vectors = kWords && column_stride == 1 && width % 8 == 0 && misalignment(data) == 0 &&
+                       row_stride * static_cast<int>(sizeof(Element)) % kVectorBytes == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = row + half * 8 + lane / 4;
+    Element* const at = data + r * row_stride;
+#pragma unroll
+    for (int first = 0; first < kColumns; first += 4) {
+      if constexpr (kWords) {
+        if (vectors) {
+          unsigned words[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t)
+            words[t] = Fragments<Element>::pair(scale * d[0][first + t][2 * half], scale * d[0][first + t][2 * half + 1]);
+          transpose_places(words);
+          const int column = (first + lane % 4) * 8;
+          if (r < left && column < width)
+            *reinterpret_cast<uint4*>(at + column) = make_uint4(words[0], words[1], words[2], words[3]);
+          continue;
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = (first + t) * 8 + 2 * (lane % 4) + e;
+          if (r < left && column < width) at[column * column_stride] = narrow<Element>(scale * d[0][first + t][2 * half + e]);
+        }
+    }
+  }
+}
+
 }  // namespace flash_online::cuda

@@ -59,6 +59,16 @@ inline bool forward_sm90_takes_tiles(const AttentionProblem& p) {
 }
 
 constexpr int kLongestBackwardSm90 = 1 << 28;  // queries and keys
+constexpr int kShortBackwardRowsSm90 = 64;  // keys of a sequence at most, and queries of a block
+
+// Whether backward_short_sm90.cuh takes a problem that backward_sm90 does, which is `plain`: no mask, dropout, bent scores.
+inline bool is_short_backward_sm90(const AttentionProblem& p, const AttentionGradients& g, bool plain) {
+  constexpr int64_t kMostQueries = 128;  // of a sequence: a block of threads takes all of them in turn
+  return plain && std::max(p.width, p.value_width) <= 128 && p.keys <= kShortBackwardRowsSm90 && p.queries <= kMostQueries &&
+         !g.grad_sinks && p.value_width % 8 == 0 &&
+         is_copied_in_boxes(p.out.data, p.out.stride, p.batch, p.heads, p.query_starts ? p.total_queries : p.queries,
+                            p.value_width);
+}
 
 // Why backward_sm90 does not take a problem; null: it does. Gradients that are not there yet are no reason.
 inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, const AttentionGradients& g,
