@@ -16,6 +16,7 @@
 #include "../hw/reduce.cuh"
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
+#include "../hw/stream_order.cuh"
 #include "../hw/turns.cuh"
 #include "attention.h"
 #include "backward_short_sm90.cuh"
@@ -40,12 +41,15 @@ struct BackwardSm90Arguments {
   BackwardSpace space;
   int section;  // heads whose blocks of keys run side by side
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
+  unsigned* taken;  // of the list of keys' blocks, 0 at the start, where blocks of threads stay for several
   BlockList list;  // of keys; heads are units
   ScoreRule rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
 };
 
-template <class T, int kWidth, bool kEverything>
+// kStays: a block of threads takes one block of keys after another: while the gradients of one's keys are stored, the next
+// one's queries, keys and values are on their way.
+template <class T, int kWidth, bool kEverything, bool kStays>
 struct BackwardOnSm90 {
   static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kEverything);
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
@@ -66,6 +70,7 @@ struct BackwardOnSm90 {
   static_assert(!kShared || (!kEverything && kSideBySide));
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
   static constexpr bool kStaged = !kShared && !kEverything;
+  static_assert(!kStays || kStaged);
 
   struct alignas(kBoxAlignment) Keys {
     T box[kBoxes][kKeys][kBoxColumns];
@@ -83,17 +88,19 @@ struct BackwardOnSm90 {
   struct Place {
     int64_t batch;
     int unit, key, last_key, queries, keys, first_head, heads;
-    Sequence sequence;
-    int begin, end;  // blocks of queries
+    Visibility visible;
+    int begin, end;  // blocks of queries; begin < 0: there are no more places
     int first_query, first_key;  // rows of the tensors
     int offset, left, right;  // of sequence.visible, in 32 bits; kFar: no bound
   };
   static constexpr int kFar = 4 * kLongestBackwardSm90;  // no query stands that far from a key
+  __device__ __forceinline__ static int blocks_of(const Place& place) { return place.heads * max(place.end - place.begin, 0); }
   // What passes by: a block of a head's queries.
   struct Job {
     int head, query;  // its first; -1: no more blocks
     bool whole;  // all queries see all keys by arithmetic, and all of both exist
     bool nothing_hidden;  // by the mask
+    bool last, third;  // of its place; its third or a later one
     int64_t sums;  // its gradients' place in space.sums
   };
   struct Shared {
@@ -102,10 +109,11 @@ struct BackwardOnSm90 {
     Scores scores[kShared ? 4 : 2];  // their gradients, two blocks'; the weights of those, where others need them
     float sums[kStaged ? kWarps : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
-    Place place;
+    Place place[kStays ? 2 : 1];
     Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
-    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
-        added[2], scores_empty[2];
+    int sent, number;  // load_places: blocks so far, and places
+    uint64_t key_full, value_full, keys_empty, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2],
+        turn[2], added[2], scores_empty[2];
   };
   static constexpr int kMaskOffset = (sizeof(Shared) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   static int shared_bytes(const AttentionProblem& problem) {
@@ -125,6 +133,24 @@ struct BackwardOnSm90 {
     T* const data = static_cast<T*>(to.data) + head * to.stride[1];
     for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
       data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<T>(0.0f);
+  }
+
+  // Gradients of keys that no sequence owns. Mostly there are none, which all threads find out together.
+  __device__ static void clear_unowned(const BackwardSm90Arguments& a) {
+    const AttentionProblem& problem = a.problem;
+    const int64_t heads = a.list.heads, count = heads * (problem.batch + 1), step = gridDim.x;
+    const auto rows_of = [&](int64_t n) {
+      return unowned_rows(problem.key_starts, problem.batch, n / heads, problem.keys, problem.total_keys);
+    };
+    for (int64_t first = blockIdx.x; first < count; first += step * kThreads) {
+      const int64_t mine = first + threadIdx.x * step;
+      if (!__syncthreads_or(mine < count && rows_of(mine).count > 0)) continue;
+      for (int64_t n = first; n < min(count, first + step * kThreads); n += step) {
+        const Rows rows = rows_of(n);
+        clear_rows(a.gradients.grad_key, n % heads, problem.width, rows);
+        clear_rows(a.gradients.grad_value, n % heads, problem.value_width, rows);
+      }
+    }
   }
 
   // Columns that only the tile has are nobody's.
@@ -154,13 +180,17 @@ struct BackwardOnSm90 {
   }
 
   // The block of that number, `count` others having gone before.
-  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block,
-                              bool nothing_hidden) {
-    const Place& place = shared.place;
+  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, const Place& place, int count, int head,
+                              int block, bool nothing_hidden, bool last = false, bool third = false) {
     const int stage = count % 2, query = block * kQueries;
     wait(&shared.empty[stage], count / 2 % 2 ^ 1);
     const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
-    shared.job[count % 4] = {head, query, all_see_all(place, query), nothing_hidden,
+    shared.job[count % 4] = {head,
+                             query,
+                             all_see_all(place, query),
+                             nothing_hidden,
+                             last,
+                             third,
                              (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space))};
     arrive_and_expect(&shared.query_full[stage], sizeof(Queries) + sizeof(shared.rows[stage]));
     load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
@@ -170,13 +200,13 @@ struct BackwardOnSm90 {
       load_bytes(shared.rows[stage][n],
                  a.space.rows + int64_t{first_rows + min(query / kRowBlock + n, (place.queries - 1) / kRowBlock)} * kRowNumbers,
                  sizeof(shared.rows[stage][n]), &shared.query_full[stage]);
-    if (count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
+    if (!kStays && count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
     arrive_and_expect(&shared.grad_out_full[stage], sizeof(Queries));
     load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
   }
 
   __device__ static void load(const BackwardSm90Arguments& a, Shared& shared) {
-    const Place& place = shared.place;
+    const Place& place = shared.place[0];
     const bool leads = threadIdx.x == 0;
     if (leads) load_keys(shared.key, a.key, place, &shared.key_full);
     int count = 0;
@@ -185,11 +215,11 @@ struct BackwardOnSm90 {
         QueryBlocks<kQueries, kKeys> blocks(a.space.map, place.batch, head, place.key, place.keys, place.begin, place.end);
         bool nothing_hidden;
         for (int block; (block = blocks.next(nothing_hidden)) < place.end; ++count) {
-          if (leads) send(a, shared, count, head, block, nothing_hidden);
+          if (leads) send(a, shared, place, count, head, block, nothing_hidden);
           __syncwarp();
         }
       } else if (leads) {
-        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, count, head, block, true);
+        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, place, count, head, block, true);
       }
     }
     if (leads) {
@@ -199,13 +229,57 @@ struct BackwardOnSm90 {
     }
   }
 
+  // Where kStays: places one after another, by the whole warp. The blocks of one take an even number of turns of the two
+  // buffers, and two at least: what is missing passes by empty. So a place begins with the first buffer, and its end, for which
+  // the other is needed once more, is over before the place after next is written.
+  __device__ static void load_places(const BackwardSm90Arguments& a, Shared& shared) {
+    // In shared memory, as is what else can be: this warp has few registers.
+    int &count = shared.sent, &number = shared.number;
+    if (threadIdx.x == 0) count = number = 0;
+    while (true) {
+      __syncwarp();
+      const bool more = take_place(a, shared);
+      if (threadIdx.x != 0) {
+        if (!more) return;
+        continue;
+      }
+      const Place& place = shared.place[number % 2];
+      const int blocks = more ? blocks_of(place) : 0;
+      int n = 0;
+      do {
+        if (n < blocks) {
+          int head = place.first_head, block = place.begin;
+          if (n > 0) {
+            const Job& before = shared.job[(count - 1) % 4];
+            head = before.head, block = before.query / kQueries + 1;
+            if (block == place.end) block = place.begin, ++head;
+          }
+          send(a, shared, place, count++, head, block, true, n == blocks - 1, n >= 2);
+        }
+        if (n == 0) {
+          wait(&shared.keys_empty, number % 2 ^ 1);
+          if (!more) {
+            arrive(&shared.key_full);
+            return;
+          }
+          load_keys(shared.key, a.key, place, &shared.key_full);
+          load_keys(shared.value, a.value, place, &shared.value_full);
+        }
+      } while (++n < blocks);
+      for (n = blocks; n < 2 || n % 2 != 0; ++n, ++count) {
+        wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
+        arrive(&shared.query_full[count % 2]);
+        arrive(&shared.grad_out_full[count % 2]);
+      }
+      ++number;
+    }
+  }
+
   // ---- the warp that waits for other blocks of threads, by one thread
 
   // A block of queries gets what its last keys add to its gradients first, and so on down. These keys' block of threads
   // precedes those that wait for it in the grid; under a causal mask it also reaches the queries sooner.
-  __device__ static void keep_turns(const BackwardSm90Arguments& a, Shared& shared) {
-    const Place& place = shared.place;
-    int count = 0;
+  __device__ static void keep_turns(const BackwardSm90Arguments& a, Shared& shared, const Place& place, int& count) {
     for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
       int* turn = a.turns + first_row_block(a.problem, a.space.list, place.batch, head) + place.begin * (kQueries / kRowBlock);
       for (int block = place.begin; block < place.end; ++block, ++count, turn += kQueries / kRowBlock) {
@@ -219,6 +293,18 @@ struct BackwardOnSm90 {
       }
     }
   }
+  __device__ static void keep_turns_of_places(const BackwardSm90Arguments& a, Shared& shared) {
+    int count = 0;
+    for (int number = 0;; ++number) {
+      wait(&shared.key_full, number % 2);
+      const Place& place = shared.place[number % 2];
+      if (place.begin < 0) return;
+      const int first = count;
+      keep_turns(a, shared, place, count);
+      for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.turn[count % 2]);
+      arrive(&shared.keys_empty);
+    }
+  }
 
   // ---- a computing warpgroup
 
@@ -228,7 +314,10 @@ struct BackwardOnSm90 {
     int thread;  // of those that compute
     int warp = 0;  // of those that compute: in all lanes the same, as far as the compiler knows
     int count = 0;  // of blocks so far
+    int number = 0;  // of places before this one
     Sums grad_key, grad_value;
+
+    __device__ __forceinline__ const Place& place() const { return shared.place[kStays ? number % 2 : 0]; }
 
     // What follows from the thread's number is computed anew, which takes fewer registers than to keep it.
     __device__ __forceinline__ void place_anew() {
@@ -290,8 +379,7 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ float* sums_of(const Job& job) const {
       const int width = sum_width(a.space);
       constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide ? kPieces * kPiece / 8 : 0;
-      const bool there =
-          kSideBySide ? kShared || group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
+      const bool there = kSideBySide ? kShared || group() * kPiece < width : job.query + group() * kPiece < place().queries;
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
     }
@@ -355,9 +443,9 @@ struct BackwardOnSm90 {
     using Words = unsigned[kScoreQueries / 16][4];  // of 16-bit pairs: a left operand
 
     __device__ __forceinline__ void clear_key_tail() {
-      const Place& place = shared.place;
+      const Place& place = this->place();
       if (a.problem.query_starts && place.key + kKeys > place.keys) {
-        wait(&shared.value_full, 0);
+        wait(&shared.value_full, number % 2);
         clear_tail(shared.key.box, place.keys - place.key);
         clear_tail(shared.value.box, place.keys - place.key);
         publish_tail();
@@ -365,7 +453,7 @@ struct BackwardOnSm90 {
     }
     template <int kBuffer>
     __device__ __forceinline__ void clear_query_tail() {
-      const Place& place = shared.place;
+      const Place& place = this->place();
       const int now = buffer<kBuffer>(), query = job().query;
       if (a.problem.query_starts && query + kQueries > place.queries) {
         wait(&shared.grad_out_full[now], parity());
@@ -377,7 +465,7 @@ struct BackwardOnSm90 {
 
     // What hide_scores<true> does, in few registers.
     __device__ __forceinline__ void hide(ScoreSums& score, int query) const {
-      const Place& place = shared.place;
+      const Place& place = this->place();
       const int first = query + score_query() + lane() % 4 * 2, left_over = place.queries - first;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -407,26 +495,25 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ void store_sums() {
       settle(flat(grad_key));
       settle(flat(grad_value));
-      sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
-      const float scale = static_cast<float>(a.problem.scale);
-#pragma unroll
-      for (int j = 0; j < kSumColumns / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          grad_key[0][j][e] *= scale;
-          if (kEverything) grad_value[0][j][e] *= a.keep_scale;
-        }
-      store(grad_key, a.gradients.grad_key, a.problem.width);
-      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+      if constexpr (!kStays) sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
+      store(grad_key, static_cast<float>(a.problem.scale), a.gradients.grad_key, a.problem.width);
+      store(grad_value, kEverything ? a.keep_scale : 1.0f, a.gradients.grad_value, a.problem.value_width);
     }
 
-    __device__ __forceinline__ void store(const Sums& d, const MutableView4& view, int64_t width) {
-      const Place& place = shared.place;
-      const int column = kShared ? group() * kSumColumns : 0;
+    __device__ __forceinline__ void store(Sums& d, float scale, const MutableView4& view, int64_t width) {
+      const Place& place = this->place();
+      const int column = kShared ? group() * kSumColumns : 0, left = place.last_key - place.key,
+                columns = static_cast<int>(width) - column;
       T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
-                    (place.sequence.keys.begin + place.key) * view.stride[2] + column * view.stride[3];
-      store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, column, score_row(), to, view.stride[2], view.stride[3],
-                    place.last_key - place.key, static_cast<int>(width) - column);
+                    place.first_key * view.stride[2] + column * view.stride[3];
+      if constexpr (kStays) {  // the next place's queries arrive in shared memory
+        store_rows(d, scale, score_row(), to, view.stride[2], view.stride[3], left, columns, lane());
+      } else {
+#pragma unroll
+        for (float& x : flat(d)) x *= scale;
+        store_rows<T>(d, OutTile{reinterpret_cast<T*>(shared.stage)}, column, score_row(), to, view.stride[2], view.stride[3],
+                      left, columns);
+      }
     }
 
     // ---- with keys of its own
@@ -455,7 +542,7 @@ struct BackwardOnSm90 {
     // products.
     struct Ahead {
       static constexpr int kHighs = kTile.lse_ahead ? kScoreQueries / 8 : 1;
-      bool whole, low;  // Job::whole; whether lse's low parts count
+      bool whole, last, third, low;  // of Job; whether lse's low parts count
       float2 high[kHighs];
     };
     template <int kBuffer>
@@ -463,6 +550,8 @@ struct BackwardOnSm90 {
       // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
       constexpr float kLarge = 256;
       ahead.whole = job.whole;
+      ahead.last = kStays && job.last;
+      ahead.third = kStays ? job.third : count > 0;
       bool low = false;
 #pragma unroll
       for (int n = 0; n < kQueries / kRowBlock; ++n) {
@@ -501,9 +590,9 @@ struct BackwardOnSm90 {
       settle(flat(grad));
       take_turn();
       start_scores(score, shared.key, stage.query, shift);
-      if constexpr (kFirst) wait(&shared.value_full, 0);
+      if constexpr (kFirst) wait(&shared.value_full, number % 2);
       if constexpr (!kFirst && kTile.sends_late)
-        if (count > 1 && !a.turns) {
+        if (ahead.third && !a.turns) {
           publish();
           send_queries(job(2));
         }
@@ -571,46 +660,88 @@ struct BackwardOnSm90 {
       release(&shared.scores_full[kNow]);
       if constexpr (!kFirst && !kTile.sends_late)
         if (!a.turns) send_queries(job(1));
-      const bool more = fetch<kOther>(1);
-      if (more) look_ahead<kOther>(ahead, job(-1));
+      const bool more = kStays ? !ahead.last : fetch<kOther>(1);
+      if (more) {
+        if constexpr (kStays) wait(&shared.query_full[kOther], (count + 1) / 2 % 2);
+        look_ahead<kOther>(ahead, job(-1));
+      }
       if constexpr (kTile.sends_late) finish_queries();
       wait_for_products<0>();
-      release(&shared.empty[kNow]);
+      // The second buffer also says that the place's end is over.
+      if (!kStays || kNow == 0 || more) release(&shared.empty[kNow]);
       ++count;
       return more;
     }
 
-    __device__ __forceinline__ void run_own() {
+    // A place's blocks, of which there is one.
+    __device__ __forceinline__ void own_blocks() {
+      clear_key_tail();
+      Ahead ahead;
+      look_ahead<0>(ahead, job());
+      if (own_block<true, 0>(ahead))
+        while (own_block<false, 1>(ahead) && own_block<false, 0>(ahead)) continue;
+      place_anew();
+      QuerySums query;
+      start_queries(query, (count - 1) % 2);
+      if (kTile.sends_late && (kStays ? blocks_of(place()) : count) > 1 && !a.turns) {
+        publish();
+        send_queries(job(2));
+      }
+      wait_for_products<0>();
+      settle(query);
+      if constexpr (kStays) {
+        release(&shared.scores_empty[(count - 1) % 2]);
+        release(&shared.keys_empty);
+      }
+      if (a.turns) {
+        add_queries(sums_of(job(1)), query, (count - 1) % 2);
+      } else {
+        stage_queries(query);
+        publish();
+        send_queries(job(1));
+      }
+    }
+
+    __device__ __forceinline__ void own_place() {
       place_anew();
       clear(grad_key);
       clear(grad_value);
-      wait(&shared.key_full, 0);
-      if (fetch<0>()) {
-        clear_key_tail();
-        Ahead ahead;
-        look_ahead<0>(ahead, job());
-        if (group() == 1) pass_turn();
-        if (own_block<true, 0>(ahead))
-          while (own_block<false, 1>(ahead) && own_block<false, 0>(ahead)) continue;
-        place_anew();
-        QuerySums query;
-        start_queries(query, (count - 1) % 2);
-        if (kTile.sends_late && count > 1 && !a.turns) {
-          publish();
-          send_queries(job(2));
-        }
-        wait_for_products<0>();
-        settle(query);
-        if (a.turns) {
-          add_queries(sums_of(job(1)), query, (count - 1) % 2);
-        } else {
-          stage_queries(query);
-          publish();
-          send_queries(job(1));
-          if (lane() == 0) wait_for_store_reads();
-        }
+      if (blocks_of(place()) > 0) {
+        wait(&shared.query_full[0], parity());
+        own_blocks();
+      } else {
+        release(&shared.keys_empty);
       }
+      for (int n = blocks_of(place()); n < 2 || n % 2 != 0; ++n, ++count) {  // what passes by empty
+        const int buffer = count % 2;
+        release(&shared.scores_full[buffer]);
+        release(&shared.scores_empty[buffer]);
+        if (a.turns) release(&shared.added[buffer]);
+        if (buffer == 0) release(&shared.empty[0]);
+      }
+      place_anew();
       store_sums();
+      release(&shared.empty[1]);
+    }
+
+    __device__ __forceinline__ void run_own() {
+      place_anew();
+      if (group() == 1) pass_turn();
+      if constexpr (kStays) {
+#pragma unroll 1
+        for (;; ++number) {
+          wait(&shared.key_full, number % 2);
+          if (place().begin < 0) break;
+          own_place();
+        }
+      } else {
+        clear(grad_key);
+        clear(grad_value);
+        wait(&shared.key_full, 0);
+        if (fetch<0>()) own_blocks();
+        store_sums();
+      }
+      if (lane() == 0) wait_for_store_reads();
     }
 
     // ---- with keys of its own and everything, which takes registers from what could be in flight
@@ -620,7 +751,7 @@ struct BackwardOnSm90 {
     template <bool kFirst>
     __device__ __forceinline__ void weigh(ScoreSums& score, ScoreSums& grad, Words& weight) {
       const AttentionProblem& problem = a.problem;
-      const Place& place = shared.place;
+      const Place& place = this->place();
       const int now = count % 2;
       const Job& job = this->job();
       Stage& stage = shared.stage[now];
@@ -669,7 +800,7 @@ struct BackwardOnSm90 {
       place_anew();
       subtract_delta<kEither>(grad);
       const ScoreRule rule = a.rule.of_head(problem, place.batch, job.head);
-      if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
+      if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.visible, &grad);
       if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
       if (!whole) hide(score, job.query);
       const bool bends = a.rule.bends;
@@ -855,45 +986,65 @@ struct BackwardOnSm90 {
     }
   };
 
-  __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
+  // The block of keys of that number, found by a warp or more and written by their first thread; false: there is none.
+  __device__ static bool find_place(const BackwardSm90Arguments& a, unsigned index, Place& place) {
     const AttentionProblem& problem = a.problem;
-    const BlockPlace at = place_of(problem, a.list, side_by_side(a.list, blockIdx.x, a.section), true, kKeys,
-                                   a.turns || problem.visible.right < 0);
-    Place place;
+    const BlockPlace at =
+        place_of(problem, a.list, side_by_side(a.list, index, a.section), true, kKeys, a.turns || problem.visible.right < 0);
+    const Sequence sequence = sequence_of(problem, at.sequence);
+    const int key = static_cast<int>(at.block) * kKeys, keys = static_cast<int>(sequence.keys.count),
+              queries = static_cast<int>(sequence.queries.count);
+    if (at.block < 0 || key >= keys) return false;
+    if (threadIdx.x != 0) return true;
     place.batch = at.sequence;
     place.unit = at.head;
-    place.sequence = sequence_of(problem, at.sequence);
-    place.queries = static_cast<int>(place.sequence.queries.count);
-    place.keys = static_cast<int>(place.sequence.keys.count);
-    if (problem.query_starts && at.block == 0) {
-      const auto clear = [&](int64_t n) {
-        const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
-        clear_rows(a.gradients.grad_key, place.unit, problem.width, rows);
-        clear_rows(a.gradients.grad_value, place.unit, problem.value_width, rows);
-      };
-      clear(place.batch);
-      if (place.batch == problem.batch - 1) clear(problem.batch);
-    }
-    if (at.block < 0 || at.block * kKeys >= place.keys) return;
-    place.key = static_cast<int>(at.block) * kKeys;
-    place.first_query = static_cast<int>(place.sequence.queries.begin);
-    place.first_key = static_cast<int>(place.sequence.keys.begin) + place.key;
-    place.last_key = min(place.key + kKeys, place.keys);
+    place.queries = queries;
+    place.keys = keys;
+    place.key = key;
+    place.first_query = static_cast<int>(sequence.queries.begin);
+    place.first_key = static_cast<int>(sequence.keys.begin) + key;
     place.heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
-    place.first_head = place.unit * place.heads;
-    const QueryRange range = queries_of_any(place.sequence.visible, place.key, place.last_key, place.queries);
-    place.begin = static_cast<int>(min(range.begin, int64_t{place.queries}) / kQueries);
-    place.end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
+    place.first_head = at.head * place.heads;
+    place.last_key = min(key + kKeys, keys);
+    if (kEverything) place.visible = sequence.visible;
     const auto bound = [](int64_t x) { return x < 0 ? kFar : static_cast<int>(min(x, int64_t{kFar})); };
-    place.offset = static_cast<int>(place.sequence.visible.offset);
-    place.left = bound(place.sequence.visible.left);
-    place.right = bound(place.sequence.visible.right);
+    const int offset = static_cast<int>(sequence.visible.offset), left = bound(problem.visible.left),
+              right = bound(problem.visible.right);
+    place.offset = offset;
+    place.left = left;
+    place.right = right;
+    // queries_of_any, in 32 bits: the loading warp has few registers.
+    const int from = key - offset, to = min(key + kKeys, keys) - offset;
+    const int begin = right >= from ? 0 : min(from - right, queries), end = left >= queries - to ? queries : to + left;
+    place.begin = begin / kQueries;
+    place.end = end > begin ? (end + kQueries - 1) / kQueries : 0;
+    return true;
+  }
 
+  // The next that nobody has taken, by a warp; false: there are no more. In this order they are started, too, on which `turns`
+  // counts.
+  __device__ static bool take_place(const BackwardSm90Arguments& a, Shared& shared) {
+    while (true) {
+      unsigned index = 0;
+      if (threadIdx.x == 0) index = atomicAdd(a.taken, 1u);
+      index = __shfl_sync(~0u, index, 0);
+      if (index >= static_cast<unsigned>(a.list.count())) {
+        if (threadIdx.x == 0) shared.place[shared.number % 2].begin = -1;
+        return false;
+      }
+      if (find_place(a, index, shared.place[threadIdx.x == 0 && kStays ? shared.number % 2 : 0])) return true;
+    }
+  }
+
+  __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
+    let_next_kernel_start();
+    if (a.problem.query_starts) clear_unowned(a);
+    if (!kStays && !find_place(a, blockIdx.x, shared.place[0])) return;
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
     if (threadIdx.x == 0) {
-      shared.place = place;
       init_barrier(&shared.key_full, 1);
       init_barrier(&shared.value_full, 1);
+      init_barrier(&shared.keys_empty, kWarps + (a.turns ? 1 : 0));
       for (int i = 0; i < kStages; ++i) {
         init_barrier(&shared.query_full[i], 1);
         init_barrier(&shared.grad_out_full[i], 1);
@@ -907,11 +1058,18 @@ struct BackwardOnSm90 {
       }
       publish_barriers();
     }
+    wait_for_kernel_before();
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
-      if (warp == 0) load(a, shared);
-      if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
+      if constexpr (kStays) {
+        if (warp == 0) load_places(a, shared);
+        if (a.turns && threadIdx.x == kWarp) keep_turns_of_places(a, shared);
+      } else {
+        if (warp == 0) load(a, shared);
+        int count = 0;
+        if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared, shared.place[0], count);
+      }
     } else {
       grow_registers<kTile.registers>();
       Group group{a, shared, static_cast<int>(threadIdx.x) - 128};
@@ -925,11 +1083,11 @@ struct BackwardOnSm90 {
   }
 };
 
-template <class T, int kWidth, bool kEverything>
+template <class T, int kWidth, bool kEverything, bool kStays>
 __global__ void __launch_bounds__(BackwardSm90::kThreads, 1)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+  using Body = BackwardOnSm90<T, kWidth, kEverything, kStays>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
 #endif
@@ -962,10 +1120,10 @@ BackwardSpace backward_sm90_space(const AttentionProblem& problem, const Attenti
   return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class T, int kWidth, bool kEverything>
+template <class T, int kWidth, bool kEverything, bool kStays>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
-                          int* turns, CUstream_st* stream) {
-  using Body = BackwardOnSm90<T, kWidth, kEverything>;
+                          int* turns, unsigned* taken, CUstream_st* stream) {
+  using Body = BackwardOnSm90<T, kWidth, kEverything, kStays>;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
@@ -985,13 +1143,17 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
                                         space,
                                         section,
                                         turns,
+                                        taken,
                                         list,
                                         ScoreRule(problem),
                                         problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
-  launch<attention_backward_sm90<T, kWidth, kEverything>>(arguments, arguments.list.count(), Body::kThreads,
-                                                          Body::shared_bytes(problem), stream);
+  const int64_t blocks = kStays ? std::min(list.count(), int64_t{multiprocessors()}) : list.count();
+  launch<attention_backward_sm90<T, kWidth, kEverything, kStays>>(arguments, blocks, Body::kThreads,
+                                                                  Body::shared_bytes(problem), stream, true);
 }
 
+// Behind the rest of the workspace: how many blocks of keys have been taken, and turns.
+constexpr int64_t kTakenBytes = 16;
 inline int64_t turn_bytes(const BackwardSpace& space, bool deterministic) {
   return deterministic ? (space.list.count() * static_cast<int64_t>(sizeof(int)) + 15) / 16 * 16 : 0;
 }
@@ -1000,7 +1162,7 @@ template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
   if (is_short_backward_sm90(problem, gradients, is_plain(problem))) return 0;
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
-  return space.bytes + turn_bytes(space, deterministic);
+  return space.bytes + kTakenBytes + turn_bytes(space, deterministic);
 }
 
 template <int kWidth>
@@ -1010,13 +1172,24 @@ void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gr
     if (is_short_backward_sm90(problem, gradients, is_plain(problem)))
       return short_backward_sm90<kWidth>(problem, gradients, stream);
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
-  int* const turns = deterministic ? reinterpret_cast<int*>(static_cast<char*>(workspace) + space.bytes) : nullptr;
+  char* const behind = static_cast<char*>(workspace) + space.bytes;
+  unsigned* const taken = reinterpret_cast<unsigned*>(behind);
+  int* const turns = deterministic ? reinterpret_cast<int*>(behind + kTakenBytes) : nullptr;
   if (turns) check(cudaMemsetAsync(turns, 0, turn_bytes(space, true), stream), "cudaMemsetAsync");
   fill_block_map(problem, space.map, stream);
-  prepare_backward(problem, gradients, space, stream);
+  prepare_backward(problem, gradients, space, stream, taken);
   visit_backward_sm90<kWidth>(problem, [&]<class T, bool kEverything, int kTileWidth>(Type<T>, std::bool_constant<kEverything>,
                                                                                       std::integral_constant<int, kTileWidth>) {
-    launch_backward_sm90<T, kTileWidth, kEverything>(problem, gradients, space, turns, stream);
+    constexpr int kMostStaying = backward_sm90_tile(kTileWidth, kEverything).most_keys_staying;
+    const auto start = [&]<bool kStays>(std::bool_constant<kStays>) {
+      launch_backward_sm90<T, kTileWidth, kEverything, kStays>(problem, gradients, space, turns, taken, stream);
+    };
+    if constexpr (kMostStaying >= kLongestBackwardSm90)
+      start(std::true_type{});
+    else if constexpr (kMostStaying > 0)
+      problem.keys <= kMostStaying ? start(std::true_type{}) : start(std::false_type{});
+    else
+      start(std::false_type{});
   });
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);

@@ -94,15 +94,17 @@ struct BackwardSm90 {
   bool in_turn;  // warpgroups start their scores one after another
   bool sends_late;  // gradients of queries leave amid the next block, and not at once
   int registers, loader_registers;
+  // A block of threads stays for one block of keys after another where sequences have up to so many keys.
+  int most_keys_staying;
 
   static constexpr int kWarpgroups = 2, kThreads = 128 * (kWarpgroups + 1);
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, false, 128, 128, false, false, true, 232, 40},
-    {128, false, 128, 64, true, true, false, 240, 24},
-    {128, true, 128, 64, false, false, false, 240, 24},
-    {256, false, 64, 64, false, false, false, 240, 24},
+    {64, false, 128, 128, false, false, true, 240, 24, 1 << 28},
+    {128, false, 128, 64, true, true, false, 240, 24, 1024},
+    {128, true, 128, 64, false, false, false, 240, 24, 0},
+    {256, false, 64, 64, false, false, false, 240, 24, 0},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;
