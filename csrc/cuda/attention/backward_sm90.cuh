@@ -1207,6 +1207,7 @@ struct BackwardOnSm90 {
       }
       for (int n = blocks_of(place()); n < 2 || n % 2 != 0; ++n, ++count) {  // what passes by empty
         const int buffer = count % 2;
+        wait(&shared.query_full[buffer], parity());  // until all are done with the place before: arrivals for both would mix
         release(&shared.scores_full[buffer]);
         release(&shared.scores_empty[buffer]);
         if (a.turns) release(&shared.added[buffer]);
