@@ -23,6 +23,7 @@
 #include "../hw/reduce.cuh"
 #include "../hw/register_budget.cuh"
 #include "../hw/store_matrix.cuh"
+#include "../hw/stream_order.cuh"
 #include "../hw/turns.cuh"
 #include "attention.h"
 #include "backward_short_sm90.cuh"
@@ -55,6 +56,7 @@ struct BackwardSm90Arguments {
   bool halves;  // by_halves() decides
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
+  unsigned* taken;  // of the list of keys' blocks, 0 at the start, where blocks of threads stay for several
   BlockList list;  // of keys; heads are units
   ScoreRule rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
@@ -62,7 +64,9 @@ struct BackwardSm90Arguments {
   float added_scale;  // of what ALiBi and a mask add, for the units of products: 1 / scale
 };
 
-template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith>
+// kStays: a block of threads takes one block of keys after another: while the gradients of one's keys are stored, the next
+// one's queries, keys and values are on their way.
+template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith, bool kStays>
 struct BackwardOnSm90 {
   static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kValueWidth, kWith);
   static constexpr bool kEverything = kWith == BackwardSm90With::kEverything, kDrops = kWith == BackwardSm90With::kDropout;
@@ -91,6 +95,7 @@ struct BackwardOnSm90 {
   static constexpr int kSummers = kLine ? 4 : kWarps;  // warps that sum gradients of queries
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
   static constexpr bool kStaged = !kEverything && !kAlone;
+  static_assert(!kStays || (kStaged && !kWalks && !kLine));
   static constexpr int kScoreBuffers = kAlone || (kLine && kWidth > 192) ? 1 : 2;  // of blocks
   static constexpr bool kLowAside = kTurned && kQueries == 128;  // boxes of a mask leave no room for lse's low part
   static constexpr int kRowsKept = kRowBlock * (kLowAside ? 2 : 3);
@@ -114,17 +119,20 @@ struct BackwardOnSm90 {
   struct Place {
     int64_t batch;
     int unit, key, last_key, queries, keys, first_head, heads;
-    Sequence sequence;
-    int begin, end;  // blocks of queries
+    Visibility visible;
+    int begin, end;  // blocks of queries; begin < 0: there are no more places
     int first_query, first_key;  // rows of the tensors
     int offset, left, right;  // of sequence.visible, in 32 bits; kFar: no bound
   };
   static constexpr int kFar = 4 * kLongestBackwardSm90;  // no query stands that far from a key
+  // Where no mask hides any.
+  __device__ __forceinline__ static int blocks_of(const Place& place) { return place.heads * max(place.end - place.begin, 0); }
   // What passes by: a block of a head's queries.
   struct Job {
     int head, query;  // its first; -1: no more blocks
     bool whole;  // all queries see all keys by arithmetic, and all of both exist
     int sides;  // kSees, kAsks
+    bool last, third;  // of its place; its third or a later one
     int64_t sums;  // its gradients' place in space.sums
     float slope;  // of ALiBi, in the units of products
   };
@@ -139,10 +147,11 @@ struct BackwardOnSm90 {
     uint4 weights[kLine ? 4 : 1][kLine ? 128 : 1];  // as a thread has them, for the one that has their gradients
     float sums[kStaged ? kSummers : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
     alignas(16) float rows[kStages][kQueries / kRowBlock][kRowsKept];
-    Place place;
+    Place place[kStays ? 2 : 1];
     Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
-    uint64_t key_full, value_full, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2], turn[2],
-        added[2], scores_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
+    int sent, number;  // load_places: blocks so far, and places
+    uint64_t key_full, value_full, keys_empty, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2],
+        turn[2], added[2], scores_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
     uint64_t mask_full, mask_empty, drawn_full[kStages];
   };
   // Behind that: a MaskBlock; or a mask's boxes, or its bits, and then dropout's.
@@ -184,6 +193,24 @@ struct BackwardOnSm90 {
   static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kLine ? 1 : kStages) * sizeof(Stage)));
 
   static constexpr int kAllMath = 1, kTurn = 2;  // named barriers; kTurn + warpgroup
+
+  // Gradients of keys that no sequence owns. Mostly there are none, which all threads find out together.
+  __device__ static void clear_unowned(const BackwardSm90Arguments& a) {
+    const AttentionProblem& problem = a.problem;
+    const int64_t heads = a.list.heads, count = heads * (problem.batch + 1), step = gridDim.x;
+    const auto rows_of = [&](int64_t n) {
+      return unowned_rows(problem.key_starts, problem.batch, n / heads, problem.keys, problem.total_keys);
+    };
+    for (int64_t first = blockIdx.x; first < count; first += step * kThreads) {
+      const int64_t mine = first + threadIdx.x * step;
+      if (!__syncthreads_or(mine < count && rows_of(mine).count > 0)) continue;
+      for (int64_t n = first; n < min(count, first + step * kThreads); n += step) {
+        const Rows rows = rows_of(n);
+        clear_rows<T, kThreads>(a.gradients.grad_key, n % heads, problem.width, rows);
+        clear_rows<T, kThreads>(a.gradients.grad_value, n % heads, problem.value_width, rows);
+      }
+    }
+  }
 
   // Columns that only the tile has are nobody's.
   __device__ static int sum_width(const BackwardSpace& space) { return kFillsUp ? static_cast<int>(space.width) : kWidth; }
@@ -255,15 +282,15 @@ struct BackwardOnSm90 {
   // A mask may show one half of a block's keys alone to many a block of queries: then blocks of threads that own 64 keys, two a
   // multiprocessor, make what one that owns 128 leaves. Both ask the map, so that one of them returns at once.
   static constexpr bool kMayHalve = kAlone || (kWith == BackwardSm90With::kMasks && kQueries == 64);
-  __device__ static bool by_halves(const BackwardSm90Arguments& a, const Place& place) {
+  __device__ static bool by_halves(const BackwardSm90Arguments& a, int64_t batch, int first_head, int heads_of_unit, int key) {
     constexpr int kOneForBoth = 4;  // what a block costs in either way, roughly
     constexpr int kAtOnce = 4;  // loads under way: the time of one is most of what it takes to return
     const BlockMap& map = a.space.map;
     const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
-              heads = map.size[1] == 1 ? 1 : place.heads, column = place.key / kMapBlock / 2 * 2;
+              heads = map.size[1] == 1 ? 1 : heads_of_unit, column = key / kMapBlock / 2 * 2;
     int one = 0, both = 0;
-    for (int head = place.first_head; head < place.first_head + heads; ++head) {
-      const uint8_t* const kinds = map.row(place.batch, head, 0) + column;
+    for (int head = first_head; head < first_head + heads; ++head) {
+      const uint8_t* const kinds = map.row(batch, head, 0) + column;
       for (int first = 0; first < rows; first += kAtOnce * kWarp) {
         bool seen[kAtOnce][2];
 #pragma unroll
@@ -330,7 +357,7 @@ struct BackwardOnSm90 {
   }
 
   __device__ static void load_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
-    const Place& place = shared.place;
+    const Place& place = shared.place[0];
     const TurnedBits& bits = a.bits;
     const auto of = [&](int i, int64_t n) { return bits.size[i] == 1 ? int64_t{0} : min(n, bits.size[i] - 1); };
     const int64_t first = of(0, place.batch) * bits.size[1] + of(1, head);
@@ -345,7 +372,7 @@ struct BackwardOnSm90 {
                    TurnedBits::kWords * sizeof(unsigned), &shared.query_full[stage]);
   }
   __device__ static void load_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query, int sides) {
-    const Place& place = shared.place;
+    const Place& place = shared.place[0];
     wait(&shared.mask_empty, count % 2 ^ 1);
     arrive_and_expect(&shared.mask_full, __popc(sides & kAnyAsks) * sizeof(MaskBox));
 #pragma unroll
@@ -358,8 +385,8 @@ struct BackwardOnSm90 {
   }
 
   // The block of that number, `count` others having gone before.
-  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int block, int sides) {
-    const Place& place = shared.place;
+  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, const Place& place, int count, int head,
+                              int block, int sides, bool last = false, bool third = false) {
     const int stage = count % 2, query = block * kQueries;
     wait(&shared.empty[stage], count / 2 % 2 ^ 1);
     const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
@@ -369,6 +396,7 @@ struct BackwardOnSm90 {
     job.whole = all_see_all(place, query);
     job.sums = (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space));
     if constexpr (kWalks) job.sides = sides;
+    if constexpr (kStays) job.last = last, job.third = third;
     unsigned bytes = sizeof(Queries) + sizeof(shared.rows[stage]);
     if constexpr (kTurned) {
       if (a.problem.alibi_slopes)
@@ -390,7 +418,7 @@ struct BackwardOnSm90 {
     }
     if constexpr (kTurned)
       if (a.turned_mask == TurnedMask::kBits && (sides & kAnyAsks)) load_bits(a, shared, stage, head, query);
-    if (count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
+    if (!kStays && count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
     if constexpr (kLine) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
     arrive_and_expect(&shared.grad_out_full[stage], sizeof(OutGradients));
     load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
@@ -399,18 +427,18 @@ struct BackwardOnSm90 {
   }
 
   __device__ static void load(const BackwardSm90Arguments& a, Shared& shared) {
-    const Place& place = shared.place;
+    const Place& place = shared.place[0];
     const bool leads = threadIdx.x == 0;
     if (leads) load_keys(shared.key, a.key, place, &shared.key_full);
     int count = 0;
     if constexpr (kWalks) {
       count = for_each_block(a, place, [&](int n, int head, int block, int sides) {
-        if (leads) send(a, shared, n, head, block, sides);
+        if (leads) send(a, shared, place, n, head, block, sides);
         __syncwarp();
       });
     } else if (leads) {
       for (int head = place.first_head; head < place.first_head + place.heads; ++head)
-        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, count, head, block, kAllSee);
+        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, place, count, head, block, kAllSee);
     }
     if (leads) {
       wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
@@ -419,12 +447,58 @@ struct BackwardOnSm90 {
     }
   }
 
+  // Where kStays: places one after another, by the whole warp. The blocks of one take an even number of turns of the two
+  // buffers, and two at least: what is missing passes by empty. So a place begins with the first buffer, and its end, for which
+  // the other is needed once more, is over before the place after next is written.
+  __device__ static void load_places(const BackwardSm90Arguments& a, Shared& shared) {
+    // In shared memory, as is what else can be: this warp has few registers.
+    int &count = shared.sent, &number = shared.number;
+    if (threadIdx.x == 0) count = number = 0;
+    while (true) {
+      __syncwarp();
+      const bool more = take_place(a, shared);
+      if (threadIdx.x != 0) {
+        if (!more) return;
+        continue;
+      }
+      const Place& place = shared.place[number % 2];
+      const int blocks = more ? blocks_of(place) : 0;
+      int n = 0;
+      do {
+        if (n < blocks) {
+          int head = place.first_head, block = place.begin;
+          if (n > 0) {
+            const Job& before = shared.job[(count - 1) % 4];
+            head = before.head, block = before.query / kQueries + 1;
+            if (block == place.end) block = place.begin, ++head;
+          }
+          send(a, shared, place, count++, head, block, kAllSee, n == blocks - 1, n >= 2);
+        }
+        if (n == 0) {
+          wait(&shared.keys_empty, number % 2 ^ 1);
+          if (!more) {
+            arrive(&shared.key_full);
+            return;
+          }
+          load_keys(shared.key, a.key, place, &shared.key_full);
+          load_keys(shared.value, a.value, place, &shared.value_full);
+        }
+      } while (++n < blocks);
+      for (n = blocks; n < 2 || n % 2 != 0; ++n, ++count) {
+        wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
+        arrive(&shared.query_full[count % 2]);
+        arrive(&shared.grad_out_full[count % 2]);
+      }
+      ++number;
+    }
+  }
+
   // ---- warps that draw what dropout keeps
 
   // A lane has eight keys that share draws, for an eighth of a block's queries: the even or the odd ones of a place among the
   // four of wgmma.cuh.
   __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
-    const Place& place = shared.place;
+    const Place& place = shared.place[0];
     const int lane = static_cast<int>(threadIdx.x) % kWarp, odd = lane / 16, upper = lane % 2;
     // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
     const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
@@ -477,9 +551,7 @@ struct BackwardOnSm90 {
 
   // A block of queries gets what its last keys add to its gradients first, and so on down. These keys' block of threads
   // precedes those that wait for it in the grid; under a causal mask it also reaches the queries sooner.
-  __device__ static void keep_turns(const BackwardSm90Arguments& a, Shared& shared) {
-    const Place& place = shared.place;
-    int count = 0;
+  __device__ static void keep_turns(const BackwardSm90Arguments& a, Shared& shared, const Place& place, int& count) {
     for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
       int* turn = a.turns + first_row_block(a.problem, a.space.list, place.batch, head) + place.begin * (kQueries / kRowBlock);
       for (int block = place.begin; block < place.end; ++block, ++count, turn += kQueries / kRowBlock) {
@@ -494,6 +566,19 @@ struct BackwardOnSm90 {
     }
   }
 
+  __device__ static void keep_turns_of_places(const BackwardSm90Arguments& a, Shared& shared) {
+    int count = 0;
+    for (int number = 0;; ++number) {
+      wait(&shared.key_full, number % 2);
+      const Place& place = shared.place[number % 2];
+      if (place.begin < 0) return;
+      const int first = count;
+      keep_turns(a, shared, place, count);
+      for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.turn[count % 2]);
+      arrive(&shared.keys_empty);
+    }
+  }
+
   // ---- a computing warpgroup
 
   struct Group {
@@ -502,8 +587,11 @@ struct BackwardOnSm90 {
     int thread;  // of those that compute
     int warp = 0;  // of those that compute: in all lanes the same, as far as the compiler knows
     int count = 0;  // of blocks so far
+    int number = 0;  // of places before this one
     Sums<kWidth> grad_key;
     Sums<kValueWidth> grad_value;
+
+    __device__ __forceinline__ const Place& place() const { return shared.place[kStays ? number % 2 : 0]; }
 
     // What follows from the thread's number is computed anew, which takes fewer registers than to keep it.
     __device__ __forceinline__ void place_anew() {
@@ -579,7 +667,7 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ float* sums_of(const Job& job) const {
       const int width = sum_width(a.space);
       constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide && !kLine ? kPiece / 8 : 0;
-      const bool there = kSideBySide ? kLine || group() * kPiece < width : job.query + group() * kPiece < shared.place.queries;
+      const bool there = kSideBySide ? kLine || group() * kPiece < width : job.query + group() * kPiece < place().queries;
       const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
       return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
     }
@@ -638,7 +726,7 @@ struct BackwardOnSm90 {
       if (lane() == 0) wait_for_store_reads();
       __syncwarp();
       const Job& job = this->job();
-      const int n = 4 * lane() / kRowBlock, last = (shared.place.queries - 1) / kRowBlock - job.query / kRowBlock;
+      const int n = 4 * lane() / kRowBlock, last = (place().queries - 1) / kRowBlock - job.query / kRowBlock;
       const int64_t row_block = job.sums / (kRowBlock * kWidth) + min(n, last);  // as in row_numbers
       reinterpret_cast<float4*>(shared.sums[warp])[lane()] =
           reinterpret_cast<const float4*>(a.space.rows + row_block * kRowNumbers + kRowBlock)[lane() % (kRowBlock / 4)];
@@ -663,10 +751,10 @@ struct BackwardOnSm90 {
     using Words = unsigned[kQueries / 16][4];  // of 16-bit pairs: a left operand
 
     __device__ __forceinline__ void clear_key_tail() {
-      const Place& place = shared.place;
+      const Place& place = this->place();
       if (a.problem.query_starts && place.key + kKeys > place.keys) {
-        wait(&shared.key_full, 0);
-        wait(&shared.value_full, 0);
+        wait(&shared.key_full, number % 2);
+        wait(&shared.value_full, number % 2);
         clear_tail(shared.key.box, place.keys - place.key);
         clear_tail(shared.value.box, place.keys - place.key);
         publish_tail();
@@ -674,7 +762,7 @@ struct BackwardOnSm90 {
     }
     template <int kBuffer>
     __device__ __forceinline__ void clear_query_tail() {
-      const Place& place = shared.place;
+      const Place& place = this->place();
       const int now = buffer<kBuffer>(), query = job().query;
       if (a.problem.query_starts && query + kQueries > place.queries) {
         wait(&shared.grad_out_full[now], parity());
@@ -686,7 +774,7 @@ struct BackwardOnSm90 {
 
     // What hide_scores<true> does, in few registers.
     __device__ __forceinline__ void hide(ScoreSums& score, int query) const {
-      const Place& place = shared.place;
+      const Place& place = this->place();
       const int first = query + lane() % 4 * 2, left_over = place.queries - first;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -715,37 +803,34 @@ struct BackwardOnSm90 {
     // The end: gradients of this warpgroup's keys and values.
     __device__ __forceinline__ void store_keys() {
       settle(flat(grad_key));
-      const float scale = static_cast<float>(a.problem.scale);
-#pragma unroll
-      for (int j = 0; j < kWidth / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) grad_key[0][j][e] *= scale;
-      store(grad_key, a.gradients.grad_key, a.problem.width);
+      store(grad_key, static_cast<float>(a.problem.scale), a.gradients.grad_key, a.problem.width);
     }
     __device__ __forceinline__ void store_values() {
       settle(flat(grad_value));
-      if constexpr (kEverything)
-#pragma unroll
-        for (int j = 0; j < kValueWidth / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) grad_value[0][j][e] *= a.keep_scale;
-      store(grad_value, a.gradients.grad_value, a.problem.value_width);
+      store(grad_value, kEverything ? a.keep_scale : 1.0f, a.gradients.grad_value, a.problem.value_width);
     }
     __device__ __forceinline__ void store_sums() {
       settle(flat(grad_key));
       settle(flat(grad_value));
-      sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
+      if constexpr (!kStays) sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
       store_keys();
       store_values();
     }
 
     template <int kCount>
-    __device__ __forceinline__ void store(const Accumulator<1, kCount>& d, const MutableView4& view, int64_t width) {
-      const Place& place = shared.place;
+    __device__ __forceinline__ void store(Accumulator<1, kCount>& d, float scale, const MutableView4& view, int64_t width) {
+      const Place& place = this->place();
+      const int left = place.last_key - place.key, columns = static_cast<int>(width);
       T* const to = static_cast<T*>(view.data) + place.batch * view.stride[0] + place.unit * view.stride[1] +
-                    (place.sequence.keys.begin + place.key) * view.stride[2];
-      store_rows<T>(d, OutTile{reinterpret_cast<T*>(&shared.stage[kLine ? group() : 0])}, 0, score_row(), to, view.stride[2],
-                    view.stride[3], place.last_key - place.key, static_cast<int>(width));
+                    place.first_key * view.stride[2];
+      if constexpr (kStays) {  // the next place's queries arrive in shared memory
+        store_rows(d, scale, score_row(), to, view.stride[2], view.stride[3], left, columns, lane());
+      } else {
+#pragma unroll
+        for (float& x : flat(d)) x *= scale;
+        store_rows<T>(d, OutTile{reinterpret_cast<T*>(&shared.stage[kLine ? group() : 0])}, 0, score_row(), to, view.stride[2],
+                      view.stride[3], left, columns);
+      }
     }
 
     // ---- with keys of its own
@@ -782,7 +867,7 @@ struct BackwardOnSm90 {
     // products.
     struct Ahead {
       static constexpr int kHighs = kTile.lse_ahead ? kQueries / 8 : 1;
-      bool whole, low;  // Job::whole; whether lse's low parts count
+      bool whole, last, third, low;  // of Job; whether lse's low parts count
       int sides;  // Job::sides
       float2 high[kHighs];
     };
@@ -791,6 +876,7 @@ struct BackwardOnSm90 {
       // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
       constexpr float kLarge = 256;
       ahead.whole = job.whole;
+      if constexpr (kStays) ahead.last = job.last, ahead.third = job.third;
       if constexpr (kTurned) ahead.sides = job.sides;
       bool low = false;
 #pragma unroll
@@ -854,7 +940,7 @@ struct BackwardOnSm90 {
     __device__ __forceinline__ void add(ScoreSums& score, const Ahead& ahead) {
       if (a.problem.alibi_slopes) {
         const Job& job = this->job();
-        const Place& place = shared.place;
+        const Place& place = this->place();
         const float distance =
             static_cast<float>(job.query + lane() % 4 * 2 + place.offset - place.key - score_row() - lane() / 4);
         const float slope = job.slope;
@@ -949,9 +1035,9 @@ struct BackwardOnSm90 {
       if constexpr (!kDrops) begin_gradients<kNow>(grad);
       take_turn();
       start_scores<kWidth>(score, shared.key, stage.query, shift);
-      if constexpr (kFirst) wait(&shared.value_full, 0);
+      if constexpr (kFirst) wait(&shared.value_full, number % 2);
       if constexpr (!kFirst && kTile.sends_late)
-        if (count > 1 && !a.turns) {
+        if ((kStays ? ahead.third : count > 1) && !a.turns) {
           publish();
           send_queries(sums_of(job(2)));
         }
@@ -1054,11 +1140,15 @@ struct BackwardOnSm90 {
       release(&shared.scores_full[kNow]);
       if constexpr (!kFirst && !kTile.sends_late)
         if (!a.turns) send_queries(sums_of(job(1)));
-      const bool more = fetch<kOther>(1);
-      if (more) look_ahead<kOther>(ahead, job(-1));
+      const bool more = kStays ? !ahead.last : fetch<kOther>(1);
+      if (more) {
+        if constexpr (kStays) wait(&shared.query_full[kOther], (count + 1) / 2 % 2);
+        look_ahead<kOther>(ahead, job(-1));
+      }
       if constexpr (kTile.sends_late) finish_queries();
       wait_for_products<0>();
-      release(&shared.empty[kNow]);
+      // The second buffer also says that the place's end is over.
+      if (!kStays || kNow == 0 || more) release(&shared.empty[kNow]);
       ++count;
       return more;
     }
@@ -1070,38 +1160,78 @@ struct BackwardOnSm90 {
       return own_block<kFirst, kNow>(ahead);
     }
 
-    __device__ __forceinline__ void run_own() {
+    // A place's blocks, of which there is one.
+    __device__ __forceinline__ void own_blocks() {
+      clear_key_tail();
+      Ahead ahead;
+      look_ahead<0>(ahead, job());
+      if (own_step<true, 0>(ahead))
+        while (own_step<false, 1>(ahead) && own_step<false, 0>(ahead)) continue;
+      if constexpr (kAlone) return;
+      place_anew();
+      QuerySums query;
+      start_queries(query, (count - 1) % 2);
+      if (kTile.sends_late && (kStays ? blocks_of(place()) : count) > 1 && !a.turns) {
+        publish();
+        send_queries(sums_of(job(2)));
+      }
+      wait_for_products<0>();
+      settle(query);
+      if constexpr (kStays) {
+        release(&shared.scores_empty[(count - 1) % 2]);
+        release(&shared.keys_empty);
+      }
+      if (a.turns) {
+        add_queries(sums_of(job(1)), query, (count - 1) % 2);
+      } else {
+        stage_queries(query);
+        publish();
+        send_queries(sums_of(job(1)));
+      }
+    }
+
+    __device__ __forceinline__ void own_place() {
       place_anew();
       clear(grad_key);
       clear(grad_value);
-      wait(&shared.key_full, 0);
-      if (fetch<0>()) {
-        clear_key_tail();
-        Ahead ahead;
-        look_ahead<0>(ahead, job());
-        if (group() == 1) pass_turn();
-        if (own_step<true, 0>(ahead))
-          while (own_step<false, 1>(ahead) && own_step<false, 0>(ahead)) continue;
-        if constexpr (kAlone) return store_sums();
-        place_anew();
-        QuerySums query;
-        start_queries(query, (count - 1) % 2);
-        if (kTile.sends_late && count > 1 && !a.turns) {
-          publish();
-          send_queries(sums_of(job(2)));
-        }
-        wait_for_products<0>();
-        settle(query);
-        if (a.turns) {
-          add_queries(sums_of(job(1)), query, (count - 1) % 2);
-        } else {
-          stage_queries(query);
-          publish();
-          send_queries(sums_of(job(1)));
-          if (lane() == 0) wait_for_store_reads();
-        }
+      if (blocks_of(place()) > 0) {
+        wait(&shared.query_full[0], parity());
+        own_blocks();
+      } else {
+        wait(&shared.value_full, number % 2);  // or the next place's values were asked for while these are on their way
+        release(&shared.keys_empty);
       }
+      for (int n = blocks_of(place()); n < 2 || n % 2 != 0; ++n, ++count) {  // what passes by empty
+        const int buffer = count % 2;
+        wait(&shared.query_full[buffer], parity());  // until all are done with the place before: arrivals for both would mix
+        release(&shared.scores_full[buffer]);
+        release(&shared.scores_empty[buffer]);
+        if (a.turns) release(&shared.added[buffer]);
+        if (buffer == 0) release(&shared.empty[0]);
+      }
+      place_anew();
       store_sums();
+      release(&shared.empty[1]);
+    }
+
+    __device__ __forceinline__ void run_own() {
+      place_anew();
+      if (group() == 1) pass_turn();
+      if constexpr (kStays) {
+#pragma unroll 1
+        for (;; ++number) {
+          wait(&shared.key_full, number % 2);
+          if (place().begin < 0) break;
+          own_place();
+        }
+      } else {
+        clear(grad_key);
+        clear(grad_value);
+        wait(&shared.key_full, 0);
+        if (fetch<0>()) own_blocks();
+        store_sums();
+      }
+      if (lane() == 0) wait_for_store_reads();
     }
 
     // ---- with keys of its own and everything, which takes registers from what could be in flight
@@ -1111,7 +1241,7 @@ struct BackwardOnSm90 {
     template <bool kFirst>
     __device__ __forceinline__ void weigh(ScoreSums& score, ScoreSums& grad, Words& weight) {
       const AttentionProblem& problem = a.problem;
-      const Place& place = shared.place;
+      const Place& place = this->place();
       const int now = count % 2;
       const Job& job = this->job();
       Stage& stage = shared.stage[now];
@@ -1162,7 +1292,7 @@ struct BackwardOnSm90 {
       place_anew();
       subtract_delta<kEither>(grad);
       const ScoreRule rule = a.rule.of_head(problem, place.batch, job.head);
-      if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.sequence.visible, &grad);
+      if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.visible, &grad);
       if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
       if (!whole) hide(score, job.query);
       const bool bends = a.rule.bends;
@@ -1391,52 +1521,78 @@ struct BackwardOnSm90 {
     }
   };
 
-  __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
+  // The block of keys of that number, found by a warp or more and written by their first thread; false: there is none.
+  __device__ static bool find_place(const BackwardSm90Arguments& a, unsigned index, Place& place) {
     const AttentionProblem& problem = a.problem;
-    const BlockPlace at = place_of(problem, a.list, side_by_side(a.list, blockIdx.x, a.section), true, kKeys,
-                                   a.turns || problem.visible.right < 0);
-    Place place;
-    place.batch = at.sequence;
-    place.unit = at.head;
+    const BlockPlace at =
+        place_of(problem, a.list, side_by_side(a.list, index, a.section), true, kKeys, a.turns || problem.visible.right < 0);
+    int64_t batch = at.sequence;
+    int unit = at.head;
     if (kTurned && a.batch_within) {
-      const int unit = static_cast<int>(at.sequence * a.list.heads) + at.head, sequences = static_cast<int>(a.list.sequences);
-      place.batch = unit % sequences;
-      place.unit = unit / sequences;
+      const int n = static_cast<int>(at.sequence * a.list.heads) + at.head, sequences = static_cast<int>(a.list.sequences);
+      batch = n % sequences;
+      unit = n / sequences;
     }
-    place.sequence = sequence_of(problem, place.batch);
-    place.queries = static_cast<int>(place.sequence.queries.count);
-    place.keys = static_cast<int>(place.sequence.keys.count);
-    if (problem.query_starts && at.block == 0) {
-      const auto clear = [&](int64_t n) {
-        const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
-        clear_rows<T, kThreads>(a.gradients.grad_key, place.unit, problem.width, rows);
-        clear_rows<T, kThreads>(a.gradients.grad_value, place.unit, problem.value_width, rows);
-      };
-      clear(place.batch);
-      if (place.batch == problem.batch - 1) clear(problem.batch);
-    }
-    if (at.block < 0 || at.block * kKeys >= place.keys) return;
-    place.key = static_cast<int>(at.block) * kKeys;
-    place.first_query = static_cast<int>(place.sequence.queries.begin);
-    place.first_key = static_cast<int>(place.sequence.keys.begin) + place.key;
-    place.last_key = min(place.key + kKeys, place.keys);
-    place.heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
-    place.first_head = place.unit * place.heads;
+    const Sequence sequence = sequence_of(problem, batch);
+    const int key = static_cast<int>(at.block) * kKeys, keys = static_cast<int>(sequence.keys.count),
+              queries = static_cast<int>(sequence.queries.count);
+    if (at.block < 0 || key >= keys) return false;
+    const int heads = static_cast<int>(problem.heads) / static_cast<int>(a.list.heads);
     if constexpr (kMayHalve)
-      if (a.halves && by_halves(a, place) != kAlone) return;
-    const QueryRange range = queries_of_any(place.sequence.visible, place.key, place.last_key, place.queries);
-    place.begin = static_cast<int>(min(range.begin, int64_t{place.queries}) / kQueries);
-    place.end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
+      if (a.halves && by_halves(a, batch, unit * heads, heads, key) != kAlone) return false;
+    if (threadIdx.x != 0) return true;
+    place.batch = batch;
+    place.unit = unit;
+    place.queries = queries;
+    place.keys = keys;
+    place.key = key;
+    place.first_query = static_cast<int>(sequence.queries.begin);
+    place.first_key = static_cast<int>(sequence.keys.begin) + key;
+    place.heads = heads;
+    place.first_head = unit * heads;
+    place.last_key = min(key + kKeys, keys);
+    if (kEverything) place.visible = sequence.visible;
     const auto bound = [](int64_t x) { return x < 0 ? kFar : static_cast<int>(min(x, int64_t{kFar})); };
-    place.offset = static_cast<int>(place.sequence.visible.offset);
-    place.left = bound(place.sequence.visible.left);
-    place.right = bound(place.sequence.visible.right);
+    const int offset = static_cast<int>(sequence.visible.offset), left = bound(problem.visible.left),
+              right = bound(problem.visible.right);
+    place.offset = offset;
+    place.left = left;
+    place.right = right;
+    // queries_of_any, in 32 bits: the loading warp has few registers.
+    const int from = key - offset, to = min(key + kKeys, keys) - offset;
+    const int begin = right >= from ? 0 : min(from - right, queries), end = left >= queries - to ? queries : to + left;
+    place.begin = begin / kQueries;
+    place.end = end > begin ? (end + kQueries - 1) / kQueries : 0;
+    return true;
+  }
 
+  // The next that nobody has taken, by a warp; false: there are no more. In this order they are started, too, on which `turns`
+  // counts.
+  __device__ static bool take_place(const BackwardSm90Arguments& a, Shared& shared) {
+    while (true) {
+      unsigned index = 0;
+      if (threadIdx.x == 0) index = atomicAdd(a.taken, 1u);
+      index = __shfl_sync(~0u, index, 0);
+      if (index >= static_cast<unsigned>(a.list.count())) {
+        if (threadIdx.x == 0) shared.place[shared.number % 2].begin = -1;
+        return false;
+      }
+      if (find_place(a, index, shared.place[threadIdx.x == 0 && kStays ? shared.number % 2 : 0])) return true;
+    }
+  }
+
+  __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
+    let_next_kernel_start();
+    if (a.problem.query_starts) clear_unowned(a);
+    if (!kStays && !find_place(a, blockIdx.x, shared.place[0])) {
+      wait_for_kernel_before();  // the kernel behind waits for this one alone, and all blocks of it may come by here
+      return;
+    }
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
     if (threadIdx.x == 0) {
-      shared.place = place;
       init_barrier(&shared.key_full, 1);
       init_barrier(&shared.value_full, 1);
+      init_barrier(&shared.keys_empty, kWarps + (a.turns ? 1 : 0));
       for (int i = 0; i < kStages; ++i) {
         init_barrier(&shared.query_full[i], 1);
         init_barrier(&shared.grad_out_full[i], 1);
@@ -1456,11 +1612,18 @@ struct BackwardOnSm90 {
       init_barrier(&shared.mask_empty, kWarps);
       publish_barriers();
     }
+    wait_for_kernel_before();
     __syncthreads();
     if (warp < 4) {
       shrink_registers<kTile.loader_registers>();
-      if (warp == 0) load(a, shared);
-      if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared);
+      if constexpr (kStays) {
+        if (warp == 0) load_places(a, shared);
+        if (a.turns && threadIdx.x == kWarp) keep_turns_of_places(a, shared);
+      } else {
+        if (warp == 0) load(a, shared);
+        int count = 0;
+        if (a.turns && threadIdx.x == kWarp) keep_turns(a, shared, shared.place[0], count);
+      }
     } else if (warp < 4 + kTile.drawers) {
       if constexpr (kDrops) {
         shrink_registers<kTile.others_registers>();
@@ -1484,12 +1647,12 @@ struct BackwardOnSm90 {
   }
 };
 
-template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith>
+template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith, bool kStays>
 __global__ void __launch_bounds__(backward_sm90_tile(kWidth, kValueWidth, kWith).threads(),
                                   backward_sm90_tile(kWidth, kValueWidth, kWith).blocks)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = BackwardOnSm90<T, kWidth, kValueWidth, kWith>;
+  using Body = BackwardOnSm90<T, kWidth, kValueWidth, kWith, kStays>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
 #endif
@@ -1557,17 +1720,17 @@ BackwardSpace backward_sm90_space(const AttentionProblem& problem, const Attenti
   const int64_t pieces = (problem.width + kSumPieceSm90 - 1) / kSumPieceSm90;  // a tile may have more, filled up
   int64_t width = 0;
   visit_backward_sm90<kWidth>(problem, [&]<class T>(Type<T>, auto with, auto tile_width, auto value_width) {
-    using Body = BackwardOnSm90<T, tile_width(), value_width(), with()>;
+    using Body = BackwardOnSm90<T, tile_width(), value_width(), with(), false>;
     width = Body::kFillsUp ? pieces * kSumPieceSm90 : int64_t{tile_width()};
   });
   return BackwardSpace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith>
+template <class T, int kWidth, int kValueWidth, BackwardSm90With kWith, bool kStays>
 void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
-                          const TurnedBits& bits, int* turns, CUstream_st* stream) {
+                          const TurnedBits& bits, int* turns, unsigned* taken, CUstream_st* stream) {
   using With = BackwardSm90With;
-  using Body = BackwardOnSm90<T, kWidth, kValueWidth, kWith>;
+  using Body = BackwardOnSm90<T, kWidth, kValueWidth, kWith, kStays>;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
@@ -1597,30 +1760,34 @@ void launch_backward_sm90(const AttentionProblem& problem, const AttentionGradie
       halves,
       batch_within,
       turns,
+      taken,
       list,
       ScoreRule(problem),
       problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       static_cast<float>(1 - problem.dropout),
       static_cast<float>(-std::log2(1 - problem.dropout)),
       static_cast<float>(1 / problem.scale)};
-  launch<attention_backward_sm90<T, kWidth, kValueWidth, kWith>>(arguments, arguments.list.count(), Body::kThreads,
-                                                                 Body::shared_bytes(problem, turned), stream);
+  const int64_t blocks = kStays ? std::min(list.count(), int64_t{multiprocessors()}) : list.count();
+  launch<attention_backward_sm90<T, kWidth, kValueWidth, kWith, kStays>>(arguments, blocks, Body::kThreads,
+                                                                         Body::shared_bytes(problem, turned), stream, true);
   if constexpr (Body::kMayHalve && !Body::kAlone)
-    if (halves) launch_backward_sm90<T, kWidth, kValueWidth, With::kMaskHalves>(problem, gradients, space, bits, turns, stream);
+    if (halves)
+      launch_backward_sm90<T, kWidth, kValueWidth, With::kMaskHalves, false>(problem, gradients, space, bits, turns, taken,
+                                                                             stream);
 }
 
 // backward_sm90_128_only.cu has those that narrower tiles leave to this one.
-extern template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kDropout>(const AttentionProblem&,
-                                                                                        const AttentionGradients&,
-                                                                                        const BackwardSpace&, const TurnedBits&,
-                                                                                        int*, CUstream_st*);
-extern template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kDropout>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, CUstream_st*);
-extern template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kEverything>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, CUstream_st*);
-extern template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kEverything>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, CUstream_st*);
+extern template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kDropout, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
+extern template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kDropout, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
+extern template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kEverything, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
+extern template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kEverything, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
 
+// Behind the rest of the workspace: how many blocks of keys have been taken, turns, and a mask's bits.
+constexpr int64_t kTakenBytes = 16;
 inline int64_t turn_bytes(const BackwardSpace& space, bool deterministic) {
   return deterministic ? (space.list.count() * static_cast<int64_t>(sizeof(int)) + 15) / 16 * 16 : 0;
 }
@@ -1637,7 +1804,7 @@ template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
   if (is_short_backward_sm90(problem, gradients, backward_sm90_with(problem) == BackwardSm90With::kNothing)) return 0;
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
-  return space.bytes + turn_bytes(space, deterministic) +
+  return space.bytes + kTakenBytes + turn_bytes(space, deterministic) +
          backward_sm90_bits(problem, nullptr).count() * static_cast<int64_t>(sizeof(unsigned));
 }
 
@@ -1649,16 +1816,26 @@ void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gr
       return short_backward_sm90<kWidth>(problem, gradients, stream);
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
   char* const behind = static_cast<char*>(workspace) + space.bytes;
-  int* const turns = deterministic ? reinterpret_cast<int*>(behind) : nullptr;
+  unsigned* const taken = reinterpret_cast<unsigned*>(behind);
+  int* const turns = deterministic ? reinterpret_cast<int*>(behind + kTakenBytes) : nullptr;
   if (turns) check(cudaMemsetAsync(turns, 0, turn_bytes(space, true), stream), "cudaMemsetAsync");
-  const TurnedBits bits = backward_sm90_bits(problem, behind + turn_bytes(space, deterministic));
+  const TurnedBits bits = backward_sm90_bits(problem, behind + kTakenBytes + turn_bytes(space, deterministic));
   if (bits.count() > 0)
     fill_turned_bits(problem, space.map, bits, stream);
   else
     fill_block_map(problem, space.map, stream);
-  prepare_backward(problem, gradients, space, stream);
+  prepare_backward(problem, gradients, space, stream, taken);
   visit_backward_sm90<kWidth>(problem, [&]<class T>(Type<T>, auto with, auto width, auto value_width) {
-    launch_backward_sm90<T, width(), value_width(), with()>(problem, gradients, space, bits, turns, stream);
+    constexpr int kMostStaying = backward_sm90_tile(width(), value_width(), with()).most_keys_staying;
+    const auto start = [&]<bool kStays>(std::bool_constant<kStays>) {
+      launch_backward_sm90<T, width(), value_width(), with(), kStays>(problem, gradients, space, bits, turns, taken, stream);
+    };
+    if constexpr (kMostStaying >= kLongestBackwardSm90)
+      start(std::true_type{});
+    else if constexpr (kMostStaying > 0)
+      problem.keys <= kMostStaying ? start(std::true_type{}) : start(std::false_type{});
+    else
+      start(std::false_type{});
   });
   finish_queries(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);

@@ -3,19 +3,15 @@
 
 namespace flash_online::cuda {
 
-template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kDropout>(const AttentionProblem&,
-                                                                                 const AttentionGradients&,
-                                                                                 const BackwardSpace&, const TurnedBits&, int*,
-                                                                                 CUstream_st*);
-template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kDropout>(const AttentionProblem&,
+template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kDropout, false>(const AttentionProblem&,
                                                                                         const AttentionGradients&,
                                                                                         const BackwardSpace&, const TurnedBits&,
-                                                                                        int*, CUstream_st*);
-template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kEverything>(const AttentionProblem&,
-                                                                                    const AttentionGradients&,
-                                                                                    const BackwardSpace&, const TurnedBits&,
-                                                                                    int*, CUstream_st*);
-template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kEverything>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, CUstream_st*);
+                                                                                        int*, unsigned*, CUstream_st*);
+template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kDropout, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
+template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kEverything, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
+template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kEverything, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
 
 }  // namespace flash_online::cuda

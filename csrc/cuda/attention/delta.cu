@@ -1,5 +1,6 @@
 #include "../../core/visit.h"
 #include "../hw/reduce.cuh"
+#include "../hw/stream_order.cuh"
 #include "delta.cuh"
 #include "load.cuh"
 #include "scores.cuh"
@@ -12,6 +13,7 @@ struct RowArguments {
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardSpace space;
+  unsigned* counter;  // to be 0; or null
 };
 
 constexpr int kRowThreads = 256, kRowLanes = 8;  // lanes that share a row
@@ -101,6 +103,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   const BackwardSpace& space = arguments.space;
   const int64_t number = blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x);
+  let_next_kernel_start();
+  if (arguments.counter && number == 0 && thread == 0) *arguments.counter = 0;
 
   const BlockPlace place = place_of(problem, space.list, number, false, kRowBlock, false);
   const int64_t batch = place.sequence, head = place.head;
@@ -187,6 +191,7 @@ template <class Element>
 __global__ void __launch_bounds__(kRowThreads) store_queries(const __grid_constant__ RowArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const BackwardSpace& space = arguments.space;
+  wait_for_kernel_before();
   const BlockPlace place = place_of(problem, space.list, blockIdx.x, false, kRowBlock, false);
   const Sequence sequence = sequence_of(problem, place.sequence);
   const int64_t left = sequence.queries.count - place.block * kRowBlock;
@@ -241,10 +246,10 @@ void visit_element(DType dtype, F&& f) {
 }  // namespace
 
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
-                      CUstream_st* stream) {
+                      CUstream_st* stream, unsigned* counter) {
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
-    launch<prepare_rows<Element>>(RowArguments{problem, gradients, space}, space.list.count(), kRowThreads, 0, stream);
+    launch<prepare_rows<Element>>(RowArguments{problem, gradients, space, counter}, space.list.count(), kRowThreads, 0, stream);
   });
 }
 
@@ -252,7 +257,8 @@ void finish_queries(const AttentionProblem& problem, const AttentionGradients& g
                     CUstream_st* stream) {
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
-    launch<store_queries<Element>>(RowArguments{problem, gradients, space}, space.list.count(), kRowThreads, 0, stream);
+    launch<store_queries<Element>>(RowArguments{problem, gradients, space, nullptr}, space.list.count(), kRowThreads, 0, stream,
+                                   true);
   });
 }
 
@@ -261,7 +267,7 @@ void finish_sinks(const AttentionProblem& problem, const AttentionGradients& gra
   const int64_t planes = problem.batch * problem.heads;
   if (planes == 0) return;
   constexpr int kPlanes = kRowThreads / kWarp;
-  launch<sum_sinks>(RowArguments{problem, gradients, space}, (planes + kPlanes - 1) / kPlanes, kRowThreads, 0, stream);
+  launch<sum_sinks>(RowArguments{problem, gradients, space, nullptr}, (planes + kPlanes - 1) / kPlanes, kRowThreads, 0, stream);
 }
 
 }  // namespace flash_online::cuda

@@ -46,9 +46,10 @@ __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& probl
   return head * list.blocks + clamp(problem.query_starts[sequence], 0, problem.total_queries) / kRowBlock + sequence;
 }
 
-// Fills space.rows and space.sinks, clears space.sums, and the gradients of queries that no sequence owns.
+// Fills space.rows and space.sinks, clears space.sums, the gradients of queries that no sequence owns, and the counter if there
+// is one. The kernel behind may start before its end (launch, stream_order.cuh).
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
-                      CUstream_st* stream);
+                      CUstream_st* stream, unsigned* counter = nullptr);
 // space.sums into the gradients of queries.
 void finish_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
                     CUstream_st* stream);

@@ -102,16 +102,18 @@ struct BackwardSm90 {
   int others_registers = 0;  // theirs, or the third warpgroup's in line
   int warpgroups = 2;  // that compute, but for the third in line
   int blocks = 1;  // of threads, on a multiprocessor at a time
+  // A block of threads stays for one block of keys after another where sequences have up to so many keys.
+  int most_keys_staying = 0;
 
   constexpr bool in_line() const { return keys == 64 && warpgroups == 2; }
   constexpr int threads() const { return 128 * (warpgroups + 1 + in_line()) + 32 * drawers; }
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, 64, BackwardSm90With::kNothing, 128, 128, false, false, true, 232, 40},
+    {64, 64, BackwardSm90With::kNothing, 128, 128, false, false, true, 240, 24, 0, 0, 2, 1, 1 << 28},
     {64, 64, BackwardSm90With::kMasks, 128, 128, false, false, true, 232, 40},
     {96, 96, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
-    {128, 128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
+    {128, 128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24, 0, 0, 2, 1, 1024},
     {128, 128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
     {128, 128, BackwardSm90With::kMaskHalves, 64, 64, false, false, false, 232, 24, 0, 0, 1, 2},
     {128, 128, BackwardSm90With::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},

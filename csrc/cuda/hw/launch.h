@@ -84,11 +84,13 @@ inline void start_early(cudaLaunchConfig_t& config, cudaLaunchAttribute& attribu
 
 // Queues kernel(problem), which starts early: its launch does not show behind another kernel.
 template <class Problem>
-void launch_behind(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, cudaStream_t stream) {
+void launch_behind(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, cudaStream_t stream,
+                   unsigned shared_bytes = 0) {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   start_early(config, attribute);
   check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
@@ -149,9 +151,11 @@ class StayingKernel {
   std::atomic<int> known_[kDevices][kClusterSizes] = {};
 };
 
-// Queues kKernel(arguments) with dynamic shared memory, whose limit is raised where a launch first asks for more.
+// Queues kKernel(arguments) with dynamic shared memory, whose limit is raised where a launch first asks for more. `behind`: as
+// launch_behind does.
 template <auto kKernel, class Arguments>
-void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
+void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+            bool behind = false) {
   constexpr int kAlwaysAllowed = 48 << 10;
   static std::atomic<int> allowed[kDevices];
   if (shared_bytes > kAlwaysAllowed) {
@@ -162,6 +166,9 @@ void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_
     }
   }
   if (blocks > 0x7fffffff) throw std::runtime_error("CUDA: a grid has at most 2^31 - 1 blocks, got " + std::to_string(blocks));
+  if (behind)
+    return launch_behind(kKernel, arguments, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), stream,
+                         static_cast<unsigned>(shared_bytes));
   kKernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments);
   check_launch("launch");
 }
