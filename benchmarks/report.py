@@ -86,9 +86,11 @@ def case_tables(record: dict) -> list[str]:
             row.append(pair((e["error"] for e in present), lambda e: f"{e:.0e}".replace("e-0", "e-")))
             rows.append(row)
         lines += ["", *table([*head, "memory of a step, MiB", "error"], rows)]
-        if replayed := [r["case"] for r in results if r.get("forward_in_graphs")]:
-            cases = "; ".join(dict.fromkeys(replayed))
-            lines += ["", f"Forward, and the copy, as replays of a CUDA graph, everyone's alike: {cases}."]
+        entries = [(name, e) for r in results for name, e in r["contestants"].items() if "between_events" in e]
+        if entries:
+            refuse = dict.fromkeys(f"{name} {direction}" for name, e in entries for direction in e["between_events"])
+            rest = f"; between events, as they refuse to be captured: {', '.join(refuse)}" if refuse else ""
+            lines += ["", f"All as replays of CUDA graphs{rest}."]
         for name, reason in dict.fromkeys((name, reason) for r in results for name, reason in r["absent"].items()):
             cases = sum(r["absent"].get(name) == reason for r in results)
             lines += ["", f"{name} is absent from {cases} of these: {reason}."]

@@ -2,8 +2,9 @@
 
 Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
 machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
-with them: beside attention torch's product of two square matrices, beside a row function the copy of its input. On CUDA a turn
-lies between two events; of an input of at most 64 MiB everyone's forward, and the copy, is replayed from a CUDA graph.
+with them: beside attention torch's product of two square matrices, beside a row function the copy of its input. On CUDA a row
+function's calls, and the copy, are replayed from a CUDA graph, so that the host's part of a call does not count; a turn of one
+that refuses to be captured lies between two events, as does one of attention.
 
 Checked against float64: of attention the output and all gradients of one head (every head for a bias that heads share); from
 L 8192 up at 512 queries, spread over the length, the output's gradient being 0 at the others; of row functions as many rows,
@@ -55,8 +56,6 @@ MATMUL_SIZE = 2048
 CHECKED_IN_FULL = 4096  # longest sequence whose every query is checked
 CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
 CONTEXT_ROUNDS = 5
-# Bytes of an input that one pass of a GPU over takes less time than a call takes the host.
-SHORT_BYTES = 64 << 20
 
 
 # --- The machine -----------------------------------------------------------------------------------------------------------
@@ -262,17 +261,14 @@ def turns_of(call, setting, device: str, most: int | None = None) -> Turns:
     return (Events if device == "cuda" else Turns)(call, setting, device, most)
 
 
-def in_graphs(calls: dict) -> dict[str, Turns] | None:
-    """Turns of name -> (call, setting) as replays of CUDA graphs; None if one of them refuses to be captured."""
-    pool, turns = torch.cuda.graph_pool_handle(), {}
-    for name, (call, setting) in calls.items():
-        try:
-            with setting():
-                turns[name] = Replays(call, pool)
-        except RuntimeError:
-            torch.cuda.synchronize()
-            return None
-    return turns
+def replays_of(call, setting, stream, most: int | None = None) -> Turns:
+    """Turns of a call on that stream as replays of a CUDA graph; between events if it refuses to be captured."""
+    try:
+        with setting(), torch.cuda.stream(stream):
+            return Replays(call, torch.cuda.graph_pool_handle(), stream, most)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return turns_of(call, setting, "cuda", most)
 
 
 def gflop_per_s(seconds: float) -> float:
@@ -316,26 +312,34 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
 
     judged = [name for name in contestants if name != OURS and name not in CONTEXT]
     most = {name: CONTEXT_ROUNDS if name in CONTEXT and judged else None for name in contestants}
-    forward = {
-        name: (lambda contestant=contestant: contestant.call(inputs, extras, case.options), contestant.setting)
-        for name, contestant in contestants.items()
-    }
-    graphs = None
+    turned = functools.partial(turns_of, device=device)
+    if device == "cuda" and case.function != "attention":
+        # A backward pass runs on the stream of its forward pass, and only what runs on the captured stream is captured.
+        stream = torch.cuda.Stream()
+        turned = functools.partial(replays_of, stream=stream)
+        with torch.cuda.stream(stream):
+            outs = {}
+            for name, contestant in contestants.items():
+                with contestant.setting():
+                    outs[name] = contestant.call(inputs, extras, case.options)
+        torch.cuda.synchronize()
     if case.function == "attention":
         yardsticks = {"matmul": turns_of(matmul(case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)}
     else:
         plain = inputs[0].detach()
         there = torch.empty_like(plain)
-        copies = {"copy": (lambda: there.copy_(plain), torch.no_grad), "copy to new": (plain.clone, torch.no_grad)}
-        if device == "cuda" and plain.numel() * plain.element_size() <= SHORT_BYTES:
-            graphs = in_graphs(forward | copies)
-            result["forward_in_graphs"] = graphs is not None
-        yardsticks = {name: graphs[name] if graphs else turns_of(*copy, device) for name, copy in copies.items()}
+        # On CUDA not copy_(): in a graph that is no kernel, and at some sizes a third slower.
+        copy, copy_to_new = there.copy_, torch.clone
+        if device == "cuda":
+            copy, copy_to_new = functools.partial(torch.neg, out=there), torch.neg
+        yardsticks = {"copy": turned(lambda: copy(plain), torch.no_grad)}
+        yardsticks["copy to new"] = turned(lambda: copy_to_new(plain), torch.no_grad)
     turns: dict[tuple[str, str], Turns] = {}
     for name, contestant in contestants.items():
-        turns[name, "forward"] = graphs[name] if graphs else turns_of(*forward[name], device, most[name])
+        forward = functools.partial(contestant.call, inputs, extras, case.options)
         backward = functools.partial(torch.autograd.grad, outs[name], inputs, grad, retain_graph=True)
-        turns[name, "backward"] = turns_of(backward, contestant.setting, device, most[name])
+        for direction, call in zip(DIRECTIONS, (forward, backward), strict=True):
+            turns[name, direction] = turned(call, contestant.setting, most=most[name])
     by_direction = [turns[name, direction] for direction in DIRECTIONS for name in contestants]
     take_turns([*by_direction, *yardsticks.values()], seconds, rounds)
 
@@ -359,6 +363,8 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
         entry = {f"{direction}_ms": 1e3 * t.median for direction, t in taken.items()}
         entry |= {f"{direction}_best_ms": 1e3 * t.best for direction, t in taken.items()}
         entry["rounds"] = len(taken["forward"].times)
+        if device == "cuda":
+            entry["between_events"] = [direction for direction, t in taken.items() if isinstance(t, Events)]
         for direction, t in taken.items():
             if flops := case.flops(direction, extras):
                 entry[f"{direction}_gflop_per_s"] = 1e-9 * flops / t.median

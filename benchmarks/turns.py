@@ -75,17 +75,17 @@ class Events(Turns):
 
 
 class Replays(Turns):
-    """Turns of a CUDA graph of as many calls as fill a turn; of the call itself where that alone takes as long. To be made
-    within the call's setting."""
+    """Turns of a CUDA graph, captured on that stream, of as many calls as fill a turn; of the call itself where that alone
+    takes as long. To be made within the call's setting."""
 
-    def __init__(self, call, pool):
-        super().__init__(call, nullcontext, "cuda")
+    def __init__(self, call, pool, stream=None, most: int | None = None):
+        super().__init__(call, nullcontext, "cuda", most)
         once = testing.time_call(call, seconds=0, least_runs=2, device="cuda").best
         self.nodes = max(1, min(MOST_NODES, round(GRAPH_SECONDS / once)))
         self.graph = None
         if self.nodes > 1:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
+            with torch.cuda.graph(self.graph, pool=pool, stream=stream):
                 for _ in range(self.nodes):
                     call()
             once = testing.time_call(self.graph.replay, seconds=0, device="cuda").best / self.nodes

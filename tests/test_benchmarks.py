@@ -645,38 +645,42 @@ def test_a_cell_of_attention_on_a_gpu(modules, group, match):
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_short_calls_are_replayed_for_everyone_or_no_one(modules, monkeypatch, refuses):
+def test_what_refuses_to_be_captured_is_timed_between_events(modules, monkeypatch, refuses):
     run = modules["run"]
 
     class Replays:
-        def __init__(self, call, pool):
-            if refuses and call == 2:
+        def __init__(self, call, pool, stream, most):
+            if refuses:
                 raise RuntimeError("not permitted when stream is capturing")
 
     monkeypatch.setattr(run, "Replays", Replays)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    turns = run.in_graphs({name: (call, torch.no_grad) for call, name in enumerate(("copy", "ours", "theirs"))})
-    assert turns is None if refuses else list(turns) == ["copy", "ours", "theirs"]
+    turns = run.replays_of(None, torch.no_grad, None, 5)
+    assert isinstance(turns, run.Events if refuses else Replays)
+    assert not refuses or turns.most == 5
 
 
-def test_the_tables_say_whose_forward_was_replayed(modules, quick_record):
+def test_the_tables_say_who_was_not_replayed(modules, quick_record):
     report, record = modules["report"], json.loads(json.dumps(quick_record))
     assert not any("CUDA graph" in line for line in report.case_tables(record))
     result = next(r for r in record["results"] if r["function"] == "topk_softmax")
-    result["forward_in_graphs"] = True
+    for name, entry in result["contestants"].items():
+        entry["between_events"] = [] if name == "flash_online" else ["backward"]
     (line,) = (line for line in report.case_tables(record) if "CUDA graph" in line)
-    assert line.endswith(f": {result['case']}.")
+    assert line.endswith(": torch softmax, topk backward.")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_row_functions_on_a_gpu(modules):
-    run, case_of = modules["run"], modules["cases"].Case
-    for rows, replayed in ((40, True), (70000, None)):
-        case = case_of("topk_softmax", {"rows": rows, "classes": 1000}, torch.float32, "", {"k": 5})
-        result = run.measure(case, "cuda", 0, 1, ["torch softmax, topk"])
-        assert result.get("forward_in_graphs") is replayed
-        assert all(entry["forward_ms"] > 0 and entry["backward_ms"] > 0 for entry in result["contestants"].values())
+@pytest.mark.parametrize("function", ["softmax", "cross_entropy", "topk_softmax"])
+def test_row_functions_on_a_gpu(modules, function):
+    run, options = modules["run"], {"k": 5} if function == "topk_softmax" else {}
+    case = modules["cases"].Case(function, {"rows": 40, "classes": 1000}, torch.float32, "", options)
+    result = run.measure(case, "cuda", 0, 1, ["torch", "torch softmax, topk"])
+    assert len(result["contestants"]) == 2
+    for name, entry in result["contestants"].items():
+        assert entry["forward_ms"] > 0 and entry["backward_ms"] > 0
+        assert entry["between_events"] == [], name
 
 
 def test_report_refuses_another_schema(modules, tmp_path):
