@@ -113,7 +113,7 @@ CUDA_PEERS = {
     "cross_entropy": {
         "torch.compile": compiled(lambda x, target: torch_functional.cross_entropy(x, target)),
         "quack": Guest(_quack_cross_entropy, nullcontext),
-        "Liger": Guest(_liger_cross_entropy.call, _liger_cross_entropy.setting),
+        "Liger": Guest(_liger_cross_entropy.call, _liger_cross_entropy.setting, waits=True),
     },
     "logsumexp": {"torch.compile": compiled(lambda x: torch.logsumexp(x, -1))},
     "topk_softmax": {"torch.compile": compiled(lambda x, k: torch.topk(torch.softmax(x, -1), k)[0])},

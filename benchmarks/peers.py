@@ -27,11 +27,12 @@ class Absent(Exception):
 @dataclass(frozen=True)
 class Contestant:
     """`call`: (inputs, extras, options) -> output. `setting` is entered around turns, so that choosing a backend, or forbidding
-    one, is not in the time."""
+    one, is not in the time. Of one that `waits` for the device, no call can be captured into a CUDA graph."""
 
     call: Callable[[list[Tensor], list[Tensor], dict], Tensor]
     setting: Callable[[], AbstractContextManager]
     refuses: Callable[[list[Tensor], list[Tensor], dict], str | None] = lambda inputs, extras, options: None
+    waits: bool = False
 
     def first_call(self, inputs, extras, options) -> Tensor:
         """Raises Absent where this contestant refuses the problem."""

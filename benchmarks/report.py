@@ -86,10 +86,9 @@ def case_tables(record: dict) -> list[str]:
             row.append(pair((e["error"] for e in present), lambda e: f"{e:.0e}".replace("e-0", "e-")))
             rows.append(row)
         lines += ["", *table([*head, "memory of a step, MiB", "error"], rows)]
-        entries = [(name, e) for r in results for name, e in r["contestants"].items() if "between_events" in e]
-        if entries:
-            refuse = dict.fromkeys(f"{name} {direction}" for name, e in entries for direction in e["between_events"])
-            rest = f"; between events, as they refuse to be captured: {', '.join(refuse)}" if refuse else ""
+        if any(e.get("in_graphs") for r in results for e in r["contestants"].values()):
+            waits = dict.fromkeys(name for r in results for name, e in r["contestants"].items() if not e["in_graphs"])
+            rest = f"; between events, as they wait for the device: {', '.join(waits)}" if waits else ""
             lines += ["", f"All as replays of CUDA graphs{rest}."]
         for name, reason in dict.fromkeys((name, reason) for r in results for name, reason in r["absent"].items()):
             cases = sum(r["absent"].get(name) == reason for r in results)

@@ -3,8 +3,8 @@
 Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
 machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
 with them: beside attention torch's product of two square matrices, beside a row function the copy of its input. On CUDA a row
-function's calls, and the copy, are replayed from a CUDA graph, so that the host's part of a call does not count; a turn of one
-that refuses to be captured lies between two events, as does one of attention.
+function's calls, and the copy, are replayed from a CUDA graph, so that the host's part of a call does not count; a turn of a
+contestant that waits for the device lies between two events, as does one of attention.
 
 Checked against float64: of attention the output and all gradients of one head (every head for a bias that heads share); from
 L 8192 up at 512 queries, spread over the length, the output's gradient being 0 at the others; of row functions as many rows,
@@ -262,13 +262,9 @@ def turns_of(call, setting, device: str, most: int | None = None) -> Turns:
 
 
 def replays_of(call, setting, stream, most: int | None = None) -> Turns:
-    """Turns of a call on that stream as replays of a CUDA graph; between events if it refuses to be captured."""
-    try:
-        with setting(), torch.cuda.stream(stream):
-            return Replays(call, torch.cuda.graph_pool_handle(), stream, most)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return turns_of(call, setting, "cuda", most)
+    """Turns of a call on that stream as replays of a CUDA graph."""
+    with setting(), torch.cuda.stream(stream):
+        return Replays(call, torch.cuda.graph_pool_handle(), stream, most)
 
 
 def gflop_per_s(seconds: float) -> float:
@@ -312,13 +308,14 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
 
     judged = [name for name in contestants if name != OURS and name not in CONTEXT]
     most = {name: CONTEXT_ROUNDS if name in CONTEXT and judged else None for name in contestants}
-    turned = functools.partial(turns_of, device=device)
+    turned = in_turns = functools.partial(turns_of, device=device)
     if device == "cuda" and case.function != "attention":
-        # A backward pass runs on the stream of its forward pass, and only what runs on the captured stream is captured.
+        # A backward pass runs on the streams of its forward pass and of the leaves' first use; only what runs on the captured
+        # stream is captured.
         stream = torch.cuda.Stream()
         turned = functools.partial(replays_of, stream=stream)
+        inputs = [x.detach().requires_grad_() for x in inputs]
         with torch.cuda.stream(stream):
-            outs = {}
             for name, contestant in contestants.items():
                 with contestant.setting():
                     outs[name] = contestant.call(inputs, extras, case.options)
@@ -339,7 +336,8 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
         forward = functools.partial(contestant.call, inputs, extras, case.options)
         backward = functools.partial(torch.autograd.grad, outs[name], inputs, grad, retain_graph=True)
         for direction, call in zip(DIRECTIONS, (forward, backward), strict=True):
-            turns[name, direction] = turned(call, contestant.setting, most=most[name])
+            turns_of_it = in_turns if contestant.waits else turned
+            turns[name, direction] = turns_of_it(call, contestant.setting, most=most[name])
     by_direction = [turns[name, direction] for direction in DIRECTIONS for name in contestants]
     take_turns([*by_direction, *yardsticks.values()], seconds, rounds)
 
@@ -363,8 +361,7 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
         entry = {f"{direction}_ms": 1e3 * t.median for direction, t in taken.items()}
         entry |= {f"{direction}_best_ms": 1e3 * t.best for direction, t in taken.items()}
         entry["rounds"] = len(taken["forward"].times)
-        if device == "cuda":
-            entry["between_events"] = [direction for direction, t in taken.items() if isinstance(t, Events)]
+        entry["in_graphs"] = all(isinstance(t, Replays) for t in taken.values())
         for direction, t in taken.items():
             if flops := case.flops(direction, extras):
                 entry[f"{direction}_gflop_per_s"] = 1e-9 * flops / t.median
