@@ -148,13 +148,6 @@ struct BackwardOnSm80 {
  private:
   using Sums = Accumulator<kSumRows, kSumWidth / 8>;
 
-  // Keys that no sequence owns, in one head: 0.
-  __device__ static void clear_rows(const MutableView4& to, int64_t head, int64_t width, Rows rows) {
-    Element* const data = static_cast<Element*>(to.data) + head * to.stride[1];
-    for (int64_t n = threadIdx.x; n < rows.count * width; n += kThreads)
-      data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<Element>(0.0f);
-  }
-
   // Where a warp keeps its sums for others to read.
   __device__ static float* sums_of_warp(char* shared, int warp) {
     return reinterpret_cast<float*>(shared) + warp * kSumRows * (kSumWidth / 8) * 128;
@@ -202,8 +195,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
   if (problem.query_starts && place.block == 0) {
     const auto clear = [&](int64_t n) {
       const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
-      clear_rows(gradients.grad_key, unit, problem.width, rows);
-      clear_rows(gradients.grad_value, unit, problem.value_width, rows);
+      clear_rows<Element, kThreads>(gradients.grad_key, unit, problem.width, rows);
+      clear_rows<Element, kThreads>(gradients.grad_value, unit, problem.value_width, rows);
     };
     clear(batch);
     if (batch == problem.batch - 1) clear(problem.batch);

@@ -22,28 +22,44 @@ __device__ __forceinline__ ConstView4 as_const(const MutableView4& view) {
   return {view.data, {view.stride[0], view.stride[1], view.stride[2], view.stride[3]}};
 }
 
-// The sum of products of two rows, by kRowLanes lanes, in Sum; every lane has it.
-template <class Element, class Sum>
-__device__ __forceinline__ Sum dot_rows(const HeadRows<Element>& a, const HeadRows<Element>& b, int row) {
+// The sums of products of a row each of two tensors, for the rows that kRowLanes lanes share, in Sum; every lane has them. All
+// rows at once: what a block of threads does is wait for these reads.
+template <class Element, class Sum, int kRows>
+__device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadRows<Element>& b, const int (&rows)[kRows],
+                                         Sum (&sums)[kRows]) {
   constexpr int kPer = kPerVector<Element>;
   const int part = static_cast<int>(threadIdx.x) % kRowLanes;
-  const Element *const x = a.data + row * a.row_stride, *const y = b.data + row * b.row_stride;
-  Sum sum = 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sums[r] = 0;
   if (a.vectors && b.vectors && a.width % kPer == 0) {
     for (int c = part * kPer; c < a.width; c += kRowLanes * kPer) {
-      float left[kPer], right[kPer];
-      unpack<Element>(*reinterpret_cast<const uint4*>(x + c), left);
-      unpack<Element>(*reinterpret_cast<const uint4*>(y + c), right);
+      uint4 x[kRows], y[kRows];
 #pragma unroll
-      for (int n = 0; n < kPer; ++n) sum += static_cast<Sum>(left[n]) * right[n];
+      for (int r = 0; r < kRows; ++r) {
+        x[r] = *reinterpret_cast<const uint4*>(a.data + rows[r] * a.row_stride + c);
+        y[r] = *reinterpret_cast<const uint4*>(b.data + rows[r] * b.row_stride + c);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float left[kPer], right[kPer];
+        unpack<Element>(x[r], left);
+        unpack<Element>(y[r], right);
+#pragma unroll
+        for (int n = 0; n < kPer; ++n) sums[r] += static_cast<Sum>(left[n]) * right[n];
+      }
     }
   } else {
-    for (int c = part; c < a.width; c += kRowLanes)
-      sum += static_cast<Sum>(widen(x[c * a.column_stride])) * widen(y[c * b.column_stride]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Element *const x = a.data + rows[r] * a.row_stride, *const y = b.data + rows[r] * b.row_stride;
+      for (int c = part; c < a.width; c += kRowLanes)
+        sums[r] += static_cast<Sum>(widen(x[c * a.column_stride])) * widen(y[c * b.column_stride]);
+    }
   }
 #pragma unroll
-  for (int step = kRowLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  return sum;
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int step = kRowLanes / 2; step > 0; step /= 2) sums[r] += __shfl_xor_sync(~0u, sums[r], step);
 }
 
 // What dot_rows gives, of sixteen rows from `first` on, by the products that the passes make gradients of weights with: the
@@ -86,14 +102,7 @@ __device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, c
   });
 }
 
-// Gradients of queries that no sequence owns, in one head: 0.
-template <class Element>
-__device__ void clear_queries(const AttentionProblem& problem, const MutableView4& to, int64_t head, Rows rows) {
-  Element* const data = static_cast<Element*>(to.data) + head * to.stride[1];
-  for (int64_t n = threadIdx.x; n < rows.count * problem.width; n += kRowThreads)
-    data[(rows.begin + n / problem.width) * to.stride[2] + n % problem.width * to.stride[3]] = narrow<Element>(0.0f);
-}
-
+// The last blocks first: of what is cleared here and not written back yet, the kernel behind begins with the other end.
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constant__ RowArguments arguments) {
   constexpr bool kFloats = std::is_same_v<Element, float>;
@@ -101,7 +110,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
   const BackwardSpace& space = arguments.space;
-  const int64_t number = blockIdx.x;
+  const int64_t number = gridDim.x - 1 - blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x);
   let_next_kernel_start();
   if (arguments.counter && number == 0 && thread == 0) *arguments.counter = 0;
@@ -112,8 +121,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   const int queries = static_cast<int>(sequence.queries.count);
   if (problem.query_starts && place.block == 0) {
     const auto clear = [&](int64_t n) {
-      clear_queries<Element>(problem, gradients.grad_query, head,
-                             unowned_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries));
+      const Rows rows = unowned_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries);
+      clear_rows<Element, kRowThreads>(gradients.grad_query, head, problem.width, rows);
     };
     clear(batch);
     if (batch == problem.batch - 1) clear(problem.batch);
@@ -126,52 +135,62 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
       out(as_const(problem.out), batch, head, sequence.queries.begin, problem.value_width);
   __shared__ Sum products[kRowBlock];
   __shared__ float deltas[kFloats ? kRowBlock : 1];
-  if (!kFloats || space.sinks) {  // the gradient of a sink is a sum over rows, which needs all of their digits
-#pragma unroll
-    for (int r = thread / kRowLanes; r < kRowBlock; r += kRowThreads / kRowLanes) {
-      const Sum product = dot_rows<Element, Sum>(grad_out, out, first + r < queries ? first + r : 0);
-      if (thread % kRowLanes == 0) products[r] = product;
-    }
+  // A thread a row, in the end; what it reads is asked for ahead of the products.
+  const int query = first + thread;
+  const bool there = thread < kRowBlock && query < queries;
+  float lse = lowest<float>(), lse_low = 0, grad_lse = 0;
+  if (there) {
+    const int64_t at = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + query;
+    lse = static_cast<const float*>(problem.lse)[at];
+    lse_low = static_cast<const float*>(problem.lse_low)[at];
+    if (gradients.grad_lse) grad_lse = static_cast<const float*>(gradients.grad_lse)[at];
   }
-  if constexpr (kFloats)
-    for (int r = thread / kWarp * 16; r < kRowBlock; r += kRowThreads / kWarp * 16)
-      multiply_row_pairs(out, grad_out, first + r, queries, deltas + r);
   if (space.sums) {
     float4* const sums = reinterpret_cast<float4*>(space.sums + number * kRowBlock * space.width);
     for (int n = thread; n < kRowBlock / 4 * static_cast<int>(space.width); n += kRowThreads) sums[n] = make_float4(0, 0, 0, 0);
   }
+  if (!kFloats || space.sinks) {  // the gradient of a sink is a sum over rows, which needs all of their digits
+    constexpr int kStep = kRowThreads / kRowLanes, kRows = kRowBlock / kStep;
+    int rows[kRows];
+    Sum sums[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = first + thread / kRowLanes + r * kStep;
+      rows[r] = row < queries ? row : 0;
+    }
+    dot_rows(grad_out, out, rows, sums);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (thread % kRowLanes == 0) products[thread / kRowLanes + r * kStep] = sums[r];
+  }
+  if constexpr (kFloats)
+    for (int r = thread / kWarp * 16; r < kRowBlock; r += kRowThreads / kWarp * 16)
+      multiply_row_pairs(out, grad_out, first + r, queries, deltas + r);
   __syncthreads();
   double sink = 0;
-  if (thread < kRowBlock) {  // a thread a row
-    const int query = first + thread;
-    const bool there = query < queries;
+  if (thread < kRowBlock) {
     float delta;
     if constexpr (kFloats)
       delta = deltas[thread];
     else
       delta = products[thread];
     float high = -lowest<float>(), low = 0;
-    if (there) {
-      const int64_t at = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + query;
-      const float lse = static_cast<const float*>(problem.lse)[at];
-      const float grad_lse = gradients.grad_lse ? static_cast<const float*>(gradients.grad_lse)[at] : 0;
+    if (lse != lowest<float>()) {
       delta -= grad_lse;
-      if (lse != lowest<float>()) {
-        const double binary = (static_cast<double>(lse) + static_cast<const float*>(problem.lse_low)[at]) / kLn2;
-        high = static_cast<float>(binary);
-        const float rest = static_cast<float>(binary - high);
-        low = rest - rest == 0 ? rest : 0;
-        if (space.sinks)
-          sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) *
-                 (static_cast<double>(products[thread]) - grad_lse);
-      } else {
-        delta = 0;
-      }
+      const double binary = (static_cast<double>(lse) + lse_low) / kLn2;
+      high = static_cast<float>(binary);
+      const float rest = static_cast<float>(binary - high);
+      low = rest - rest == 0 ? rest : 0;
+      if (space.sinks)
+        sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) *
+               (static_cast<double>(products[thread]) - grad_lse);
+    } else {
+      delta = 0;
     }
     float* const to = space.rows + number * kRowNumbers + thread;
     to[0] = high;
     to[kRowBlock] = low;
-    to[2 * kRowBlock] = there ? delta : 0;
+    to[2 * kRowBlock] = delta;
   }
   if (space.sinks) {
     __shared__ double parts[kRowBlock];
@@ -192,14 +211,15 @@ __global__ void __launch_bounds__(kRowThreads) store_queries(const __grid_consta
   const AttentionProblem& problem = arguments.problem;
   const BackwardSpace& space = arguments.space;
   wait_for_kernel_before();
-  const BlockPlace place = place_of(problem, space.list, blockIdx.x, false, kRowBlock, false);
+  const int64_t number = gridDim.x - 1 - blockIdx.x;
+  const BlockPlace place = place_of(problem, space.list, number, false, kRowBlock, false);
   const Sequence sequence = sequence_of(problem, place.sequence);
   const int64_t left = sequence.queries.count - place.block * kRowBlock;
   if (place.block < 0 || left <= 0) return;
   const MutableView4& view = arguments.gradients.grad_query;
   Element* const to = static_cast<Element*>(view.data) + place.sequence * view.stride[0] + place.head * view.stride[1] +
                       (sequence.queries.begin + place.block * kRowBlock) * view.stride[2];
-  const float* const sums = space.sums + blockIdx.x * kRowBlock * space.width;
+  const float* const sums = space.sums + number * kRowBlock * space.width;
   const float scale = static_cast<float>(problem.scale);
   const int width = static_cast<int>(problem.width), row_tiles = static_cast<int>(space.width) / 8;
   constexpr int kTiles = 4, kBands = kRowBlock / 16;

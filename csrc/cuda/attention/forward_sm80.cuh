@@ -46,11 +46,8 @@ struct ForwardOnSm80 {
 
  private:
   // Rows that no sequence owns, in the head that a block of threads works on: 0, and an lse of -inf.
-  __device__ static void clear_rows(const AttentionProblem& problem, int64_t head, Rows rows) {
-    Element* const out = static_cast<Element*>(problem.out.data) + head * problem.out.stride[1];
-    for (int64_t n = threadIdx.x; n < rows.count * problem.value_width; n += kThreads)
-      out[(rows.begin + n / problem.value_width) * problem.out.stride[2] + n % problem.value_width * problem.out.stride[3]] =
-          narrow<Element>(0.0f);
+  __device__ static void clear_unowned(const AttentionProblem& problem, int64_t head, Rows rows) {
+    clear_rows<Element, kThreads>(problem.out, head, problem.value_width, rows);
     for (int64_t n = threadIdx.x; n < rows.count; n += kThreads) {
       static_cast<float*>(problem.lse)[head * problem.lse_stride[1] + rows.begin + n] = lowest<float>();
       static_cast<float*>(problem.lse_low)[head * problem.lse_stride[1] + rows.begin + n] = 0;
@@ -69,7 +66,8 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
   const int64_t batch = place.sequence, head = place.head;
   if (problem.query_starts && place.block == 0 && piece == 0) {
     const auto clear_before = [&](int64_t n) {
-      clear_rows(problem, head, unowned_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries));
+      clear_unowned(problem, head,
+                    unowned_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries));
     };
     clear_before(batch);
     if (batch == problem.batch - 1) clear_before(problem.batch);
