@@ -41,10 +41,12 @@ struct MaskGradientArguments {
 
 template <class Element>
 struct MaskGradient {
-  static constexpr int kChunk = sizeof(Element) == 2 ? 64 : 16;  // of the head dim
+  // Of floats one product's operands are in shared memory at a time: it has a second sum (RestOfSums) until its last chunk.
+  static constexpr bool kByTurns = Fragments<Element>::kPieces > 1;
+  static constexpr int kTiles = kByTurns ? 2 : 4, kChunk = kByTurns ? 32 : 64;  // of a stage; of the head dim
   using Tile = SharedTile<Element, kChunk>;
   using Sums = Accumulator<1, kMaskTile / 8>;
-  static constexpr int kTileBytes = Tile::bytes(kMaskTile), kStageBytes = 4 * kTileBytes, kStages = 2;
+  static constexpr int kTileBytes = Tile::bytes(kMaskTile), kStageBytes = kTiles * kTileBytes, kStages = 2;
   static constexpr int kSumBytes = kMaskWarps * kMaskTile * static_cast<int>(sizeof(float));
   static constexpr int kBytes = kStages * kStageBytes + kSumBytes;
 
@@ -197,19 +199,26 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
   const auto tile = [&](int stage, int n) {
     return Tile{reinterpret_cast<typename Tile::Piece*>(shared + stage * kStageBytes + n * kTileBytes)};
   };
-  // Starts copying a chunk of queries, keys, gradients of outputs, values.
+  const auto chunks_of = [](int64_t width) { return max(1, static_cast<int>((width + kChunk - 1) / kChunk)); };
+  const int score_chunks = chunks_of(problem.width), grad_chunks = chunks_of(problem.value_width),
+            chunks = kByTurns ? score_chunks + grad_chunks : max(score_chunks, grad_chunks);
+  // The chunk of gradients of outputs and of values that is loaded with that of queries and keys, or behind all of those.
+  const auto grad_chunk = [&](int chunk) { return kByTurns ? chunk - score_chunks : chunk; };
+  const auto has_chunk = [](int chunk, int64_t width) { return (!kByTurns || chunk >= 0) && chunk * kChunk < width; };
+  // Starts copying a chunk.
   const int key_share = static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads),
             value_share = static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads);
   const auto load_chunk = [&](int stage, const Step& step, int chunk) {
-    const auto one = [&](int n, const ConstView4& view, int head, int row, int rows, int64_t width) {
-      if (chunk * kChunk < width)
-        load<kMaskTile, kMaskThreads>(tile(stage, n), HeadRows<Element>(view, step.batch, head, 0, width, chunk * kChunk), row,
+    const auto one = [&](int n, const ConstView4& view, int head, int row, int rows, int64_t width, int of) {
+      if (has_chunk(of, width))
+        load<kMaskTile, kMaskThreads>(tile(stage, n), HeadRows<Element>(view, step.batch, head, 0, width, of * kChunk), row,
                                       rows);
     };
-    one(0, problem.query, step.head, step.query, queries, problem.width);
-    one(1, problem.key, step.head / key_share, step.key, keys, problem.width);
-    one(2, gradients.grad_out, step.head, step.query, queries, problem.value_width);
-    one(3, problem.value, step.head / value_share, step.key, keys, problem.value_width);
+    const int of = grad_chunk(chunk);
+    one(0, problem.query, step.head, step.query, queries, problem.width, chunk);
+    one(1, problem.key, step.head / key_share, step.key, keys, problem.width, chunk);
+    one(kTiles - 2, gradients.grad_out, step.head, step.query, queries, problem.value_width, of);
+    one(kTiles - 1, problem.value, step.head / value_share, step.key, keys, problem.value_width, of);
   };
 
   // All that a tile is broadcast over sees the same values of the mask; the first block along a dimension has as many as any.
@@ -222,7 +231,6 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
     mask_block.load(mask, row_tile * kMaskTile, queries, of_tile * kMaskTile, keys);
   };
 
-  const int chunks = max(1, static_cast<int>((max(problem.width, problem.value_width) + kChunk - 1) / kChunk));
   const int row = static_cast<int>(threadIdx.x) / kWarp * 16;
   Step step{first_tile, first_item, 0, 0, 0, 0};
   settle(step);
@@ -248,21 +256,42 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
         const float* const numbers = arguments.space.rows + (first_block + at / kRowBlock) * kRowNumbers + at % kRowBlock;
         high[half] = numbers[0], low[half] = numbers[kRowBlock], delta[half] = numbers[2 * kRowBlock];
       }
-      Accumulator<1, kMaskTile / 8> scores, grads;
-      clear(scores);
-      clear(grads);
-      for (int chunk = 0; chunk < chunks; ++chunk, stage ^= 1) {
-        wait_for_copies();
-        __syncthreads();  // this chunk is there, and all have done with the one before
-        if (chunk + 1 < chunks) {
-          load_chunk(stage ^ 1, step, chunk + 1);
-        } else if (next.tile < last_tile) {
-          if (next.tile != now) load_mask(buffer ^ 1, next.tile);
-          load_chunk(stage ^ 1, next, 0);
+      const auto for_chunks = [&](int begin, int end, auto&& multiply) {
+        for (int chunk = begin; chunk < end; ++chunk, stage ^= 1) {
+          wait_for_copies();
+          __syncthreads();  // this chunk is there, and all have done with the one before
+          if (chunk + 1 < chunks) {
+            load_chunk(stage ^ 1, step, chunk + 1);
+          } else if (next.tile < last_tile) {
+            if (next.tile != now) load_mask(buffer ^ 1, next.tile);
+            load_chunk(stage ^ 1, next, 0);
+          }
+          commit_copies();
+          multiply(chunk);
         }
-        commit_copies();
-        if (chunk * kChunk < problem.width) multiply_rows<Element, kChunk>(scores, tile(stage, 0), row, tile(stage, 1));
-        if (chunk * kChunk < problem.value_width) multiply_rows<Element, kChunk>(grads, tile(stage, 2), row, tile(stage, 3));
+      };
+      Accumulator<1, kMaskTile / 8> scores, grads;
+      const auto add_scores = [&](int chunk, auto& rest) {
+        if (has_chunk(chunk, problem.width))
+          multiply_rows_apart<Element, kChunk>(scores, rest, tile(stage, 0), row, tile(stage, 1));
+      };
+      const auto add_grads = [&](int chunk, auto& rest) {
+        if (has_chunk(grad_chunk(chunk), problem.value_width))
+          multiply_rows_apart<Element, kChunk>(grads, rest, tile(stage, kTiles - 2), row, tile(stage, kTiles - 1));
+      };
+      const auto make = [&](Accumulator<1, kMaskTile / 8>& products, int begin, int end, auto&& add) {
+        RestOfSums<Element, 1, kMaskTile / 8> rest;
+        clear(products);
+        if constexpr (kByTurns) clear(rest.sums);
+        for_chunks(begin, end, [&](int chunk) { add(chunk, rest); });
+        add_rest(products, rest);
+      };
+      if constexpr (kByTurns) {
+        make(scores, 0, score_chunks, add_scores);
+        make(grads, score_chunks, chunks, add_grads);
+      } else {
+        clear(scores);
+        make(grads, 0, chunks, [&](int chunk, auto& rest) { add_scores(chunk, rest), add_grads(chunk, rest); });
       }
 
       const ScoreRule rule = arguments.rule.of_head(problem, step.batch, step.head);
