@@ -41,7 +41,9 @@ struct BackwardOnSm90<T, Tile>::Group {
   }
   __device__ __forceinline__ int group() const { return warp / 4; }
   __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarp; }
-  __device__ __forceinline__ int score_row() const { return (kLine ? warp % 4 : warp) * 16; }
+  // Which of the kSummers warps with parts of the same scores, or sums.
+  __device__ __forceinline__ int part() const { return kLine ? warp % 4 : warp; }
+  __device__ __forceinline__ int score_row() const { return part() * 16; }
   __device__ __forceinline__ void release(uint64_t* barrier) {
     if (lane() == 0) arrive(barrier);
   }
@@ -144,14 +146,13 @@ struct BackwardOnSm90<T, Tile>::Group {
   __device__ __forceinline__ void stage_queries(const QuerySums& d) {
     if (lane() == 0) wait_for_store_reads();
     __syncwarp();
-    float4* const to = reinterpret_cast<float4*>(shared.sums[kLine ? warp % 4 : warp]) + lane();
+    float4* const to = reinterpret_cast<float4*>(shared.sums[part()]) + lane();
 #pragma unroll
     for (int j = 0; j < kPiece / 8; ++j) to[j * kWarp] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
   }
   __device__ __forceinline__ void send_queries(float* to, int piece = 0) {
     if (to && lane() == 0) {
-      add_floats(to + piece * (kPiece / 8) * 128, shared.sums[kLine ? warp % 4 : warp],
-                 piece_tiles() * 128 * static_cast<int>(sizeof(float)));
+      add_floats(to + piece * (kPiece / 8) * 128, shared.sums[part()], piece_tiles() * 128 * static_cast<int>(sizeof(float)));
       commit_stores();
     }
   }
@@ -179,14 +180,10 @@ struct BackwardOnSm90<T, Tile>::Group {
     __syncwarp();
   }
 
-  // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros. All threads that compute.
+  // By all threads that compute.
   template <int kCount, int kRows>
-  __device__ __forceinline__ void clear_tail(T (&box)[kCount][kRows][kBoxColumns], int from) {
-    constexpr int kAcross = kRowBytes / kVectorBytes;
-    for (int n = thread; n < kCount * (kRows - from) * kAcross; n += kMathThreads) {
-      const int row = n / kAcross % (kRows - from) + from;
-      reinterpret_cast<uint4*>(box[n / kAcross / (kRows - from)][row])[n % kAcross] = {0, 0, 0, 0};
-    }
+  __device__ __forceinline__ void clear_tail(Boxes<kCount, kRows>& tile, int from) {
+    cuda::clear_tail<kMathThreads>(tile.box, from, thread);
   }
   __device__ __forceinline__ void publish_tail() {
     publish_to_engines();
@@ -201,8 +198,8 @@ struct BackwardOnSm90<T, Tile>::Group {
     if (a.problem.query_starts && place.key + kKeys > place.keys) {
       wait(&shared.key_full, number % 2);
       wait(&shared.value_full, number % 2);
-      clear_tail(shared.key.box, place.keys - place.key);
-      clear_tail(shared.value.box, place.keys - place.key);
+      clear_tail(shared.key, place.keys - place.key);
+      clear_tail(shared.value, place.keys - place.key);
       publish_tail();
     }
   }
@@ -212,8 +209,8 @@ struct BackwardOnSm90<T, Tile>::Group {
     const int now = buffer<kBuffer>(), query = job().query;
     if (a.problem.query_starts && query + kQueries > place.queries) {
       wait(&shared.grad_out_full[now], parity());
-      clear_tail(shared.stage[now].query.box, place.queries - query);
-      clear_tail(shared.stage[now].grad_out.box, place.queries - query);
+      clear_tail(shared.stage[now].query, place.queries - query);
+      clear_tail(shared.stage[now].grad_out, place.queries - query);
       publish_tail();
     }
   }
@@ -339,20 +336,12 @@ struct BackwardOnSm90<T, Tile>::Group {
   template <int kBuffer>
   __device__ __forceinline__ void weigh(ScoreSums& score, const Ahead& ahead, Words& weight) {
     const auto with = [&]<bool kLow>(std::bool_constant<kLow>) {
-#pragma unroll
-      for (int j = 0; j < kQueries / 8; ++j) {
-        float2 high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kBuffer>(0, j);
-        const float2 low = kLow ? numbers<kBuffer>(1, j) : make_float2(0, 0);
+      const auto read_lse = [&](int j, float2& high, float2& low) {
+        high = kTile.lse_ahead ? ahead.high[j % Ahead::kHighs] : numbers<kBuffer>(0, j);
+        low = kLow ? numbers<kBuffer>(1, j) : make_float2(0, 0);
         if constexpr (kDrops) high.x -= a.keep_exponent, high.y -= a.keep_exponent;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = score[0][j][e];
-          x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
-      }
+      };
+      weigh_products<T>(score, a.rule, read_lse, weight);
     };
     if (ahead.low) {
       if constexpr (kLowAside) bring_low();
