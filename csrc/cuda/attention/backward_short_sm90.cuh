@@ -101,13 +101,8 @@ struct ShortBackwardOnSm90 {
     load(stage.grad_out, a.grad_out, head_of(block), sequence.queries.begin + query_of(block), full);
   }
 
-  // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros.
   __device__ static void clear_tail(Tile& tile, int from) {
-    constexpr int kAcross = kRowBytes / kVectorBytes;
-    for (int n = threadIdx.x; n < kBoxes * (kRows - from) * kAcross; n += kThreads) {
-      const int row = n / kAcross % (kRows - from) + from;
-      reinterpret_cast<uint4*>(tile.box[n / kAcross / (kRows - from)][row])[n % kAcross] = {0, 0, 0, 0};
-    }
+    cuda::clear_tail<kThreads>(tile.box, from, static_cast<int>(threadIdx.x));
   }
 
   // A block's rows of numbers. Eight lanes share a row, whose part of the results comes from global memory meanwhile.
@@ -248,18 +243,11 @@ struct ShortBackwardOnSm90 {
     if (left < kRows || keys < kRows || sequence.visible.left >= 0 || sequence.visible.right >= 0)
       hide_scores<true>(score, row(), {query, 0, queries, keys, false}, sequence.visible);
     Words weight, grad_score;
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const float2 high = numbers(shared.high, j), low = numbers(shared.low, j);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& x = score[0][j][e];
-        x = FastBinary::exp(fmaf(x, a.rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        weight[j / 2][j % 2 * 2 + half] = Fragments<T>::pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
-    }
+    const auto read_lse = [&](int j, float2& high, float2& low) {
+      high = numbers(shared.high, j);
+      low = numbers(shared.low, j);
+    };
+    weigh_products<T>(score, a.rule, read_lse, weight);
     wait_for_products<0>();
     settle(flat(grad));
 #pragma unroll

@@ -4,6 +4,7 @@
 
 #include "../../core/problem.h"
 #include "../hw/tma.cuh"
+#include "../hw/vector.cuh"
 
 namespace flash_online::cuda {
 
@@ -39,6 +40,17 @@ HeadBoxes problem_boxes(const AttentionProblem& problem, const ConstView4& view,
   const int64_t rows = over_keys ? (problem.key_starts ? problem.total_keys : problem.keys)
                                  : (problem.query_starts ? problem.total_queries : problem.queries);
   return head_boxes(view, kElement, problem.batch, problem.heads, heads, rows, width, box_rows);
+}
+
+// In packed tensors, what follows a sequence is another's: rows from `from` on become zeros, by kThreads threads of which this
+// is number `thread`.
+template <int kThreads, class T, int kCount, int kRows>
+__device__ __forceinline__ void clear_tail(T (&box)[kCount][kRows][kBoxColumns], int from, int thread) {
+  constexpr int kAcross = kBoxColumns / kPerVector<T>;
+  for (int n = thread; n < kCount * (kRows - from) * kAcross; n += kThreads) {
+    const int row = n / kAcross % (kRows - from) + from;
+    reinterpret_cast<uint4*>(box[n / kAcross / (kRows - from)][row])[n % kAcross] = {0, 0, 0, 0};
+  }
 }
 
 }  // namespace flash_online::cuda

@@ -1,5 +1,5 @@
-// From products to scores in base 2, for a warp's accumulators: softcap, ALiBi, the mask, visibility, dropout. Accumulators are
-// [query][key], or transposed [key][query].
+// From products to scores in base 2, for a warp's accumulators: softcap, ALiBi, the mask, visibility, dropout; and to the
+// backward pass's weights. Accumulators are [query][key], or transposed [key][query].
 #pragma once
 
 #include "../../core/mask.h"
@@ -195,6 +195,26 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
             x = query >= begin && query < end ? x : lowest<float>();
           }
       }
+  }
+}
+
+// Transposed products, [key][query], of a rule that does not bend them, into weights: 2^(product * rule.scale - high - low),
+// also in 16 bits, as a left operand has them. read_lse(j, high, low) sets the two for the queries 8 j + 2 place and the next.
+template <class T, int kColumns, class Read>
+__device__ __forceinline__ void weigh_products(Accumulator<1, kColumns>& d, const ScoreRule& rule, Read&& read_lse,
+                                               unsigned (&weight)[kColumns / 2][4]) {
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    float2 high, low;
+    read_lse(j, high, low);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& x = d[0][j][e];
+      x = FastBinary::exp(fmaf(x, rule.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      weight[j / 2][j % 2 * 2 + half] = Fragments<T>::pair(d[0][j][2 * half], d[0][j][2 * half + 1]);
   }
 }
 

@@ -131,4 +131,12 @@ consteval BackwardSm90 backward_sm90_tile(int width, int value_width, BackwardSm
   throw "no row in kBackwardSm90";
 }
 
+// A row. kThatStays: a block of threads takes one block of keys after another: while the gradients of one's keys are stored,
+// the next one's queries, keys and values are on their way.
+template <int kWidth, int kValueWidth, BackwardSm90With kWith, bool kThatStays>
+struct BackwardSm90Tile {
+  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kValueWidth, kWith);
+  static constexpr bool kStays = kThatStays;
+};
+
 }  // namespace flash_online::cuda
