@@ -299,10 +299,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
       clear(scores);
       clear(grads);
       if (scores_here) {
-        // Of floats to the last bit what the forward pass made: of a large score that bit is much of a weight.
-        constexpr bool kSwapped = true;
-        multiply_rows<Element, kWidth, kSwapped>(scores, key_tile, score_row, query_tile(stage).from(score_query, 0));
-        multiply_rows<Element, kWidth, kSwapped>(grads, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kWidth>(scores, key_tile, score_row, query_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kWidth>(grads, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
       }
       if (scores_here) {
         if (kEverything && dropout) {

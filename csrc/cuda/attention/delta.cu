@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, c
         words_of(grad_out, column + 8 * part + 2 * lane_place(), y);
 #pragma unroll
         for (int piece = 0; piece < F::kPieces; ++piece)
-          left[0].words[piece][2 * part + half] = y[piece], right[half].words[piece][part] = x[piece];
+          left[0].words[piece][2 * part + half] = x[piece], right[half].words[piece][part] = y[piece];
       }
     }
     rest.multiply(leading, 0, left, right, 0);

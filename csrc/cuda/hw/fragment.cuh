@@ -199,9 +199,8 @@ struct RestOfSums {
   Accumulator<kRows, kColumns> sums;
 
   // One step, for kCount columns from `column` of `rest` and from `to` of `leading` on: the same product of all before the
-  // next, so that none waits for the one before. kSwapped: what is left here is right elsewhere, where the sum is to be the
-  // same to its last bit.
-  template <bool kSwapped = false, int kCount, int kLeading>
+  // next, so that none waits for the one before.
+  template <int kCount, int kLeading>
   __device__ __forceinline__ void multiply(Accumulator<kRows, kLeading>& leading, int to, const typename F::Left (&a)[kRows],
                                            const typename F::Right (&b)[kCount], int column) {
 #pragma unroll
@@ -212,13 +211,12 @@ struct RestOfSums {
         for (int j = 0; j < kCount; ++j)
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            const int of_left = kSwapped ? order - piece : piece;
             float (&sum)[4] = order == 0 ? leading[i][to + j] : sums[i][column + j];
-            const unsigned (&words)[2] = b[j].words[order - of_left];
+            const unsigned (&words)[2] = b[j].words[order - piece];
             if (order == 0 && F::kPieces == 3)
-              mma_16x8x16_rounded(sum, a[i].words[of_left], words[0], words[1]);
+              mma_16x8x16_rounded(sum, a[i].words[piece], words[0], words[1]);
             else
-              mma_16x8x16<typename F::Piece>(sum, a[i].words[of_left], words[0], words[1]);
+              mma_16x8x16<typename F::Piece>(sum, a[i].words[piece], words[0], words[1]);
           }
   }
 };
@@ -230,7 +228,7 @@ __device__ __forceinline__ float add_if_finite(float leading, float rest) {
 
 // d[m][n] += sum over k of left[m][k] right[n][k], for 16 * kRows rows from m on, all of d's columns from row 0 of `right` on;
 // of floats the sums apart, which are d's in the end (add_rest). How k is cut up among calls changes no bit of them.
-template <class Element, int kDepthInAll, bool kSwapped = false, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
 __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
                                                     SharedTile<Element, kWidthLeft> left, int m,
                                                     SharedTile<Element, kWidthRight> right) {
@@ -256,7 +254,7 @@ __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>
   } else {
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step)
-      multiply_step(step, [&](const auto& a, const auto& b, int j) { rest.template multiply<kSwapped>(d, j, a, b, j); });
+      multiply_step(step, [&](const auto& a, const auto& b, int j) { rest.multiply(d, j, a, b, j); });
   }
 }
 
@@ -267,12 +265,12 @@ __device__ __forceinline__ void add_rest(Accumulator<kRows, kColumns>& d, const 
 }
 
 // The same in one call.
-template <class Element, int kDepthInAll, bool kSwapped = false, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
 __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left, int m,
                                               SharedTile<Element, kWidthRight> right) {
   RestOfSums<Element, kRows, kColumns> rest;
   if constexpr (Fragments<Element>::kPieces > 1) clear(rest.sums);
-  multiply_rows_apart<Element, kDepthInAll, kSwapped>(d, rest, left, m, right);
+  multiply_rows_apart<Element, kDepthInAll>(d, rest, left, m, right);
   add_rest(d, rest);
 }
 
