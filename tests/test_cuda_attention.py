@@ -448,6 +448,20 @@ def test_extreme_scores(size, dtype, lengths):
         ).check()
 
 
+@pytest.mark.parametrize(
+    "shape, options, seed",
+    [
+        ({"heads": (4, 4, 1), "widths": (64, 64), "mask_shape": (1, 1, 1, 0)}, {"window": (30, 2), "scale": 1.0}, 8001118),
+        ({"widths": (128, 128), "mask_shape": (1, 1, 0, 0), "alibi": 1}, {"alignment": "lower_right", "scale": 4.0}, 8001145),
+    ],
+    ids=["keys", "queries and keys"],
+)
+def test_gradients_of_masks_at_large_scores(shape, options, seed):
+    """Sums over keys are 0, where weights are made of the scores that lse is of: of scores of 1,000 and more each last bit."""
+    made = {"lengths": (128, 128), "mask": "-inf", "size": 4.0, "grad_lse": False}
+    Attention(**shape, **made, options=options, seed=seed).check()
+
+
 @pytest.mark.parametrize("width", [20, 64, 128, 256])
 def test_scores_of_a_lone_key_have_no_gradient(width):
     """A query that sees one key weighs it 1 whatever its score: float32 says 0, not the rounding of two sums of products."""
