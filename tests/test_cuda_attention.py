@@ -184,12 +184,12 @@ def test_more_packed_sequences_than_are_ordered_together(longest):
 
 # One block of keys: its backward kernel takes one head's block of queries, or one after another of several heads and blocks.
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("width", [32, 128])
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
 @pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 1)], ids=str)
 @pytest.mark.parametrize("longest", [64, 128])
 def test_packed_sequences_of_one_block_of_keys(dtype, width, heads, longest):
     choose = random.Random(width)
-    lengths = tuple((choose.choice([0, 1, 33, 64, longest]), choose.choice([0, 1, 5, 63, 64])) for _ in range(12))
+    lengths = tuple((choose.choice([0, 1, 33, 64, longest]), choose.choice([0, 1, 5, 63, 64])) for _ in range(30))
     for options in ({"causal": True}, {"window": (9, 3)}):
         Packed(dtype=dtype, heads=heads, lengths=lengths, widths=(width, width), options=options).check()
 
