@@ -364,9 +364,14 @@ inline TurnedBits backward_sm90_bits(const AttentionProblem& problem, void* work
   return turned_bits_of(problem, workspace);
 }
 
+// Whether one launch makes it all, without a workspace: backward_short_sm90.cuh.
+inline bool is_short_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients) {
+  return is_short_backward_sm90(problem, gradients, backward_sm90_with(problem) == BackwardSm90With::kNothing);
+}
+
 template <int kWidth>
 int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  if (is_short_backward_sm90(problem, gradients, backward_sm90_with(problem) == BackwardSm90With::kNothing)) return 0;
+  if (is_short_backward_sm90(problem, gradients)) return 0;
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, nullptr);
   return space.bytes + kTakenBytes + turn_bytes(space, deterministic) +
          backward_sm90_bits(problem, nullptr).count() * static_cast<int64_t>(sizeof(unsigned));
@@ -376,8 +381,7 @@ template <int kWidth>
 void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
                    CUstream_st* stream) {
   if constexpr (kWidth <= 128)
-    if (is_short_backward_sm90(problem, gradients, backward_sm90_with(problem) == BackwardSm90With::kNothing))
-      return short_backward_sm90<kWidth>(problem, gradients, stream);
+    if (is_short_backward_sm90(problem, gradients)) return short_backward_sm90<kWidth>(problem, gradients, stream);
   const BackwardSpace space = backward_sm90_space<kWidth>(problem, gradients, workspace);
   char* const behind = static_cast<char*>(workspace) + space.bytes;
   unsigned* const taken = reinterpret_cast<unsigned*>(behind);

@@ -157,15 +157,13 @@ void set_sizes(int64_t (&size)[4], const AttentionProblem& problem, int64_t rows
 }  // namespace
 
 BlockMap block_map_of(const AttentionProblem& problem) {
-  BlockMap map;
   const ConstView4& mask = problem.mask;
-  if (!mask.data ||
-      blocks_of(problem.queries, mask.stride[2], kMapBlock) * blocks_of(problem.keys, mask.stride[3], kMapBlock) <= 1)
-    return map;
+  if (!mask.data) return {};
   // One more pass over a float mask pays where heads share it: that hides keys. One that differs from head to head is a bias.
-  if (problem.mask_dtype != DType::kBool && (mask.stride[1] != 0 || problem.heads == 1)) return map;
+  if (problem.mask_dtype != DType::kBool && (mask.stride[1] != 0 || problem.heads == 1)) return {};
+  BlockMap map;
   set_sizes(map.size, problem, kMapBlock);
-  return map;
+  return map.size[2] * map.size[3] > 1 ? map : BlockMap{};
 }
 
 void fill_block_map(const AttentionProblem& problem, const BlockMap& map, CUstream_st* stream) {

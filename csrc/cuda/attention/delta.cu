@@ -70,7 +70,6 @@ __device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, c
   Accumulator<1, 2> leading;
   RestOfSums<float, 1, 2> rest;
   clear(leading);
-  clear(rest.sums);
 #pragma unroll 1
   for (int column = 0; column < out.width; column += F::kDepth) {
     typename F::Left left[1];

@@ -282,7 +282,6 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
       const auto make = [&](Accumulator<1, kMaskTile / 8>& products, int begin, int end, auto&& add) {
         RestOfSums<Element, 1, kMaskTile / 8> rest;
         clear(products);
-        if constexpr (kByTurns) clear(rest.sums);
         for_chunks(begin, end, [&](int chunk) { add(chunk, rest); });
         add_rest(products, rest);
       };

@@ -198,6 +198,10 @@ struct RestOfSums {
   using F = Fragments<Element>;
   Accumulator<kRows, kColumns> sums;
 
+  __device__ __forceinline__ RestOfSums() {
+    if constexpr (F::kPieces > 1) clear(sums);
+  }
+
   // One step, for kCount columns from `column` of `rest` and from `to` of `leading` on: the same product of all before the
   // next, so that none waits for the one before.
   template <int kCount, int kLeading>
@@ -269,7 +273,6 @@ template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLef
 __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left, int m,
                                               SharedTile<Element, kWidthRight> right) {
   RestOfSums<Element, kRows, kColumns> rest;
-  if constexpr (Fragments<Element>::kPieces > 1) clear(rest.sums);
   multiply_rows_apart<Element, kDepthInAll>(d, rest, left, m, right);
   add_rest(d, rest);
 }
@@ -347,7 +350,6 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
         Accumulator<kRows, kCount> leading;
         RestOfSums<Element, kRows, kCount> rest;
         clear(leading);
-        clear(rest.sums);
 #pragma unroll
         for (int step = 0; step < kGroup; ++step) {
           typename F::Right b[kCount];
