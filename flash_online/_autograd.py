@@ -13,8 +13,11 @@ from torch.autograd import Function, forward_ad
 
 def transforms_active() -> bool:
     """Whether a torch.func transform or a forward-mode AD level is active; never while compiling, where Dynamo has its own."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and eager_transforms_active()
+
+
+def eager_transforms_active() -> bool:
+    """The same where nothing compiles."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

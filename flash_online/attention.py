@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _shapes, plan
-from ._autograd import differentiable, transforms_active
+from ._autograd import differentiable, eager_transforms_active, transforms_active
 from ._ops import InvalidArgument, accumulator_of, ops
 
 
@@ -174,41 +174,43 @@ def usual(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float 
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
-    if torch.compiler.is_compiling() or transforms_active() or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_compiling() or eager_transforms_active() or torch._C._is_any_autocast_enabled():
         return None
-    if query.is_meta or key.is_meta or value.is_meta:  # of which the operator makes more of the kind
-        return None
+    if not (query.is_cuda and key.is_cuda and value.is_cuda) and (query.is_meta or key.is_meta or value.is_meta):
+        return None  # of meta tensors the operator makes more of the kind
     try:
-        shape, keys, values = query.shape, key.shape, value.shape
-        if len(shape) < 4 or len(keys) != len(shape) or keys[:-1] != values[:-1] or not (groups or keys[-3] == shape[-3]):
+        if not 4 <= query.dim() == key.dim() == value.dim() or not (groups or query.size(-3) == key.size(-3) == value.size(-3)):
             return None
-        scale = _default_scale(shape[-1]) if scale is None else float(scale)
+        scale = _default_scale(query.size(-1)) if scale is None else float(scale)
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             return _Usual.apply(query, key, value, (-1, 0 if causal else -1, False, scale, 0.0, 0.0), tf32_for(query))
         return _run_inference(query, key, value, causal, scale, tf32_for(query))
-    except RuntimeError:  # nested tensors have no shape; and there may be no kernel
+    except RuntimeError:  # nested tensors have no sizes; and there may be no kernel
         return None
 
 
 class _Usual(torch.autograd.Function):
-    """_AttentionOp's output alone, of the call that `usual` takes: autograd looks at inputs and outputs one by one."""
+    """_AttentionOp's output alone, of the call that `usual` takes: autograd looks at inputs and outputs one by one, and each
+    step of `backward`, in a thread of its own, costs more than it does elsewhere."""
 
     @staticmethod
     def forward(ctx, query, key, value, options, tf32):
         out, lse, lse_low = _run(query, key, value, None, None, None, None, *options, tf32)
         ctx.save_for_backward(query, key, value, out, lse, lse_low)
-        ctx.options = (*options, torch.are_deterministic_algorithms_enabled(), tf32)
+        ctx.options = (*options, False, torch.are_deterministic_algorithms_enabled(), tf32)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, *results = ctx.saved_tensors
-        tensors, options = (grad_out, None, query, key, value, None, None, None, None, *results), ctx.options
+        query, key, value, out, lse, lse_low = ctx.saved_tensors
+        tensors = (grad_out, None, query, key, value, None, None, None, None, out, lse, lse_low)
         if torch.is_grad_enabled():
-            gradients = _attention_backward(*tensors, False, *options)
+            *options, mask_grad, deterministic, tf32 = ctx.options
+            grads = _attention_backward(*tensors, mask_grad, *options, deterministic, tf32)
         else:
-            gradients = _run_backward(*tensors, *options[:-2], False, *options[-2:])
-        return *gradients[:3], None, None
+            grads = _run_backward(*tensors, *ctx.options)
+        grad_query, grad_key, grad_value, *_ = grads
+        return grad_query, grad_key, grad_value, None, None
 
 
 _run, _run_backward = ops.attention_forward.default._op, ops.attention_backward.default._op

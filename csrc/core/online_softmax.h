@@ -88,6 +88,11 @@ struct OnlineSoftmax {
   FLASH_ONLINE_HD T weight_of_product(Factor a, Factor b) const {
     return Base::exp(static_cast<T>(a * b - pivot(max)));
   }
+  // And of (a + rest) * b, where `rest` is too small for the sum to hold all of its digits.
+  template <class Factor>
+  FLASH_ONLINE_HD T weight_of_product(Factor a, Factor rest, Factor b) const {
+    return Base::exp(static_cast<T>(rest * b + (a * b - pivot(max))));
+  }
 
   // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor that whatever else was
   // accumulated with the old weights (the output row of attention) must be multiplied by.

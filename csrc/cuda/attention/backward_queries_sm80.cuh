@@ -62,7 +62,7 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
   const HeadRows<Element> value_rows(problem.value, batch, head / (problem.heads / problem.value_heads), sequence.keys.begin,
                                      problem.value_width);
   const HeadMask mask(problem, batch, head);
-  const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
+  const auto rule = rule_of_head<Element>(arguments.rule, problem, batch, head);
   const Dropout dropout(problem, batch, head);
   const int row = static_cast<int>(threadIdx.x) / kWarp * 16;  // the warp's first, in the block
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
   const auto load_block = [&] {
     if (block < end) {
       load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
-      load<kKeys, kThreads>(value_tile, value_rows, block * kKeys, keys);
+      load_values<kKeys, kThreads>(value_tile, value_rows, block * kKeys, keys, arguments.keep_scale);
       if (mask.data && !nothing_hidden) mask_block.load(mask, query, queries, block * kKeys, keys);
     }
     commit_copies();
@@ -87,13 +87,15 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
                            query, queries);
   load_block();
 
-  float high[2], low[2], delta[2];  // of the lane's two queries
+  using Rest = RestOfSums<Element, 1, kKeys / 8>;
+  float high[2], low[2], delta[2], delta_low[2] = {};  // of the lane's two queries
   const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = query + row + 8 * half + lane_group();
     const float* const numbers = arguments.space.rows + (first_block + at / kRowBlock) * kRowNumbers + at % kRowBlock;
     high[half] = numbers[0], low[half] = numbers[kRowBlock], delta[half] = numbers[2 * kRowBlock];
+    if (Rest::kKept) delta_low[half] = arguments.space.rest_of_delta(first_block + at / kRowBlock)[at % kRowBlock];
   }
   Accumulator<1, kColumns / 8> grad_query;
   clear(grad_query);
@@ -103,33 +105,27 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
     wait_for_copies();
     __syncthreads();  // the block is there
     Accumulator<1, kKeys / 8> scores, grads;
+    Rest scores_rest, grads_rest;
     clear(scores);
-    multiply_rows<Element, kWidth>(scores, query_tile, row, key_tile);
+    multiply_rows<Element, kWidth>(scores, scores_rest, query_tile, row, key_tile);
     clear(grads);
-    multiply_rows<Element, kWidth>(grads, grad_out_tile, row, value_tile);
+    multiply_rows<Element, kWidth, true>(grads, grads_rest, grad_out_tile, row, value_tile);  // delta is of values by gradients
 
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
-    if (dropout) {
-      const unsigned kept = draw_weights<false, 1, kKeys / 8>(row, dropout, here);
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) grads[0][j][e] = kept >> (4 * j + e) & 1 ? grads[0][j][e] * arguments.keep_scale : 0;
-    }
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) grads[0][j][e] -= delta[e / 2];
-    if (rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible, &grads);
-    if (mask.data && !nothing_hidden) mask_scores<false>(scores, row, mask.dtype, mask_block);
+    if (dropout)
+      drop_gradients<Element>(grads, grads_rest, draw_weights<false, 1, kKeys / 8>(row, dropout, here), arguments.keep_scale);
+    without_infinite(grads, grads_rest);
+    for_each(grads, [&](float& x, int, int j, int e) {
+      x = less_delta<Rest>(x, grads_rest.sums[0][j][e], delta[e / 2], delta_low[e / 2]);
+    });
+    if (rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible, &grads, &scores_rest);
+    if (mask.data && !nothing_hidden) mask_scores<false>(scores, row, mask.dtype, mask_block, &scores_rest);
+    round_to_sum(scores, scores_rest);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float x = scores[0][j][e];
-        grads[0][j][e] *= FastBinary::exp((rule.bends ? x - high[e / 2] : fmaf(x, rule.scale, -high[e / 2])) - low[e / 2]);
-      }
+    const float factor = rule.remaining_scale();
+    for_each(grads, [&](float& x, int, int j, int e) {
+      x *= FastBinary::exp(exponent_of<Rest>(scores[0][j][e], scores_rest.sums[0][j][e], factor, high[e / 2], low[e / 2]));
+    });
     multiply_accumulators<Element>(grad_query, grads, key_tile, column);
     __syncthreads();  // all have done with the block
     block = key_blocks.next(nothing_hidden);

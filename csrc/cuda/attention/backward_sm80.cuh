@@ -56,27 +56,32 @@ struct LaterQueries {
   }
 };
 
-// The numbers of kQueries queries, in shared memory: see kRowNumbers.
-template <int kQueries>
+// The numbers of kQueries queries, in shared memory: see kRowNumbers; with kPrecise also the rest of delta.
+template <int kQueries, bool kPrecise>
 struct RowNumbers {
-  static constexpr int kBytes = 3 * kQueries * static_cast<int>(sizeof(float));
+  static constexpr int kKinds = kPrecise ? 4 : 3;
+  static constexpr int kBytes = kKinds * kQueries * static_cast<int>(sizeof(float));
   float* data;
 
   // Starts copying those of the queries from `query` on, out of a head's blocks.
   template <int kThreads>
-  __device__ __forceinline__ void load(const float* rows, int query) const {
-    static_assert(kRowBlock % kQueries == 0 && 3 * kQueries / 4 <= kThreads);
+  __device__ __forceinline__ void load(const float* rows, [[maybe_unused]] const float* rests, int query) const {
+    static_assert(kRowBlock % kQueries == 0 && kKinds * kQueries / 4 <= kThreads);
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread >= 3 * kQueries / 4) return;
+    if (thread >= kKinds * kQueries / 4) return;
     const int kind = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
-    copy_async(reinterpret_cast<uint4*>(data + kind * kQueries + column),
-               rows + int64_t{query} / kRowBlock * kRowNumbers + kind * kRowBlock + query % kRowBlock + column);
+    const float* from = rows + int64_t{query} / kRowBlock * kRowNumbers + kind * kRowBlock + query % kRowBlock + column;
+    if (kPrecise && kind == 3) from = rests + query + column;
+    copy_async(reinterpret_cast<uint4*>(data + kind * kQueries + column), from);
   }
   // Of two neighbouring queries.
   __device__ __forceinline__ float2 high(int query) const { return *reinterpret_cast<const float2*>(data + query); }
   __device__ __forceinline__ float2 low(int query) const { return *reinterpret_cast<const float2*>(data + kQueries + query); }
   __device__ __forceinline__ float2 delta(int query) const {
     return *reinterpret_cast<const float2*>(data + 2 * kQueries + query);
+  }
+  __device__ __forceinline__ float2 rest_of_delta(int query) const {
+    return kPrecise ? *reinterpret_cast<const float2*>(data + 3 * kQueries + query) : float2{};
   }
 };
 
@@ -131,10 +136,12 @@ struct BackwardOnSm80 {
   using Piece = typename Split<Element>::Piece;
   using WideTile = SharedTile<Element, kWidth>;
   using ScoreTile = SharedTile<Element, kQueries>;
+  using Rest = RestOfSums<Element, kScoreRows, kScoreColumns>;
+  using Numbers = RowNumbers<kQueries, Rest::kKept>;
   static constexpr int kKeyBytes = WideTile::bytes(kKeys), kQueryBytes = WideTile::bytes(kQueries),
                        kScoreBytes = ScoreTile::bytes(kKeys);
   // Keys, values; of each stage queries, gradients of outputs, numbers; gradients of scores; weights; mask.
-  static constexpr int kStageBytes = 2 * kQueryBytes + RowNumbers<kQueries>::kBytes;
+  static constexpr int kStageBytes = 2 * kQueryBytes + Numbers::kBytes;
   static constexpr int kBytes = 2 * kKeyBytes + kStages * kStageBytes + (kInRegisters ? 1 : 2) * kScoreBytes;
   static_assert(kKeyBytes % 16 == 0 && kQueryBytes % 16 == 0 && kScoreBytes % 16 == 0);
 
@@ -211,7 +218,7 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
     return WideTile{reinterpret_cast<Piece*>(stages + stage * kStageBytes + kQueryBytes)};
   };
   const auto numbers = [&](int stage) {
-    return RowNumbers<kQueries>{reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
+    return Numbers{reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
   };
   const ScoreTile grad_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes)},
       weight_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes + kScoreBytes)};
@@ -231,12 +238,12 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
                                           first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
                                           sequence.keys.begin, problem.width),
                         key, keys);
-  load<kKeys, kThreads>(
+  load_values<kKeys, kThreads>(
       value_tile,
       HeadRows<Element>(problem.value, batch,
                         first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
                         sequence.keys.begin, problem.value_width),
-      key, keys);
+      key, keys, kEverything ? arguments.keep_scale : 1.0f);
   Sums grad_key, grad_value;
   clear(grad_key);
   clear(grad_value);
@@ -252,9 +259,13 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
     const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width),
         grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width);
     const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
-    const float* const row_numbers = arguments.space.rows + first_block * kRowNumbers;
+    const float *const row_numbers = arguments.space.rows + first_block * kRowNumbers, *const rests_of_delta =
+                                                                                           Rest::kKept
+                                                                                               ? arguments.space.rest_of_delta(
+                                                                                                     first_block)
+                                                                                               : nullptr;
     const HeadMask mask(problem, batch, head);
-    const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
+    const auto rule = rule_of_head<Element>(arguments.rule, problem, batch, head);
     const Dropout dropout(problem, batch, head);
     QueryBlocks<kQueries, kKeys> query_blocks(direct ? BlockMap{} : arguments.space.map, batch, head, key, keys, begin, end);
 
@@ -264,7 +275,7 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
     };
     const auto load_grad_out = [&](int stage, int block) {
       next_grad_out.start(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
-      numbers(stage).template load<kThreads>(row_numbers, block * kQueries);
+      numbers(stage).template load<kThreads>(row_numbers, rests_of_delta, block * kQueries);
     };
     const auto finish_loads = [&](int stage, int block) {
       next_queries.finish(query_tile(stage), query_rows, block * kQueries, queries);
@@ -296,36 +307,34 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
       [[maybe_unused]] unsigned kept = ~0u;
       if (kEverything && dropout && scores_here) kept = draw_weights<true, kScoreRows, kScoreColumns>(score_row, dropout, here);
       Accumulator<kScoreRows, kScoreColumns> scores, grads;
+      Rest scores_rest, grads_rest;
       clear(scores);
       clear(grads);
       if (scores_here) {
-        multiply_rows<Element, kWidth>(scores, key_tile, score_row, query_tile(stage).from(score_query, 0));
-        multiply_rows<Element, kWidth>(grads, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kWidth>(scores, scores_rest, key_tile, score_row, query_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kWidth>(grads, grads_rest, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
       }
       if (scores_here) {
-        if (kEverything && dropout) {
+        if (kEverything && dropout) drop_gradients<Element>(grads, grads_rest, kept, arguments.keep_scale);
+        without_infinite(grads, grads_rest);
+        const Numbers rows{numbers(stage).data + score_query};
+#pragma unroll
+        for (int j = 0; j < kScoreColumns; ++j) {
+          const float2 delta = rows.delta(8 * j + 2 * lane_place()), delta_low = rows.rest_of_delta(8 * j + 2 * lane_place());
 #pragma unroll
           for (int i = 0; i < kScoreRows; ++i)
 #pragma unroll
-            for (int j = 0; j < kScoreColumns; ++j)
-#pragma unroll
-              for (int e = 0; e < 4; ++e)
-                grads[i][j][e] = kept >> (4 * (i * kScoreColumns + j) + e) & 1 ? grads[i][j][e] * arguments.keep_scale : 0;
+            for (int e = 0; e < 4; ++e)
+              grads[i][j][e] = less_delta<Rest>(grads[i][j][e], grads_rest.sums[i][j][e], e % 2 ? delta.y : delta.x,
+                                                e % 2 ? delta_low.y : delta_low.x);
         }
-        const RowNumbers<kQueries> rows{numbers(stage).data + score_query};
-#pragma unroll
-        for (int j = 0; j < kScoreColumns; ++j) {
-          const float2 delta = rows.delta(8 * j + 2 * lane_place());
-#pragma unroll
-          for (int i = 0; i < kScoreRows; ++i) {
-            grads[i][j][0] -= delta.x, grads[i][j][1] -= delta.y;
-            grads[i][j][2] -= delta.x, grads[i][j][3] -= delta.y;
-          }
-        }
-        if (kEverything && rule.bends) bend_scores<true>(scores, score_row, rule, here, sequence.visible, &grads);
+        if (kEverything && rule.bends) bend_scores<true>(scores, score_row, rule, here, sequence.visible, &grads, &scores_rest);
         if (masked)
-          mask_scores<true>(scores, score_row, mask.dtype, LaterQueries<decltype(mask_block)>{mask_block, score_query});
+          mask_scores<true>(scores, score_row, mask.dtype, LaterQueries<decltype(mask_block)>{mask_block, score_query},
+                            &scores_rest);
+        round_to_sum(scores, scores_rest);
         if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
+        const float factor = kEverything ? rule.remaining_scale() : rule.scale;
 #pragma unroll
         for (int j = 0; j < kScoreColumns; ++j) {
           const float2 high = rows.high(8 * j + 2 * lane_place()), low = rows.low(8 * j + 2 * lane_place());
@@ -334,8 +343,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               float& x = scores[i][j][e];
-              const float h = e % 2 ? high.y : high.x, l = e % 2 ? low.y : low.x;
-              x = FastBinary::exp((kEverything && rule.bends ? x - h : fmaf(x, rule.scale, -h)) - l);
+              x = FastBinary::exp(
+                  exponent_of<Rest>(x, scores_rest.sums[i][j][e], factor, e % 2 ? high.y : high.x, e % 2 ? low.y : low.x));
               grads[i][j][e] *= x;
               if (kEverything && !(kept >> (4 * (i * kScoreColumns + j) + e) & 1)) x = 0;
             }

@@ -62,10 +62,10 @@ __device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadR
     for (int step = kRowLanes / 2; step > 0; step /= 2) sums[r] += __shfl_xor_sync(~0u, sums[r], step);
 }
 
-// What dot_rows gives, of sixteen rows from `first` on, by the products that the passes make gradients of weights with: the
-// output of a query that sees one key alone is that key's value, and the two then differ by nothing.
+// What dot_rows gives, of sixteen rows from `first` on, by the products that the passes make gradients of weights with, as the
+// sum of two floats: the output of a query that sees one key alone is that key's value, and the two then differ by nothing.
 __device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, const HeadRows<float>& grad_out, int first,
-                                                   int queries, float* products) {
+                                                   int queries, float2* products) {
   using F = Fragments<float>;
   Accumulator<1, 2> leading;
   RestOfSums<float, 1, 2> rest;
@@ -94,10 +94,11 @@ __device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, c
     }
     rest.multiply(leading, 0, left, right, 0);
   }
+  without_infinite(leading, rest);
   // The diagonal of what each row makes with each.
   for_each(leading, [&](float x, int, int half, int e) {
     if (e / 2 == half && 2 * lane_place() + e % 2 == lane_group())
-      products[8 * half + lane_group()] = add_if_finite(x, rest.sums[0][half][e]);
+      products[8 * half + lane_group()] = make_float2(x, rest.sums[0][half][e]);
   });
 }
 
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   const HeadRows<Element> grad_out(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width),
       out(as_const(problem.out), batch, head, sequence.queries.begin, problem.value_width);
   __shared__ Sum products[kRowBlock];
-  __shared__ float deltas[kFloats ? kRowBlock : 1];
+  __shared__ float2 deltas[kFloats ? kRowBlock : 1];
   // A thread a row, in the end; what it reads is asked for ahead of the products.
   const int query = first + thread;
   const bool there = thread < kRowBlock && query < queries;
@@ -168,14 +169,17 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
   __syncthreads();
   double sink = 0;
   if (thread < kRowBlock) {
-    float delta;
-    if constexpr (kFloats)
-      delta = deltas[thread];
-    else
-      delta = products[thread];
+    float delta = 0, delta_low = 0;
     float high = -lowest<float>(), low = 0;
     if (lse != lowest<float>()) {
-      delta -= grad_lse;
+      if constexpr (kFloats) {
+        const double whole = static_cast<double>(deltas[thread].x) + deltas[thread].y - grad_lse;
+        delta = static_cast<float>(whole);
+        const float rest = static_cast<float>(whole - delta);
+        delta_low = rest - rest == 0 ? rest : 0;
+      } else {
+        delta = products[thread] - grad_lse;
+      }
       const double binary = (static_cast<double>(lse) + lse_low) / kLn2;
       high = static_cast<float>(binary);
       const float rest = static_cast<float>(binary - high);
@@ -183,13 +187,12 @@ __global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constan
       if (space.sinks)
         sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) *
                (static_cast<double>(products[thread]) - grad_lse);
-    } else {
-      delta = 0;
     }
     float* const to = space.rows + number * kRowNumbers + thread;
     to[0] = high;
     to[kRowBlock] = low;
     to[2 * kRowBlock] = delta;
+    if constexpr (kFloats) space.rest_of_delta(number)[thread] = delta_low;
   }
   if (space.sinks) {
     __shared__ double parts[kRowBlock];

@@ -16,7 +16,7 @@ constexpr int kRowNumbers = 3 * kRowBlock;
 // The workspace of a backward pass. Its pieces begin at multiples of 16 bytes.
 struct BackwardSpace {
   BlockList list;          // of all queries
-  float* rows = nullptr;   // [list.count()][kRowNumbers]
+  float* rows = nullptr;   // [list.count()][kRowNumbers]; of float32 [list.count()][kRowBlock] behind them: rest_of_delta
   float* sums = nullptr;  // [list.count()][kRowBlock * width], in tiles of 16 x 8; null: nobody adds to gradients of queries
   double* sinks = nullptr;  // [list.count()]: parts of the gradient of sinks; null: not wanted
   float* mask_parts = nullptr;  // of the mask's gradient
@@ -31,12 +31,15 @@ struct BackwardSpace {
       pointer = count > 0 ? reinterpret_cast<T*>(static_cast<char*>(workspace) + bytes) : nullptr;
       bytes += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
     };
-    carve(rows, list.count() * kRowNumbers);
+    carve(rows, list.count() * (kRowNumbers + (problem.dtype == DType::kFloat32 ? kRowBlock : 0)));
     carve(sums, with_sums ? list.count() * kRowBlock * width : 0);
     carve(sinks, gradients.grad_sinks ? list.count() : 0);
     carve(mask_parts, mask_part_count);
     carve(map.data, map.count());
   }
+
+  // What the queries of a block have in common, less the float of it that is in `rows`.
+  FLASH_ONLINE_HD float* rest_of_delta(int64_t block) const { return rows + list.count() * kRowNumbers + block * kRowBlock; }
 };
 
 // The number of a sequence's first block in one head's part of a list of all queries' blocks.

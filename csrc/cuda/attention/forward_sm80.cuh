@@ -89,7 +89,7 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
   const HeadRows<Element> value_rows(problem.value, batch, value_head, sequence.keys.begin, problem.value_width,
                                      piece * kValueWidth);
   const HeadMask mask(problem, batch, head);
-  const ScoreRule rule = arguments.rule.of_head(problem, batch, head);
+  const auto rule = rule_of_head<Element>(arguments.rule, problem, batch, head);
   const Dropout dropout(problem, batch, head);
   const float scale = kEverything ? rule.remaining_scale() : rule.scale;
   const int row = static_cast<int>(threadIdx.x) / 32 * 16 * kRows;  // the warp's first, in the block
@@ -119,8 +119,9 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
     commit_copies();
 
     Accumulator<kRows, kKeys / 8> scores;
+    RestOfSums<Element, kRows, kKeys / 8> rest;
     clear(scores);
-    multiply_rows<Element, kWidth>(scores, query_tile, row, key_tile);
+    multiply_rows<Element, kWidth>(scores, rest, query_tile, row, key_tile);
     next = key_blocks.next(next_nothing_hidden);
     values.finish(value_tile, value_rows, key, keys);
     wait_for_copies();
@@ -129,8 +130,9 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
     commit_copies();
 
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
-    if (kEverything && rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible);
-    if (masked) mask_scores<false>(scores, row, mask.dtype, mask_block);
+    if (kEverything && rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible, nullptr, &rest);
+    if (masked) mask_scores<false>(scores, row, mask.dtype, mask_block, &rest);
+    round_to_sum(scores, rest);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
 
 #pragma unroll
@@ -156,7 +158,10 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = scores[i][j][2 * half + e];
-            x = state[i][half].weight_of_product(x, scale);
+            if constexpr (rest.kKept)
+              x = state[i][half].weight_of_product(x, rest.sums[i][j][2 * half + e], scale);
+            else
+              x = state[i][half].weight_of_product(x, scale);
             sum += x;
           }
         state[i][half].add(sum);
@@ -176,12 +181,17 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
       own.sum += __shfl_xor_sync(~0u, own.sum, 1);
       own.sum += __shfl_xor_sync(~0u, own.sum, 2);
       const float factor = problem.sinks ? own.absorb(static_cast<const float*>(problem.sinks)[head] * kLog2E) : 1.0f;
-      const float last = factor * own.inverse_sum_or_zero() * arguments.keep_scale;
+      const float inverse = own.inverse_sum_or_zero(), last = factor * inverse * arguments.keep_scale;
 #pragma unroll
-      for (int j = 0; j < kValueWidth / 8; ++j) {
-        out[i][j][2 * half] *= last;
-        out[i][j][2 * half + 1] *= last;
-      }
+      for (int j = 0; j < kValueWidth / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = out[i][j][2 * half + e];
+          if constexpr (RestOfSums<Element, 1, 1>::kKept)
+            x = divide(x, factor, own.sum, inverse) * arguments.keep_scale;  // the multiple of a lone key's value: load_values
+          else
+            x *= last;
+        }
       const int at = query + row + 16 * i + 8 * half + lane_group();
       if (piece == 0 && lane_place() == 0 && at < queries && problem.lse) {
         const double lse = (static_cast<double>(own.max) + ::log2(static_cast<double>(own.sum))) * kLn2;

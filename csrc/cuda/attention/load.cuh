@@ -50,15 +50,16 @@ struct FloatsInRegisters {
       values[n] = r < left && c < from.width ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
     }
   }
-  __device__ __forceinline__ void put(SharedTile<Element, kWidth> tile, int first = 0) const {
+  // Times `factor`.
+  __device__ __forceinline__ void put(SharedTile<Element, kWidth> tile, int first = 0, float factor = 1) const {
     using F = Fragments<Element>;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const unsigned index = threadIdx.x + (first + n) * kThreads;
       if (kVectors % (kThreads * kCount) != 0 && index >= kVectors) return;
       unsigned left[F::kPieces], right[F::kPieces];
-      F::split(left, values[n].x, values[n].y);
-      F::split(right, values[n].z, values[n].w);
+      F::split(left, values[n].x * factor, values[n].y * factor);
+      F::split(right, values[n].z * factor, values[n].w * factor);
 #pragma unroll
       for (int piece = 0; piece < F::kPieces; ++piece)
         *reinterpret_cast<uint2*>(tile.row(index / kAcross, piece) + index % kAcross * 4) =
@@ -67,10 +68,11 @@ struct FloatsInRegisters {
   }
 };
 
-// Floats into a tile of their pieces, as load() below.
+// Floats, times `factor`, into a tile of their pieces, as load() below.
 template <int kRows, int kThreads, class Element, int kWidth>
   requires(Fragments<Element>::kPieces > 1)
-__device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows) {
+__device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows,
+                                     float factor = 1) {
   constexpr int kCount = 4;
   using F = Fragments<Element>;
   using Part = FloatsInRegisters<Element, kRows, kThreads, kWidth, kCount>;
@@ -79,7 +81,7 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
     for (int first = 0; first * kThreads < Part::kVectors; first += kCount) {
       Part part;
       part.fetch(from, row, rows, first);
-      part.put(tile, first);
+      part.put(tile, first, factor);
     }
   } else {
 #pragma unroll 1
@@ -88,7 +90,8 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
       const float* const at = reinterpret_cast<const float*>(from.data + (row + r) * from.row_stride + c * from.column_stride);
       const bool there = row + r < rows;
       unsigned words[F::kPieces];
-      F::split(words, there && c < from.width ? at[0] : 0, there && c + 1 < from.width ? at[from.column_stride] : 0);
+      F::split(words, there && c < from.width ? at[0] * factor : 0,
+               there && c + 1 < from.width ? at[from.column_stride] * factor : 0);
 #pragma unroll
       for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
     }
@@ -132,6 +135,18 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
       tile.row(r)[c] = r < left && c < from.width ? data[r * from.row_stride + c * from.column_stride] : narrow<Element>(0.0f);
     }
   }
+}
+
+// Values for the gradients of weights that dropout kept: of floats as many times larger as the weights are. A query that sees
+// one key alone has that value's multiple, rounded, as its output, and its scores then have no gradient, to the last digit. Of
+// 16-bit elements as they are, since their products are multiplied (drop_gradients).
+template <int kRows, int kThreads, class Element, int kWidth>
+__device__ __forceinline__ void load_values(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows,
+                                            [[maybe_unused]] float keep_scale) {
+  if constexpr (Fragments<Element>::kPieces > 1)
+    load<kRows, kThreads>(tile, from, row, rows, keep_scale);
+  else
+    load<kRows, kThreads>(tile, from, row, rows);
 }
 
 // A block of rows under way while others are worked on: start() at any time, finish() once all have done with the tile. 16-bit

@@ -41,11 +41,12 @@ struct MaskGradientArguments {
 
 template <class Element>
 struct MaskGradient {
-  // Of floats one product's operands are in shared memory at a time: it has a second sum (RestOfSums) until its last chunk.
+  // Of floats one product's operands are in shared memory at a time: scores are weights before the other product begins.
   static constexpr bool kByTurns = Fragments<Element>::kPieces > 1;
   static constexpr int kTiles = kByTurns ? 2 : 4, kChunk = kByTurns ? 32 : 64;  // of a stage; of the head dim
   using Tile = SharedTile<Element, kChunk>;
   using Sums = Accumulator<1, kMaskTile / 8>;
+  using Rest = RestOfSums<Element, 1, kMaskTile / 8>;
   static constexpr int kTileBytes = Tile::bytes(kMaskTile), kStageBytes = kTiles * kTileBytes, kStages = 2;
   static constexpr int kSumBytes = kMaskWarps * kMaskTile * static_cast<int>(sizeof(float));
   static constexpr int kBytes = kStages * kStageBytes + kSumBytes;
@@ -209,16 +210,16 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
   const int key_share = static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads),
             value_share = static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads);
   const auto load_chunk = [&](int stage, const Step& step, int chunk) {
-    const auto one = [&](int n, const ConstView4& view, int head, int row, int rows, int64_t width, int of) {
+    const auto one = [&](int n, const ConstView4& view, int head, int row, int rows, int64_t width, int of, float factor) {
       if (has_chunk(of, width))
-        load<kMaskTile, kMaskThreads>(tile(stage, n), HeadRows<Element>(view, step.batch, head, 0, width, of * kChunk), row,
-                                      rows);
+        load_values<kMaskTile, kMaskThreads>(tile(stage, n), HeadRows<Element>(view, step.batch, head, 0, width, of * kChunk),
+                                             row, rows, factor);
     };
     const int of = grad_chunk(chunk);
-    one(0, problem.query, step.head, step.query, queries, problem.width, chunk);
-    one(1, problem.key, step.head / key_share, step.key, keys, problem.width, chunk);
-    one(kTiles - 2, gradients.grad_out, step.head, step.query, queries, problem.value_width, of);
-    one(kTiles - 1, problem.value, step.head / value_share, step.key, keys, problem.value_width, of);
+    one(0, problem.query, step.head, step.query, queries, problem.width, chunk, 1);
+    one(1, problem.key, step.head / key_share, step.key, keys, problem.width, chunk, 1);
+    one(kTiles - 2, gradients.grad_out, step.head, step.query, queries, problem.value_width, of, 1);
+    one(kTiles - 1, problem.value, step.head / value_share, step.key, keys, problem.value_width, of, arguments.keep_scale);
   };
 
   // All that a tile is broadcast over sees the same values of the mask; the first block along a dimension has as many as any.
@@ -249,12 +250,13 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
       ++next.item;
       settle(next);
       const int64_t first_block = first_row_block(problem, arguments.space.list, step.batch, step.head);
-      float high[2], low[2], delta[2];  // of the lane's two queries
+      float high[2], low[2], delta[2], delta_low[2] = {};  // of the lane's two queries
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = step.query + row + 8 * half + lane_group();
         const float* const numbers = arguments.space.rows + (first_block + at / kRowBlock) * kRowNumbers + at % kRowBlock;
         high[half] = numbers[0], low[half] = numbers[kRowBlock], delta[half] = numbers[2 * kRowBlock];
+        if (Rest::kKept) delta_low[half] = arguments.space.rest_of_delta(first_block + at / kRowBlock)[at % kRowBlock];
       }
       const auto for_chunks = [&](int begin, int end, auto&& multiply) {
         for (int chunk = begin; chunk < end; ++chunk, stage ^= 1) {
@@ -270,53 +272,61 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
           multiply(chunk);
         }
       };
-      Accumulator<1, kMaskTile / 8> scores, grads;
-      const auto add_scores = [&](int chunk, auto& rest) {
+      Sums scores, grads;
+      const auto add_scores = [&](int chunk, Rest& rest) {
         if (has_chunk(chunk, problem.width))
           multiply_rows_apart<Element, kChunk>(scores, rest, tile(stage, 0), row, tile(stage, 1));
       };
-      const auto add_grads = [&](int chunk, auto& rest) {
+      const auto add_grads = [&](int chunk, Rest& rest) {
         if (has_chunk(grad_chunk(chunk), problem.value_width))
-          multiply_rows_apart<Element, kChunk>(grads, rest, tile(stage, kTiles - 2), row, tile(stage, kTiles - 1));
+          // delta is of values by gradients
+          multiply_rows_apart<Element, kChunk, true>(grads, rest, tile(stage, kTiles - 2), row, tile(stage, kTiles - 1));
       };
-      const auto make = [&](Accumulator<1, kMaskTile / 8>& products, int begin, int end, auto&& add) {
-        RestOfSums<Element, 1, kMaskTile / 8> rest;
-        clear(products);
-        for_chunks(begin, end, [&](int chunk) { add(chunk, rest); });
-        add_rest(products, rest);
+      const auto here = [&] {
+        return ScoreBlock{step.query, step.key, queries, keys,
+                          step.query + kMaskTile <= queries && all_see(problem.visible, step.query, step.query + kMaskTile,
+                                                                       step.key, step.key + kMaskTile, keys)};
       };
+      const auto weigh = [&](Rest& rest, const ScoreBlock& block) {
+        add_rest_unless_kept(scores, rest);
+        const auto rule = rule_of_head<Element>(arguments.rule, problem, step.batch, step.head);
+        bend_scores<false>(scores, row, rule, block, problem.visible, nullptr, &rest);
+        mask_scores<false>(scores, row, mask.dtype, mask_block.moved_to(shared + kBytes + buffer * mask_bytes), &rest);
+        round_to_sum(scores, rest);
+        if (!block.whole) hide_scores<false>(scores, row, block, problem.visible);
+        for_each(scores, [&](float& x, int, int j, int e) {
+          x = FastBinary::exp(exponent_of<Rest>(x, rest.sums[0][j][e], 1, high[e / 2], low[e / 2]));
+        });
+      };
+      Rest grads_rest;
+      const auto drop = [&](const ScoreBlock& block) {
+        add_rest_unless_kept(grads, grads_rest);
+        const Dropout dropout(problem, step.batch, step.head);
+        if (dropout)
+          drop_gradients<Element>(grads, grads_rest, draw_weights<false, 1, kMaskTile / 8>(row, dropout, block),
+                                  arguments.keep_scale);
+        without_infinite(grads, grads_rest);
+      };
+      clear(scores);
+      clear(grads);
       if constexpr (kByTurns) {
-        make(scores, 0, score_chunks, add_scores);
-        make(grads, score_chunks, chunks, add_grads);
+        Rest scores_rest;
+        for_chunks(0, score_chunks, [&](int chunk) { add_scores(chunk, scores_rest); });
+        weigh(scores_rest, here());
+        for_chunks(score_chunks, chunks, [&](int chunk) { add_grads(chunk, grads_rest); });
+        drop(here());
       } else {
-        clear(scores);
-        make(grads, 0, chunks, [&](int chunk, auto& rest) { add_scores(chunk, rest), add_grads(chunk, rest); });
+        for_chunks(0, chunks, [&](int chunk) { add_scores(chunk, grads_rest), add_grads(chunk, grads_rest); });
+        const ScoreBlock block = here();
+        drop(block);
+        weigh(grads_rest, block);
       }
-
-      const ScoreRule rule = arguments.rule.of_head(problem, step.batch, step.head);
-      const Dropout dropout(problem, step.batch, step.head);
-      const ScoreBlock here{step.query, step.key, queries, keys,
-                            step.query + kMaskTile <= queries && all_see(problem.visible, step.query, step.query + kMaskTile,
-                                                                         step.key, step.key + kMaskTile, keys)};
-      if (dropout) {
-        const unsigned kept = draw_weights<false, 1, kMaskTile / 8>(row, dropout, here);
-#pragma unroll
-        for (int j = 0; j < kMaskTile / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) grads[0][j][e] = kept >> (4 * j + e) & 1 ? grads[0][j][e] * arguments.keep_scale : 0;
-      }
-      bend_scores<false>(scores, row, rule, here, problem.visible);
-      mask_scores<false>(scores, row, mask.dtype, mask_block.moved_to(shared + kBytes + buffer * mask_bytes));
-      if (!here.whole) hide_scores<false>(scores, row, here, problem.visible);
-#pragma unroll
-      for (int j = 0; j < kMaskTile / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float weight = FastBinary::exp((scores[0][j][e] - high[e / 2]) - low[e / 2]);
-          const float grad = weight * (grads[0][j][e] - delta[e / 2]);
-          // What a row past the end holds may be NaN.
-          sum[0][j][e] += here.whole || step.query + row + e / 2 * 8 + lane_group() < queries ? grad : 0;
-        }
+      for_each(sum, [&](float& x, int, int j, int e) {
+        const float grad =
+            scores[0][j][e] * less_delta<Rest>(grads[0][j][e], grads_rest.sums[0][j][e], delta[e / 2], delta_low[e / 2]);
+        // What a row past the end holds may be NaN.
+        x += step.query + row + e / 2 * 8 + lane_group() < queries ? grad : 0;
+      });
       if (next.tile != now) buffer ^= 1;
       step = next;
     }

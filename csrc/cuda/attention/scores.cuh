@@ -29,9 +29,9 @@ using ScoreState = OnlineSoftmax<float, FastBinary>;
 // How far above its point of reference a row's maximum may grow before sums and outputs are moved: weights reach 2^8.
 constexpr float kScoreSlack = 8;
 
-// Calls f(x, query, key) for every accumulator of a warp, whose rows (of 16 * kRows) begin at `row` of the block.
+// Calls f(i, j, e, query, key) for every accumulator of a warp, whose rows (of 16 * kRows) begin at `row` of the block.
 template <bool kTransposed, int kRows, int kColumns, class F>
-__device__ __forceinline__ void for_each_score(Accumulator<kRows, kColumns>& d, int row, F&& f) {
+__device__ __forceinline__ void for_each_score(const Accumulator<kRows, kColumns>&, int row, F&& f) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ __forceinline__ void for_each_score(Accumulator<kRows, kColumns>& d, 
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int r = row + 16 * i + lane_group() + e / 2 * 8, c = 8 * j + 2 * lane_place() + e % 2;
-        f(d[i][j][e], kTransposed ? c : r, kTransposed ? r : c);
+        f(i, j, e, kTransposed ? c : r, kTransposed ? r : c);
       }
 }
 
@@ -72,6 +72,36 @@ struct ScoreRule {
   __device__ float remaining_scale() const { return bends ? 1.0f : scale; }
 };
 
+// The same with what float leaves of its factors, for scores that are sums of two floats.
+struct PreciseScoreRule : ScoreRule {
+  float scale_low, slope_low = 0;
+
+  __device__ PreciseScoreRule(const ScoreRule& rule, const AttentionProblem& problem, int64_t batch, int64_t head)
+      : ScoreRule(rule.of_head(problem, batch, head)),
+        scale_low(static_cast<float>(problem.scale * 1.4426950408889634074 - static_cast<double>(scale))) {
+    if (!problem.alibi_slopes) return;
+    const float natural =
+        static_cast<const float*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
+    slope = two_product(kLog2E, natural, slope_low);
+    slope_low = fmaf(kLog2ELow, natural, slope_low);
+  }
+};
+
+// What the scores of a head of these elements are made by.
+template <class Element>
+__device__ __forceinline__ auto rule_of_head(const ScoreRule& rule, const AttentionProblem& problem, int64_t batch,
+                                             int64_t head) {
+  if constexpr (RestOfSums<Element, 1, 1>::kKept)
+    return PreciseScoreRule(rule, problem, batch, head);
+  else
+    return rule.of_head(problem, batch, head);
+}
+
+// For scores that are one float each.
+struct NoRest {
+  static constexpr bool kKept = false;
+};
+
 // A block of scores, [queries from `query` on][keys from `key` on] of a sequence.
 struct ScoreBlock {
   int query, key;
@@ -80,11 +110,16 @@ struct ScoreBlock {
 };
 
 // Softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative of a softcap.
-template <bool kTransposed, int kRows, int kColumns>
-__device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int row, const ScoreRule& rule,
-                                            const ScoreBlock& block, const Visibility& visible,
-                                            Accumulator<kRows, kColumns>* gradients = nullptr) {
+template <bool kTransposed, int kRows, int kColumns, class Rule, class Rest = NoRest>
+__device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int row, const Rule& rule, const ScoreBlock& block,
+                                            const Visibility& visible,
+                                            std::type_identity_t<Accumulator<kRows, kColumns>>* gradients = nullptr,
+                                            Rest* rest = nullptr) {
   if (rule.cap > 0) {
+    if constexpr (Rest::kKept) {
+      add_rest(d, *rest);
+      clear(rest->sums);
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -95,26 +130,51 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
           if (gradients) (*gradients)[i][j][e] *= 1 - bent * bent;
           d[i][j][e] = rule.cap * bent;
         }
+  } else if constexpr (Rest::kKept) {
+    for_each(d, [&](float& x, int i, int j, int e) {
+      float &low = rest->sums[i][j][e], rounded;
+      const float whole = x;
+      x = two_product(x, rule.scale, rounded);
+      low = rounded + fmaf(low, rule.scale, whole * rule.scale_low);
+    });
   } else {
-    for_each_score<kTransposed>(d, row, [&](float& x, int, int) { x *= rule.scale; });
+    for_each(d, [&](float& x, int, int, int) { x *= rule.scale; });
   }
   if (rule.slope != 0) {
     const int between = static_cast<int>(block.query + visible.offset - block.key);
-    for_each_score<kTransposed>(
-        d, row, [&](float& x, int query, int key) { x -= rule.slope * fabsf(static_cast<float>(between + query - key)); });
+    for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
+      float& x = d[i][j][e];
+      const float distance = fabsf(static_cast<float>(between + query - key));
+      if constexpr (Rest::kKept) {
+        float bias_low, sum_low;
+        const float bias = two_product(-rule.slope, distance, bias_low);
+        x = two_sum(x, bias, sum_low);
+        rest->sums[i][j][e] += sum_low + fmaf(-rule.slope_low, distance, bias_low);
+      } else {
+        x -= rule.slope * distance;
+      }
+    });
   }
 }
 
 // Adds a float mask, hides by a bool one.
-template <bool kTransposed, int kRows, int kColumns, class Mask>
-__device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, const Mask& mask) {
+template <bool kTransposed, int kRows, int kColumns, class Mask, class Rest = NoRest>
+__device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, const Mask& mask,
+                                            Rest* rest = nullptr) {
   visit_mask(dtype, [&]<class T>(T) {
     using Value = std::conditional_t<std::is_same_v<T, bool>, unsigned char, T>;
-    const auto apply = [](float& x, Value value) {
-      if constexpr (std::is_same_v<T, bool>)
+    const auto apply = [&](int i, int j, int e, Value value) {
+      float& x = d[i][j][e];
+      if constexpr (std::is_same_v<T, bool>) {
         x = value ? x : lowest<float>();
-      else
+      } else if constexpr (Rest::kKept) {
+        float bias_low, sum_low;
+        const float natural = widen(value), bias = two_product(natural, kLog2E, bias_low);
+        x = two_sum(x, bias, sum_low);
+        rest->sums[i][j][e] += sum_low + fmaf(natural, kLog2ELow, bias_low);
+      } else {
         x = fmaf(widen(value), kLog2E, x);
+      }
     };
     if constexpr (!kTransposed) {
       if (mask.template has_pairs<Value>()) {
@@ -125,8 +185,8 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const auto pair = mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
-              apply(d[i][j][2 * half], pair.value[0]);
-              apply(d[i][j][2 * half + 1], pair.value[1]);
+              apply(i, j, 2 * half, pair.value[0]);
+              apply(i, j, 2 * half + 1, pair.value[1]);
             }
         return;
       }
@@ -142,14 +202,15 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
               const Value* const pair = reinterpret_cast<const Value*>(&words[n]);
-              apply(d[i][j + n % 2][n / 2 * 2], pair[0]);
-              apply(d[i][j + n % 2][n / 2 * 2 + 1], pair[1]);
+              apply(i, j + n % 2, n / 2 * 2, pair[0]);
+              apply(i, j + n % 2, n / 2 * 2 + 1, pair[1]);
             }
           }
         return;
       }
     }
-    for_each_score<kTransposed>(d, row, [&](float& x, int query, int key) { apply(x, mask.template at<Value>(query, key)); });
+    for_each_score<kTransposed>(
+        d, row, [&](int i, int j, int e, int query, int key) { apply(i, j, e, mask.template at<Value>(query, key)); });
   });
 }
 
@@ -196,6 +257,32 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
           }
       }
   }
+}
+
+// The exponent of the weight of score x, whose rest is `rest` (0: of scores that are one float each) and both times `scale`,
+// from an lse of two parts.
+template <class Rest>
+__device__ __forceinline__ float exponent_of(float x, float rest, float scale, float high, float low) {
+  const float whole = fmaf(x, scale, -high) - low;
+  return Rest::kKept ? fmaf(rest, scale, whole) : whole;
+}
+
+// A weight's gradient less delta, both the sum of two floats where the rest is kept.
+template <class Rest>
+__device__ __forceinline__ float less_delta(float x, float rest, float high, float low) {
+  return Rest::kKept ? (x - high) + (rest - low) : x - high;
+}
+
+// What dropout leaves of weights' gradients, as draw_weights' bits tell; those of load_values().
+template <class Element, int kRows, int kColumns>
+__device__ __forceinline__ void drop_gradients(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
+                                               unsigned kept, float keep_scale) {
+  for_each(d, [&](float& x, int i, int j, int e) {
+    const bool keep = kept >> (4 * (i * kColumns + j) + e) & 1;
+    if constexpr (Fragments<Element>::kPieces == 1) x *= keep_scale;
+    if constexpr (RestOfSums<Element, kRows, kColumns>::kKept) rest.sums[i][j][e] = keep ? rest.sums[i][j][e] : 0;
+    x = keep ? x : 0;
+  });
 }
 
 // Transposed products, [key][query], of a rule that does not bend them, into weights: 2^(product * rule.scale - high - low),

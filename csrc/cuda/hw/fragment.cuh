@@ -196,6 +196,8 @@ __device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const 
 template <class Element, int kRows, int kColumns>
 struct RestOfSums {
   using F = Fragments<Element>;
+  // Whether a result is better left as the sum of the two: rounding it to one float is most of its error.
+  static constexpr bool kKept = F::kPieces == 3;
   Accumulator<kRows, kColumns> sums;
 
   __device__ __forceinline__ RestOfSums() {
@@ -203,8 +205,8 @@ struct RestOfSums {
   }
 
   // One step, for kCount columns from `column` of `rest` and from `to` of `leading` on: the same product of all before the
-  // next, so that none waits for the one before.
-  template <int kCount, int kLeading>
+  // next, so that none waits for the one before. With kTurned to the bits that the transposed product has.
+  template <bool kTurned = false, int kCount, int kLeading>
   __device__ __forceinline__ void multiply(Accumulator<kRows, kLeading>& leading, int to, const typename F::Left (&a)[kRows],
                                            const typename F::Right (&b)[kCount], int column) {
 #pragma unroll
@@ -216,11 +218,12 @@ struct RestOfSums {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             float (&sum)[4] = order == 0 ? leading[i][to + j] : sums[i][column + j];
-            const unsigned (&words)[2] = b[j].words[order - piece];
+            const int left = kTurned ? order - piece : piece;
+            const unsigned (&words)[2] = b[j].words[order - left];
             if (order == 0 && F::kPieces == 3)
-              mma_16x8x16_rounded(sum, a[i].words[piece], words[0], words[1]);
+              mma_16x8x16_rounded(sum, a[i].words[left], words[0], words[1]);
             else
-              mma_16x8x16<typename F::Piece>(sum, a[i].words[piece], words[0], words[1]);
+              mma_16x8x16<typename F::Piece>(sum, a[i].words[left], words[0], words[1]);
           }
   }
 };
@@ -232,7 +235,7 @@ __device__ __forceinline__ float add_if_finite(float leading, float rest) {
 
 // d[m][n] += sum over k of left[m][k] right[n][k], for 16 * kRows rows from m on, all of d's columns from row 0 of `right` on;
 // of floats the sums apart, which are d's in the end (add_rest). How k is cut up among calls changes no bit of them.
-template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+template <class Element, int kDepthInAll, bool kTurned = false, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
 __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
                                                     SharedTile<Element, kWidthLeft> left, int m,
                                                     SharedTile<Element, kWidthRight> right) {
@@ -258,7 +261,7 @@ __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>
   } else {
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step)
-      multiply_step(step, [&](const auto& a, const auto& b, int j) { rest.multiply(d, j, a, b, j); });
+      multiply_step(step, [&](const auto& a, const auto& b, int j) { rest.template multiply<kTurned>(d, j, a, b, j); });
   }
 }
 
@@ -268,13 +271,39 @@ __device__ __forceinline__ void add_rest(Accumulator<kRows, kColumns>& d, const 
     for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, rest.sums[i][j][e]); });
 }
 
-// The same in one call.
-template <class Element, int kDepthInAll, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
-__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left, int m,
+// d is the whole result then, unless the rest is kept: see without_infinite and round_to_sum.
+template <class Element, int kRows, int kColumns>
+__device__ __forceinline__ void add_rest_unless_kept(Accumulator<kRows, kColumns>& d,
+                                                     const RestOfSums<Element, kRows, kColumns>& rest) {
+  if constexpr (!RestOfSums<Element, kRows, kColumns>::kKept) add_rest(d, rest);
+}
+// Leaves no rest where d is not finite.
+template <class Element, int kRows, int kColumns>
+__device__ __forceinline__ void without_infinite(const Accumulator<kRows, kColumns>& d,
+                                                 RestOfSums<Element, kRows, kColumns>& rest) {
+  if constexpr (RestOfSums<Element, kRows, kColumns>::kKept)
+    for_each(rest.sums, [&](float& x, int i, int j, int e) { x = fabsf(d[i][j][e]) < INFINITY ? x : 0; });
+}
+// Makes d the sum rounded to float, and the rest what that leaves, 0 where d is not finite.
+template <class Element, int kRows, int kColumns>
+__device__ __forceinline__ void round_to_sum(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest) {
+  if constexpr (RestOfSums<Element, kRows, kColumns>::kKept)
+    for_each(d, [&](float& x, int i, int j, int e) {
+      float& low = rest.sums[i][j][e];
+      const bool finite = fabsf(x) < INFINITY;
+      const float sum = x + (finite ? low : 0);
+      low = finite ? low - (sum - x) : 0;
+      x = sum;
+    });
+}
+
+// All of a product in one call; as add_rest_unless_kept leaves it.
+template <class Element, int kDepthInAll, bool kTurned = false, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
+                                              SharedTile<Element, kWidthLeft> left, int m,
                                               SharedTile<Element, kWidthRight> right) {
-  RestOfSums<Element, kRows, kColumns> rest;
-  multiply_rows_apart<Element, kDepthInAll>(d, rest, left, m, right);
-  add_rest(d, rest);
+  multiply_rows_apart<Element, kDepthInAll, kTurned>(d, rest, left, m, right);
+  add_rest_unless_kept(d, rest);
 }
 
 // Accumulators as elements, in registers: the left operand of another product, and what is stored of them.

@@ -3,7 +3,19 @@
 
 namespace flash_online::cuda {
 
-constexpr float kLog2E = 1.44269504f;
+constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;  // and what the float leaves of it
+
+// a + b and a * b without a rounding: the float that is returned and `low` (Knuth's two-sum, and an fma).
+__device__ __forceinline__ float two_sum(float a, float b, float& low) {
+  const float sum = __fadd_rn(a, b), part = __fsub_rn(sum, a);
+  low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, part)), __fsub_rn(b, part));
+  return sum;
+}
+__device__ __forceinline__ float two_product(float a, float b, float& low) {
+  const float product = __fmul_rn(a, b);
+  low = fmaf(a, b, -product);
+  return product;
+}
 
 // 2^x within 2 ulp, with results below 2^-126 flushed to 0: one instruction, where exp2f adds three for the denormal ones.
 __device__ __forceinline__ float exp2_flushed(float x) {
@@ -17,6 +29,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// x * factor / by within 1 ulp, by way of by's `inverse` and one step of Newton's.
+__device__ __forceinline__ float divide(float x, float factor, float by, float inverse) {
+  float low;
+  const float product = two_product(x, factor, low), near = product * inverse, rest = fmaf(-near, by, product) + low;
+  return fabsf(near) < INFINITY ? fmaf(rest, inverse, near) : near;
 }
 
 // tanh(x) / u for u = 2 x log2(e), |u| < log2(e), by the powers of u^2 (least relative error, 2^-26).
