@@ -496,6 +496,29 @@ def test_last_digits_of_float32(name):
     LAST_DIGITS[name].check()
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        {"lengths": (64, 400), "layouts": ("contiguous", "contiguous", "strided", "transposed"), "seed": 7010334}
+        | {"options": {"causal": True, "scale": -0.5}, "wanted": "q"},
+        {"lengths": (128, 400), "layouts": ("contiguous", "contiguous", "contiguous", "sliced"), "seed": 7002263, "size": 4.0}
+        | {"mask": "float", "mask_shape": (1, 0, 0, 1), "mask_rank": 2, "mask_dtype": torch.float32},
+        {"lengths": (128, 257), "layouts": ("transposed", "contiguous", "unaligned", "contiguous"), "seed": 2005187}
+        | {
+            "mask": "float",
+            "mask_shape": (0, 1, 0, 1),
+            "options": {"dropout_p": 0.1, "scale": -0.5},
+            "sinks": True,
+            "wanted": "m",
+        },
+    ],
+    ids=["scale below 0", "mask", "dropout"],
+)
+def test_lse_of_wide_head_dims(problem):
+    """In 16 bits: lse has float32's tolerance, and the tensor cores cut off of each of sixteen partial sums."""
+    Attention(dtype=torch.float16, batch=(1,), heads=(1, 1, 1), widths=(256, 256), grad_lse=False, **problem).check()
+
+
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}], ids=["", "dropout"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("width", [20, 64, 128, 256])

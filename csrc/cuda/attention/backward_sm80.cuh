@@ -259,11 +259,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
     const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width),
         grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width);
     const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
-    const float *const row_numbers = arguments.space.rows + first_block * kRowNumbers, *const rests_of_delta =
-                                                                                           Rest::kKept
-                                                                                               ? arguments.space.rest_of_delta(
-                                                                                                     first_block)
-                                                                                               : nullptr;
+    const float* const row_numbers = arguments.space.rows + first_block * kRowNumbers;
+    const float* const rests_of_delta = Rest::kKept ? arguments.space.rest_of_delta(first_block) : nullptr;
     const HeadMask mask(problem, batch, head);
     const auto rule = rule_of_head<Element>(arguments.rule, problem, batch, head);
     const Dropout dropout(problem, batch, head);

@@ -121,7 +121,8 @@ __device__ __forceinline__ void ForwardOnSm80<Element, kWidth, kVariant>::run(co
     Accumulator<kRows, kKeys / 8> scores;
     RestOfSums<Element, kRows, kKeys / 8> rest;
     clear(scores);
-    multiply_rows<Element, kWidth>(scores, rest, query_tile, row, key_tile);
+    // A wide head dim's sums lose several units in the last place to the tensor cores, and lse would show it.
+    multiply_rows<Element, kWidth, false, (kWidth > 128)>(scores, rest, query_tile, row, key_tile);
     next = key_blocks.next(next_nothing_hidden);
     values.finish(value_tile, value_rows, key, keys);
     wait_for_copies();

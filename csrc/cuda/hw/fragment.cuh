@@ -235,7 +235,9 @@ __device__ __forceinline__ float add_if_finite(float leading, float rest) {
 
 // d[m][n] += sum over k of left[m][k] right[n][k], for 16 * kRows rows from m on, all of d's columns from row 0 of `right` on;
 // of floats the sums apart, which are d's in the end (add_rest). How k is cut up among calls changes no bit of them.
-template <class Element, int kDepthInAll, bool kTurned = false, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+// With kRounded 16-bit elements' sums, too, are cut off by the tensor cores in pairs of steps alone, and rounded.
+template <class Element, int kDepthInAll, bool kTurned = false, bool kRounded = false, int kRows, int kColumns, int kWidthLeft,
+          int kWidthRight>
 __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
                                                     SharedTile<Element, kWidthLeft> left, int m,
                                                     SharedTile<Element, kWidthRight> right) {
@@ -254,7 +256,29 @@ __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>
       f(a, b, j);
     }
   };
-  if constexpr (F::kPieces == 1) {
+  if constexpr (F::kPieces == 1 && kRounded) {
+    static_assert(kSteps % 2 == 0);
+#pragma unroll 2
+    for (int step = 0; step < kSteps; step += 2) {
+      typename F::Left a[2][kRows];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) F::left_rows(a[n][i], left, m + 16 * i, (step + n) * F::kDepth);
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kCount) {
+        Accumulator<kRows, kCount> part;
+        clear(part);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          typename F::Right b[kCount];
+          F::right_rows(b, right, 8 * j, (step + n) * F::kDepth);
+          multiply<Element>(part, a[n], b, 0);
+        }
+        for_each(part, [&](float x, int i, int column, int e) { d[i][j + column][e] += x; });
+      }
+    }
+  } else if constexpr (F::kPieces == 1) {
 #pragma unroll(kSteps > 16 ? 4 : kSteps)
     for (int step = 0; step < kSteps; ++step)
       multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
@@ -298,11 +322,12 @@ __device__ __forceinline__ void round_to_sum(Accumulator<kRows, kColumns>& d, Re
 }
 
 // All of a product in one call; as add_rest_unless_kept leaves it.
-template <class Element, int kDepthInAll, bool kTurned = false, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+template <class Element, int kDepthInAll, bool kTurned = false, bool kRounded = false, int kRows, int kColumns, int kWidthLeft,
+          int kWidthRight>
 __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
                                               SharedTile<Element, kWidthLeft> left, int m,
                                               SharedTile<Element, kWidthRight> right) {
-  multiply_rows_apart<Element, kDepthInAll, kTurned>(d, rest, left, m, right);
+  multiply_rows_apart<Element, kDepthInAll, kTurned, kRounded>(d, rest, left, m, right);
   add_rest_unless_kept(d, rest);
 }
 
