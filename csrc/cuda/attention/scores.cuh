@@ -11,7 +11,7 @@
 
 namespace flash_online::cuda {
 
-constexpr double kLn2 = 0.693147180559945309417;
+constexpr double kLn2 = 0.693147180559945309417, kLog2EInDouble = 1.4426950408889634074;
 
 struct FastBinary {
   FLASH_ONLINE_HD static float exp(float x) {
@@ -52,9 +52,8 @@ struct ScoreRule {
 
   // What all heads share; on the host, since it takes doubles.
   explicit ScoreRule(const AttentionProblem& problem)
-      : scale(
-            static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * 1.4426950408889634074)),
-        cap(static_cast<float>(problem.softcap * 1.4426950408889634074)),
+      : scale(static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * kLog2EInDouble)),
+        cap(static_cast<float>(problem.softcap * kLog2EInDouble)),
         slope(0),
         // A scale of 0, NaN or below would turn the order of the products.
         bends(problem.softcap > 0 || problem.alibi_slopes || (problem.mask.data && problem.mask_dtype != DType::kBool) ||
@@ -78,7 +77,7 @@ struct PreciseScoreRule : ScoreRule {
 
   __device__ PreciseScoreRule(const ScoreRule& rule, const AttentionProblem& problem, int64_t batch, int64_t head)
       : ScoreRule(rule.of_head(problem, batch, head)),
-        scale_low(static_cast<float>(problem.scale * 1.4426950408889634074 - static_cast<double>(scale))) {
+        scale_low(static_cast<float>(problem.scale * kLog2EInDouble - static_cast<double>(scale))) {
     if (!problem.alibi_slopes) return;
     const float natural =
         static_cast<const float*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
@@ -108,6 +107,13 @@ struct ScoreBlock {
   int queries, keys;  // of the sequence
   bool whole;  // every query of the block sees every key by arithmetic, and all of both exist
 };
+
+// x + rest += bias * (factor + factor_low)
+__device__ __forceinline__ void add_in_two_floats(float& x, float& rest, float bias, float factor, float factor_low) {
+  float product_low, sum_low;
+  x = two_sum(x, two_product(bias, factor, product_low), sum_low);
+  rest += sum_low + fmaf(bias, factor_low, product_low);
+}
 
 // Softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative of a softcap.
 template <bool kTransposed, int kRows, int kColumns, class Rule, class Rest = NoRest>
@@ -146,10 +152,7 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
       float& x = d[i][j][e];
       const float distance = fabsf(static_cast<float>(between + query - key));
       if constexpr (Rest::kKept) {
-        float bias_low, sum_low;
-        const float bias = two_product(-rule.slope, distance, bias_low);
-        x = two_sum(x, bias, sum_low);
-        rest->sums[i][j][e] += sum_low + fmaf(-rule.slope_low, distance, bias_low);
+        add_in_two_floats(x, rest->sums[i][j][e], distance, -rule.slope, -rule.slope_low);
       } else {
         x -= rule.slope * distance;
       }
@@ -168,10 +171,7 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
       if constexpr (std::is_same_v<T, bool>) {
         x = value ? x : lowest<float>();
       } else if constexpr (Rest::kKept) {
-        float bias_low, sum_low;
-        const float natural = widen(value), bias = two_product(natural, kLog2E, bias_low);
-        x = two_sum(x, bias, sum_low);
-        rest->sums[i][j][e] += sum_low + fmaf(natural, kLog2ELow, bias_low);
+        add_in_two_floats(x, rest->sums[i][j][e], widen(value), kLog2E, kLog2ELow);
       } else {
         x = fmaf(widen(value), kLog2E, x);
       }
