@@ -96,7 +96,7 @@ struct OnlineSoftmax {
 
   // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor that whatever else was
   // accumulated with the old weights (the output row of attention) must be multiplied by.
-  FLASH_ONLINE_HD T raise(Max block_max) {
+  FLASH_ONLINE_HD T raise_max(Max block_max) {
     const Max old = max;
     max = maximum(old, block_max);
     const T factor = rescale(old, max);
@@ -104,30 +104,30 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // The same where the factor is dear to apply: a block's maximum that is above by no more than `slack` is let be, and weights
-  // reach exp(slack). The algebra holds for any point of reference; only overflow asks for the largest score.
-  template <class Slack>
-  FLASH_ONLINE_HD T raise_beyond(Slack slack, Max block_max) {
+  // The same where the factor is dear to apply: a block's maximum that is above by no more than `threshold` is let be, and
+  // weights reach exp(threshold). The algebra holds for any point of reference; only overflow asks for the largest score.
+  template <class Threshold>
+  FLASH_ONLINE_HD T raise_max_lazily(Threshold threshold, Max block_max) {
     const Max old = max;
-    max = block_max > old + slack ? block_max : old;
+    max = block_max > old + threshold ? block_max : old;
     const T factor = rescale(old, max);
     sum *= factor;
     return factor;
   }
 
-  // Step 2: adds the block's sum of weight(score), taken after raise().
+  // Step 2: adds the block's sum of weight(score), taken after raise_max().
   FLASH_ONLINE_HD void add(T block_sum) { sum += block_sum; }
 
-  // Both steps for a single score; returns the factor of raise().
+  // Both steps for a single score; returns the factor of raise_max().
   FLASH_ONLINE_HD T absorb(Max score) {
-    const T factor = raise(score);
+    const T factor = raise_max(score);
     add(weight(score));
     return factor;
   }
 
   // The partial result over the union of two disjoint sets.
   FLASH_ONLINE_HD void merge(const OnlineSoftmax& other) {
-    raise(other.max);
+    raise_max(other.max);
     add(other.sum * rescale(other.max, max));
   }
 

@@ -24,7 +24,7 @@ FLASH_ONLINE_HD Rows packed_rows(const int32_t* starts, int64_t n, int64_t longe
 
 // The rows between packed sequences n - 1 and n that belong to none: before the first for n = 0, after the last for n =
 // `sequences`. Results there are 0, and lse is -inf.
-FLASH_ONLINE_HD Rows unowned_rows(const int32_t* starts, int64_t sequences, int64_t n, int64_t longest, int64_t total) {
+FLASH_ONLINE_HD Rows padding_rows(const int32_t* starts, int64_t sequences, int64_t n, int64_t longest, int64_t total) {
   const Rows before = n > 0 ? packed_rows(starts, n - 1, longest, total) : Rows{0, 0};
   const int64_t begin = before.begin + before.count, end = n < sequences ? clamp(starts[n], begin, total) : total;
   return {begin, end - begin};

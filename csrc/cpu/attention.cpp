@@ -21,11 +21,11 @@ struct KeyMemory {
 
   KeyMemory(const AttentionProblem& call, Carver& carver) : blocks(key_blocks(call, carver)) {
     const int64_t length = call.key_starts ? 1 : call.keys;  // packed sequences are of any length
-    key_pitch = pitch_of<F>(call.width);
-    value_pitch = kPaired<F> ? padded(call.value_width) : call.value_width;
-    if (!lies_as_rows<E>(call.key, length, call.width))
+    key_pitch = pitch_of<F>(call.head_dim);
+    value_pitch = kPaired<F> ? padded(call.head_dim_v) : call.head_dim_v;
+    if (!lies_as_rows<E>(call.key, length, call.head_dim))
       key = carver.take<F>(call.key_heads * blocks.total() * kKeys * key_pitch);
-    if (kPaired<F> || !lies_as_rows<E>(call.value, length, call.value_width))
+    if (kPaired<F> || !lies_as_rows<E>(call.value, length, call.head_dim_v))
       value = carver.take<F>(call.value_heads * blocks.total() * kKeys * value_pitch);
   }
 
@@ -48,8 +48,8 @@ struct PackScratch {
 
   PackScratch(const AttentionProblem& problem, Carver& carver) {
     if (!kPaired<Factor<E>>) return;
-    rows = carver.take<Factor<E>>(kKeys * padded(problem.value_width));
-    pairs = carver.take<Factor<E>>(kKeys * padded(problem.value_width));
+    rows = carver.take<Factor<E>>(kKeys * padded(problem.head_dim_v));
+    pairs = carver.take<Factor<E>>(kKeys * padded(problem.head_dim_v));
   }
 };
 
@@ -60,7 +60,7 @@ void pack_block(const OneSequence& sequence, const KeyMemory<E>& memory, int64_t
   const AttentionProblem& problem = sequence.problem;
   const int64_t begin = block * kKeys, count = std::min(kKeys, problem.keys - begin);
   if (memory.key && head < problem.key_heads)
-    load_rows<E>(matrix_of<const E>(problem.key, sequence.batch, head, begin), count, problem.width,
+    load_rows<E>(matrix_of<const E>(problem.key, sequence.batch, head, begin), count, problem.head_dim,
                  memory.key_rows(sequence, head, begin), kKeys, memory.key_pitch);
   if (!memory.value || head >= problem.value_heads) return;
   const auto from = matrix_of<const E>(problem.value, sequence.batch, head, begin);
@@ -68,10 +68,10 @@ void pack_block(const OneSequence& sequence, const KeyMemory<E>& memory, int64_t
   if constexpr (kPaired<F>) {
     Carver carver(scratch);
     const PackScratch<E> pack(problem, carver);
-    load_rows<E>(from, count, problem.value_width, pack.rows, kKeys, memory.value_pitch);
+    load_rows<E>(from, count, problem.head_dim_v, pack.rows, kKeys, memory.value_pitch);
     transpose_pairs(pack.rows, kKeys, memory.value_pitch, pack.pairs, to, kKeys);
   } else {
-    load_rows<E>(from, count, problem.value_width, to, count, memory.value_pitch);
+    load_rows<E>(from, count, problem.head_dim_v, to, count, memory.value_pitch);
   }
 }
 
@@ -88,7 +88,7 @@ struct ForwardScratch : ScoreTile<E> {
 
   ForwardScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<E>(problem, carver) {
     weight_pairs = carver.take<F>(kPaired<F> ? kKeys * kQueries : 0);
-    out = carver.take<A>(padded(problem.value_width) * kQueries);
+    out = carver.take<A>(padded(problem.head_dim_v) * kQueries);
     max = carver.take<A>(kQueries);
     sum = carver.take<A>(kQueries);
     factor = carver.take<A>(kQueries);
@@ -114,15 +114,15 @@ bool raise_states(const QueryTile& query, int64_t count, const ForwardScratch<E>
   for (int64_t i = 0; i < query.rows; ++i)
     if (is_wide(i)) {
       WideState<A> state{tile.has_been_wide[i] ? tile.wide_max[i] : tile.max[i], tile.sum[i]};
-      tile.factor[i] = state.raise(tile.is_wide[i] ? tile.wide_block_max[i] : tile.block_max[i]);
+      tile.factor[i] = state.raise_max(tile.is_wide[i] ? tile.wide_block_max[i] : tile.block_max[i]);
       tile.wide_max[i] = state.max;
       tile.sum[i] = state.sum;
       settle_scores(i, count, tile, pivot(state.max));
     }
   for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
     Softmax<Vector<A>> state{load_vector(tile.max + l), load_vector(tile.sum + l)};
-    Vector<A> factor = ScoreTile<E>::kScalesLate ? state.raise_beyond(kSlack, load_vector(tile.block_max + l))
-                                                 : state.raise(load_vector(tile.block_max + l));
+    Vector<A> factor = ScoreTile<E>::kScalesLate ? state.raise_max_lazily(kSlack, load_vector(tile.block_max + l))
+                                                 : state.raise_max(load_vector(tile.block_max + l));
     Vector<A> shift = pivot(state.max);
     for (int i = 0; i < kLanes<A>; ++i)
       if (ScoreTile<E>::kMayBeWide && is_wide(l + i))
@@ -204,9 +204,9 @@ void forward_tile(const OneSequence& sequence, const KeyMemory<E>& memory, const
   ForwardScratch<E> tile(problem, carver);
   const int64_t key_head = query.head / (problem.heads / problem.key_heads),
                 value_head = query.head / (problem.heads / problem.value_heads);
-  const int64_t value_rows = round_up(problem.value_width, kRowStep<F>);
+  const int64_t value_rows = round_up(problem.head_dim_v, kRowStep<F>);
 
-  load_lanes<E>(problem.query, query, problem.width, tile.query, tile.rows_copy);
+  load_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.rows_copy);
   Softmax<A> start;
   if (problem.sinks) start.absorb(static_cast<const A*>(problem.sinks)[query.head]);
   std::fill_n(tile.max, kQueries, start.max);
@@ -253,16 +253,16 @@ void forward_tile(const OneSequence& sequence, const KeyMemory<E>& memory, const
     static_cast<A*>(problem.lse_low)[number + i] = state.lse_low();
   }
   for (int64_t i = 0; i < query.columns; ++i) tile.factor[i] = Softmax<A>{tile.max[i], tile.sum[i]}.inverse_sum_or_zero();
-  store_columns<E>(tile.out, kQueries, tile.factor, query.rows, problem.value_width,
+  store_columns<E>(tile.out, kQueries, tile.factor, query.rows, problem.head_dim_v,
                    matrix_of<E>(problem.out, query.batch, query.head, query.first));
 }
 
 // Rows that belong to no sequence of a packed call: nothing is attended to.
 template <class E>
-void forward_unowned(const AttentionProblem& call, int64_t index) {
+void forward_padding(const AttentionProblem& call, int64_t index) {
   using A = Accumulator<E>;
-  const Rows rows = unowned_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
-  zero_rows<E>(call.out, call.heads, rows, call.value_width);
+  const Rows rows = padding_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
+  zero_rows<E>(call.out, call.heads, rows, call.head_dim_v);
   for (int64_t head = 0; head < call.heads; ++head) {
     std::fill_n(static_cast<A*>(call.lse) + head * call.lse_stride[1] + rows.begin, rows.count, Softmax<A>{}.lse());
     std::fill_n(static_cast<A*>(call.lse_low) + head * call.lse_stride[1] + rows.begin, rows.count, Softmax<A>{}.lse_low());
@@ -299,7 +299,7 @@ void forward(const AttentionProblem& call, const Executor& executor) {
       forward_tile<E>(sequence, memory, QueryTile(sequence.problem, sequence.batch, head, first), scratch);
     });
     if (call.query_starts)
-      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) { forward_unowned<E>(call, index); });
+      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) { forward_padding<E>(call, index); });
   });
 }
 

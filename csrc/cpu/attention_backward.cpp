@@ -59,8 +59,8 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
     A grad_out[kColumns * kQueries], out[kColumns * kQueries], sum[kQueries] = {};
     auto grad_rows = matrix_of<const E>(gradients.grad_out, query.batch, query.head, query.first),
          out_rows = matrix_of<const E>(problem.out, query.batch, query.head, query.first);
-    for (int64_t begin = 0; begin < problem.value_width; begin += kColumns) {
-      const int64_t columns = std::min(kColumns, problem.value_width - begin);
+    for (int64_t begin = 0; begin < problem.head_dim_v; begin += kColumns) {
+      const int64_t columns = std::min(kColumns, problem.head_dim_v - begin);
       load_columns<E>(grad_rows, query.rows, columns, grad_out, kQueries);
       load_columns<E>(out_rows, query.rows, columns, out, kQueries);
       grad_rows.data += columns * grad_rows.column_stride;
@@ -112,7 +112,7 @@ struct QueryGradients {
   int64_t tile_size;
 
   QueryGradients(const AttentionProblem& call, Carver& carver) : tiles(query_tiles(call, carver)) {
-    tile_size = padded(call.width) * kQueries;
+    tile_size = padded(call.head_dim) * kQueries;
     sum = carver.take<A>(call.heads * tiles.total() * tile_size);
     turn = carver.take<std::atomic<int32_t>>(call.heads * tiles.total());
   }
@@ -235,9 +235,9 @@ struct BackwardScratch : GradientScratch<E> {
 
   BackwardScratch(const AttentionProblem& problem, int64_t span, Carver& carver) : GradientScratch<E>(problem, carver) {
     const int64_t groups = groups_of(problem);
-    const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
-    keys = carver.take<F>(span * pitch_of<F>(problem.width));
-    values = carver.take<F>(span * pitch_of<F>(problem.value_width));
+    const int64_t width = padded(problem.head_dim), value_width = padded(problem.head_dim_v);
+    keys = carver.take<F>(span * pitch_of<F>(problem.head_dim));
+    values = carver.take<F>(span * pitch_of<F>(problem.head_dim_v));
     constexpr int64_t paired = kPaired<F> ? 1 : 0;
     key_columns = carver.take<F>(paired * span * width);
     key_padded = carver.take<F>(paired * kKeys * width);
@@ -279,7 +279,7 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
                    RowsOf<Factor<E>> key, RowsOf<Factor<E>> query_rows, RowsOf<Factor<E>> grad_out_rows,
                    Accumulator<E>* grad_key, Accumulator<E>* grad_value, const BackwardScratch<E>& tile) {
   using F = Factor<E>;
-  const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
+  const int64_t width = padded(problem.head_dim), value_width = padded(problem.head_dim_v);
   const Into into = first ? Into::kReplace : Into::kAdd;
   grad_key += key_in_span * width;
   grad_value += key_in_span * value_width;
@@ -298,7 +298,8 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
     product(Into::kAdd, count, value_width, query.rows, tile.score, kQueries, 1, grad_out_rows.data, grad_out_rows.pitch,
             grad_value, value_width);
     product(Into::kAdd, count, width, query.rows, tile.grad, kQueries, 1, query_rows.data, query_rows.pitch, grad_key, width);
-    product(into, problem.width, query.columns, count, key.data, 1, key.pitch, tile.grad, kQueries, tile.grad_query, kQueries);
+    product(into, problem.head_dim, query.columns, count, key.data, 1, key.pitch, tile.grad, kQueries, tile.grad_query,
+            kQueries);
   }
 }
 
@@ -314,7 +315,7 @@ void backward_span(const OneSequence& sequence, const AttentionGradients& gradie
   BackwardScratch<E> tile(problem, span, carver);
   const int64_t groups = groups_of(problem), heads = problem.heads / groups;
   const int64_t key_heads = problem.key_heads / groups, value_heads = problem.value_heads / groups;
-  const int64_t width = padded(problem.width), value_width = padded(problem.value_width);
+  const int64_t width = padded(problem.head_dim), value_width = padded(problem.head_dim_v);
   const int64_t start = index * span, end = std::min(start + span, problem.keys);
   std::fill_n(tile.grad_key, key_heads * span * width, A(0));
   std::fill_n(tile.grad_value, value_heads * span * value_width, A(0));
@@ -329,7 +330,7 @@ void backward_span(const OneSequence& sequence, const AttentionGradients& gradie
       if (member % (heads / key_heads) == 0)
         for (int64_t begin = start; begin < end; begin += kKeys) {
           const auto from = matrix_of<const E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin);
-          load_rows<E>(from, std::min(kKeys, end - begin), problem.width, tile.key_padded, kKeys, width);
+          load_rows<E>(from, std::min(kKeys, end - begin), problem.head_dim, tile.key_padded, kKeys, width);
           transpose_pairs(tile.key_padded, kKeys, width, tile.pairs, tile.key_columns + (begin - start) * width, kKeys);
         }
     }
@@ -347,8 +348,8 @@ void backward_span(const OneSequence& sequence, const AttentionGradients& gradie
         if (!loaded) {
           if (mask.wanted) mask.begin(problem, query, index);
           load_queries(problem, gradients, query, tile);
-          query_rows = right_rows<E>(problem.query, query, problem.width, tile.query_rows, tile.unpaired_rows);
-          grad_out_rows = right_rows<E>(gradients.grad_out, query, problem.value_width, tile.grad_out_rows, tile.unpaired_rows);
+          query_rows = right_rows<E>(problem.query, query, problem.head_dim, tile.query_rows, tile.unpaired_rows);
+          grad_out_rows = right_rows<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out_rows, tile.unpaired_rows);
           loaded = true;
         }
         const RowsOf<F> key{keys.data + (begin - start) * keys.pitch, keys.pitch},
@@ -375,10 +376,10 @@ void backward_span(const OneSequence& sequence, const AttentionGradients& gradie
   }
   const A scale = static_cast<A>(problem.scale);
   for (int64_t h = 0; h < key_heads; ++h)
-    store_rows<E>(tile.grad_key + h * span * width, width, scale, end - start, problem.width,
+    store_rows<E>(tile.grad_key + h * span * width, width, scale, end - start, problem.head_dim,
                   matrix_of<E>(gradients.grad_key, batch, group * key_heads + h, start));
   for (int64_t h = 0; h < value_heads; ++h)
-    store_rows<E>(tile.grad_value + h * span * value_width, value_width, A(1), end - start, problem.value_width,
+    store_rows<E>(tile.grad_value + h * span * value_width, value_width, A(1), end - start, problem.head_dim_v,
                   matrix_of<E>(gradients.grad_value, batch, group * value_heads + h, start));
 }
 
@@ -389,12 +390,12 @@ void store_query_gradient(const AttentionProblem& problem, const AttentionGradie
   const auto to = matrix_of<E>(gradients.grad_query, query.batch, query.head, query.first);
   if (sums.turn[tile].load(std::memory_order_relaxed) == 0) {  // no key is seen: nobody has written the sums
     for (int64_t i = 0; i < query.rows; ++i)
-      for (int64_t e = 0; e < problem.width; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(A(0));
+      for (int64_t e = 0; e < problem.head_dim; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(A(0));
     return;
   }
   A scale[kQueries];
   std::fill_n(scale, kQueries, static_cast<A>(problem.scale));
-  store_columns<E>(sums.sum + tile * sums.tile_size, kQueries, scale, query.rows, problem.width, to);
+  store_columns<E>(sums.sum + tile * sums.tile_size, kQueries, scale, query.rows, problem.head_dim, to);
 }
 
 // A sink joins the denominator alone: its gradient is the sum over queries of its weight times grad_lse - grad_out . out.
@@ -522,11 +523,11 @@ void backward(const AttentionProblem& call, const AttentionGradients& gradients,
       });
     if (call.query_starts)
       for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) {
-        const Rows queries = unowned_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
-        const Rows keys = unowned_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
-        zero_rows<E>(gradients.grad_query, call.heads, queries, call.width);
-        zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.width);
-        zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.value_width);
+        const Rows queries = padding_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
+        const Rows keys = padding_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
+        zero_rows<E>(gradients.grad_query, call.heads, queries, call.head_dim);
+        zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.head_dim);
+        zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.head_dim_v);
       });
     if (mask.sum)
       for_each_item(executor, mask.planes() * mask.tiles, [&](int64_t item, std::byte*) {

@@ -105,16 +105,16 @@ struct ScoreTile {
       *wide_block_max;  // [width, kQueries], [kKeys, width], [kKeys, kQueries], [kQueries]
 
   ScoreTile(const AttentionProblem& problem, Carver& carver) {
-    query = carver.take<F>(pitch_of<F>(problem.width) * kQueries);
-    rows_copy = carver.take<F>(kPaired<F> ? kQueries * pitch_of<F>(std::max(problem.width, problem.value_width)) : 0);
+    query = carver.take<F>(pitch_of<F>(problem.head_dim) * kQueries);
+    rows_copy = carver.take<F>(kPaired<F> ? kQueries * pitch_of<F>(std::max(problem.head_dim, problem.head_dim_v)) : 0);
     score = carver.take<A>(kKeys * kQueries);
     block_max = carver.take<A>(kQueries);
     mask.seen = carver.take<uint64_t>(kKeys);
     const bool biased = problem.mask.data && problem.mask_dtype != DType::kBool;
     mask.bias = carver.take<A>(biased ? kKeys * kQueries : 0);
     is_wide = carver.take<bool>(kQueries);
-    wide_query = carver.take<double>(kMayBeWide ? problem.width * kQueries : 0);
-    wide_key = carver.take<double>(kMayBeWide ? problem.width * kKeys : 0);
+    wide_query = carver.take<double>(kMayBeWide ? problem.head_dim * kQueries : 0);
+    wide_key = carver.take<double>(kMayBeWide ? problem.head_dim * kKeys : 0);
     wide_score = carver.take<double>(kMayBeWide ? kKeys * kQueries : 0);
     wide_block_max = carver.take<double>(kMayBeWide ? kQueries : 0);
   }
@@ -215,7 +215,7 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   constexpr A kLarge = 8;
   const bool plain = problem.softcap <= 0 && !problem.alibi_slopes && !tile.mask.biased && !tile.mask.hides;
   const A scale = static_cast<A>(problem.scale);
-  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.width), key.data, key.pitch, 1,
+  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.head_dim), key.data, key.pitch, 1,
           tile.query, kQueries, tile.score, kQueries);
 
   if constexpr (ScoreTile<E>::kScalesLate) {
@@ -261,10 +261,10 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
       any |= tile.is_wide[i];
     }
     if (!any) return false;
-    for (int64_t i = 0; i < problem.width * kQueries; ++i) tile.wide_query[i] = tile.query[i];
-    load_rows<A>(Matrix<const A>{key.data, key.pitch, 1}, count, problem.width, tile.wide_key, count, problem.width);
-    product(Into::kReplace, count, query.columns, problem.width, tile.wide_key, problem.width, 1, tile.wide_query, kQueries,
-            tile.wide_score, kQueries);
+    for (int64_t i = 0; i < problem.head_dim * kQueries; ++i) tile.wide_query[i] = tile.query[i];
+    load_rows<A>(Matrix<const A>{key.data, key.pitch, 1}, count, problem.head_dim, tile.wide_key, count, problem.head_dim);
+    product(Into::kReplace, count, query.columns, problem.head_dim, tile.wide_key, problem.head_dim, 1, tile.wide_query,
+            kQueries, tile.wide_score, kQueries);
     for_each_vector(tile.wide_score, count, query.columns,
                     [&](Vector<double> x, int64_t, int64_t) { return x * problem.scale; });
     finish_scores<A>(problem, query, begin, count, tile.mask, tile.wide_score, slope, tile.is_wide);

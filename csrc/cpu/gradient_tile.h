@@ -17,9 +17,9 @@ struct GradientScratch : ScoreTile<E> {
   double *wide_grad_out, *wide_value, *wide_grad, *wide_delta;
 
   GradientScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<E>(problem, carver) {
-    grad_out = carver.take<F>(pitch_of<F>(problem.value_width) * kQueries);
-    key_copy = carver.take<F>(kKeys * pitch_of<F>(problem.width));
-    value_copy = carver.take<F>(kKeys * pitch_of<F>(problem.value_width));
+    grad_out = carver.take<F>(pitch_of<F>(problem.head_dim_v) * kQueries);
+    key_copy = carver.take<F>(kKeys * pitch_of<F>(problem.head_dim));
+    value_copy = carver.take<F>(kKeys * pitch_of<F>(problem.head_dim_v));
     grad = carver.take<A>(kKeys * kQueries);
     slope = carver.take<A>(problem.softcap > 0 ? kKeys * kQueries : 0);
     kept = carver.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
@@ -28,8 +28,8 @@ struct GradientScratch : ScoreTile<E> {
     delta = carver.take<A>(kQueries);
     shift = carver.take<A>(kQueries);
     constexpr bool may_be_wide = ScoreTile<E>::kMayBeWide;
-    wide_grad_out = carver.take<double>(may_be_wide ? problem.value_width * kQueries : 0);
-    wide_value = carver.take<double>(may_be_wide ? problem.value_width * kKeys : 0);
+    wide_grad_out = carver.take<double>(may_be_wide ? problem.head_dim_v * kQueries : 0);
+    wide_value = carver.take<double>(may_be_wide ? problem.head_dim_v * kKeys : 0);
     wide_grad = carver.take<double>(may_be_wide ? kKeys * kQueries : 0);
     wide_delta = carver.take<double>(kQueries);
   }
@@ -38,14 +38,13 @@ struct GradientScratch : ScoreTile<E> {
 template <class E>
 RowsOf<Factor<E>> key_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
                               Factor<E>* copy) {
-  return rows_of<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.width, copy);
+  return rows_of<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.head_dim, copy);
 }
 
 template <class E>
 RowsOf<Factor<E>> value_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
                                 Factor<E>* copy) {
-  return rows_of<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.value_width,
-                    copy);
+  return rows_of<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.head_dim_v, copy);
 }
 
 // A tile's queries, the gradients of their results, and delta: the part of a score's gradient that its whole row shares, the
@@ -54,8 +53,8 @@ template <class E>
 void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                   const GradientScratch<E>& tile) {
   using A = Accumulator<E>;
-  load_lanes<E>(problem.query, query, problem.width, tile.query, tile.rows_copy);
-  load_lanes<E>(gradients.grad_out, query, problem.value_width, tile.grad_out, tile.rows_copy);
+  load_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.rows_copy);
+  load_lanes<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out, tile.rows_copy);
   const int64_t number = query.number(problem);
   for (int64_t i = 0; i < query.columns; ++i) {
     const bool there = i < query.rows;
@@ -75,8 +74,8 @@ bool score_gradients(const AttentionProblem& problem, const QueryTile& query, in
   if (!load_mask(problem, query, begin, count, tile.mask)) return false;
   const bool any_wide =
       compute_scores(problem, query, begin, count, key, tile, tile.lse, problem.softcap > 0 ? tile.slope : nullptr);
-  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.value_width), value.data,
-          value.pitch, 1, tile.grad_out, kQueries, tile.grad, kQueries);
+  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.head_dim_v), value.data, value.pitch,
+          1, tile.grad_out, kQueries, tile.grad, kQueries);
   if (problem.dropout > 0) draw_dropout(problem, query, begin, count, tile.kept);
 
   std::copy_n(tile.lse, query.columns, tile.shift);
@@ -85,10 +84,10 @@ bool score_gradients(const AttentionProblem& problem, const QueryTile& query, in
   if constexpr (ScoreTile<E>::kMayBeWide) {
     if (any_wide) {
       // Large scores mostly leave one weight near 1, whose gradient and delta nearly cancel: these, too, in double.
-      for (int64_t i = 0; i < problem.value_width * kQueries; ++i) tile.wide_grad_out[i] = tile.grad_out[i];
-      load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.value_width, tile.wide_value, count,
-                   problem.value_width);
-      product(Into::kReplace, count, query.columns, problem.value_width, tile.wide_value, problem.value_width, 1,
+      for (int64_t i = 0; i < problem.head_dim_v * kQueries; ++i) tile.wide_grad_out[i] = tile.grad_out[i];
+      load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.head_dim_v, tile.wide_value, count,
+                   problem.head_dim_v);
+      product(Into::kReplace, count, query.columns, problem.head_dim_v, tile.wide_value, problem.head_dim_v, 1,
               tile.wide_grad_out, kQueries, tile.wide_grad, kQueries);
       for (int64_t i = 0; i < query.rows; ++i) {
         if (!tile.is_wide[i]) continue;

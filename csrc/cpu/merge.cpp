@@ -22,7 +22,7 @@ void merge(const MergeProblem& problem, const Executor& executor) {
       const Softmax<A> state = state_of<A>(problem, row);
       const A inverse = state.inverse_sum_or_zero();
       static_cast<A*>(problem.lse)[row] = state.lse();
-      for (int64_t e = 0; e < problem.width; ++e) {
+      for (int64_t e = 0; e < problem.head_dim; ++e) {
         A sum = 0;
         for (int64_t n = 0; n < problem.parts; ++n) {
           const MergePart& part = problem.part[n];
@@ -32,7 +32,7 @@ void merge(const MergeProblem& problem, const Executor& executor) {
               static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
           if (share != A(0)) sum += share * value;
         }
-        static_cast<E*>(problem.out)[row * problem.width + e] = narrow<E>(sum);
+        static_cast<E*>(problem.out)[row * problem.head_dim + e] = narrow<E>(sum);
       }
     });
   });
@@ -48,10 +48,10 @@ void merge_backward(const MergeProblem& problem, const MergeGradients& gradients
       const auto share_of = [&, inverse = state.inverse_sum_or_zero()](const MergePart& part) {
         return state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
       };
-      const E* grad_out = static_cast<const E*>(gradients.grad_out) + row * problem.width;
+      const E* grad_out = static_cast<const E*>(gradients.grad_out) + row * problem.head_dim;
       const auto product = [&](const MergePart& part) {
         A sum = 0;
-        for (int64_t e = 0; e < problem.width; ++e)
+        for (int64_t e = 0; e < problem.head_dim; ++e)
           sum += static_cast<A>(widen(grad_out[e])) *
                  static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
         return sum;
@@ -64,8 +64,8 @@ void merge_backward(const MergeProblem& problem, const MergeGradients& gradients
       for (int64_t n = 0; n < problem.parts; ++n) {
         const MergePart& part = problem.part[n];
         const A share = share_of(part);
-        for (int64_t e = 0; e < problem.width; ++e)
-          static_cast<E*>(part.grad_out)[row * problem.width + e] =
+        for (int64_t e = 0; e < problem.head_dim; ++e)
+          static_cast<E*>(part.grad_out)[row * problem.head_dim + e] =
               narrow<E>(share != A(0) ? share * static_cast<A>(widen(grad_out[e])) : A(0));
         static_cast<A*>(part.grad_lse)[row] =
             share != A(0) ? share * (product(part) - whole + static_cast<const A*>(gradients.grad_lse)[row]) : A(0);

@@ -127,7 +127,7 @@ class Best {
 template <class T>
 Softmax<T> state_of(const Candidate<T>* sorted, int64_t k) {
   Softmax<T> state;
-  if (k > 0) state.raise(sorted[0].value);
+  if (k > 0) state.raise_max(sorted[0].value);
   T sum = T(0);
   for (int64_t i = k - 1; i >= 0; --i) sum += state.weight(sorted[i].value);  // the least first: many small ones add up
   state.add(sum);

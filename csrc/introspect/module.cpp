@@ -90,7 +90,7 @@ void bind_state(py::module_& m, const char* name) {
             const Row<T> row(scores, "scores", false);
             T max = -std::numeric_limits<T>::infinity(), sum = 0;
             for (int64_t i = 0; i < row.size(); ++i) max = maximum(max, row.data()[i]);
-            const T factor = state.raise(max);
+            const T factor = state.raise_max(max);
             for (int64_t i = 0; i < row.size(); ++i) sum += state.weight(row.data()[i]);
             state.add(sum);
             return factor;
@@ -175,7 +175,7 @@ PYBIND11_MODULE(_introspect, m) {
         for (size_t i = 0; i + 3 < rank; ++i) problem.batch *= query[i];
         problem.heads = query[rank - 3], problem.key_heads = key[rank - 3], problem.value_heads = value[rank - 3];
         problem.queries = query[rank - 2], problem.keys = key[rank - 2];
-        problem.width = key[rank - 1], problem.value_width = value[rank - 1];
+        problem.head_dim = key[rank - 1], problem.head_dim_v = value[rank - 1];
         problem.dropout = dropout_p;
         for (size_t i = 0; i < 2; ++i) {
           problem.key.stride[3 - i] = key_strides[rank - 1 - i];
@@ -200,7 +200,7 @@ PYBIND11_MODULE(_introspect, m) {
         const auto size = [](const Shape& shape, size_t i) { return std::get<0>(shape)[i]; };
         problem.batch = size(query, 0), problem.heads = size(query, 1), problem.queries = size(query, 2);
         problem.key_heads = size(key, 1), problem.value_heads = size(value, 1), problem.keys = size(key, 2);
-        problem.width = size(query, 3), problem.value_width = size(value, 3);
+        problem.head_dim = size(query, 3), problem.head_dim_v = size(value, 3);
         place(problem.query, query), place(problem.key, key), place(problem.value, value), place(problem.out, out);
         if (mask) problem.mask_dtype = dtypes().at(mask->first), place(problem.mask, mask->second);
         const int32_t start = 0;

@@ -22,10 +22,10 @@ void forward_on_cuda(const AttentionProblem& problem, const Tensor& like) {
 // Gradients of more heads than a tensor has, and their sum into it.
 class Partial {
  public:
-  Partial(const Tensor& gradient, int64_t heads_dim, int64_t units) : gradient_(gradient), heads_dim_(heads_dim) {
+  Partial(const Tensor& gradient, int64_t heads_dim, int64_t kv_grad_heads) : gradient_(gradient), heads_dim_(heads_dim) {
     std::vector<int64_t> sizes = sizes_of(gradient);
-    if (sizes[heads_dim] == units) return;
-    sizes[heads_dim] = units;
+    if (sizes[heads_dim] == kv_grad_heads) return;
+    sizes[heads_dim] = kv_grad_heads;
     partial_ = empty(sizes, gradient.scalar_type(), gradient);
   }
   const Tensor* tensor() const { return partial_ ? &*partial_ : &gradient_; }
@@ -55,12 +55,13 @@ void backward_on_cuda(const Call& call, Results results, bool deterministic) {
   if (shape.heads > 0 && !shape.query_starts)
     shape.batch = results.lse->numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
   CudaCall on_device(like);
-  const int64_t units = shape.heads > 0 ? cuda::attention_backward_units(shape) : 0;
-  Partial keys(*results.grad_key, call.dims().heads, units), values(*results.grad_value, call.dims().heads, units);
+  const int64_t kv_grad_heads = shape.heads > 0 ? cuda::attention_kv_grad_heads(shape) : 0;
+  Partial keys(*results.grad_key, call.dims().heads, kv_grad_heads),
+      values(*results.grad_value, call.dims().heads, kv_grad_heads);
   results.grad_key = keys.tensor();
   results.grad_value = values.tensor();
   call.for_each_problem(results, [&](const AttentionProblem& problem, AttentionGradients gradients) {
-    gradients.units = units;
+    gradients.kv_grad_heads = kv_grad_heads;
     void* const workspace = on_device.workspace(cuda::attention_backward_workspace(problem, gradients, deterministic));
     cuda::attention_backward(problem, gradients, deterministic, workspace, on_device.stream());
   });

@@ -85,7 +85,7 @@ struct Inputs {
 // Where dimensions are: dense [batch..., heads, rows, width], or packed [rows, heads, width].
 struct Dims {
   int64_t rank, heads, rows;
-  int64_t width() const { return rank - 1; }
+  int64_t head_dim() const { return rank - 1; }
   int64_t batch() const { return rank - 3; }  // how many there are
 };
 
@@ -105,8 +105,8 @@ inline void check_inputs(const Inputs& in, const Options& options, const Dims& d
   same_kind(in.key, "key");
   same_kind(in.value, "value");
   const int64_t heads = in.query.size(dims.heads), queries = in.query.size(dims.rows), keys = in.key.size(dims.rows);
-  check(in.key.size(dims.width()) == in.query.size(dims.width()), "key: width ", in.key.size(dims.width()),
-        ", expected query's ", in.query.size(dims.width()));
+  check(in.key.size(dims.head_dim()) == in.query.size(dims.head_dim()), "key: width ", in.key.size(dims.head_dim()),
+        ", expected query's ", in.query.size(dims.head_dim()));
   check(in.value.size(dims.rows) == keys, "value: length ", in.value.size(dims.rows), ", expected key's ", keys);
   const auto divides = [&](const Tensor& tensor, const char* name) {
     const int64_t own = tensor.size(dims.heads);
@@ -171,7 +171,7 @@ class Call {
   const Dims& dims() const { return dims_; }
   std::vector<int64_t> out_sizes() const {
     std::vector<int64_t> sizes = sizes_of(in_.query);
-    sizes.back() = problem_.value_width;
+    sizes.back() = problem_.head_dim_v;
     return sizes;
   }
 
@@ -184,8 +184,8 @@ class Call {
     problem_.value_heads = in.value.size(dims.heads);
     problem_.queries = in.query.size(dims.rows);
     problem_.keys = in.key.size(dims.rows);
-    problem_.width = in.query.size(dims.width());
-    problem_.value_width = in.value.size(dims.width());
+    problem_.head_dim = in.query.size(dims.head_dim());
+    problem_.head_dim_v = in.value.size(dims.head_dim());
     problem_.visible = {options.window_left, options.window_right, 0};
     problem_.lower_right = options.lower_right;
     problem_.scale = options.scale;
@@ -200,7 +200,7 @@ class Call {
   // The strides of heads, rows and width; 0 where there is one only, which a mask is broadcast along.
   template <class View>
   void place_strides(const Tensor& tensor, View& view) const {
-    const int64_t dims[] = {dims_.heads, dims_.rows, dims_.width()};
+    const int64_t dims[] = {dims_.heads, dims_.rows, dims_.head_dim()};
     for (int64_t i = 0; i < 3; ++i) view.stride[i + 1] = tensor.size(dims[i]) == 1 ? 0 : tensor.stride(dims[i]);
   }
 

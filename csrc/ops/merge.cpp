@@ -18,7 +18,7 @@ struct Parts {
     check_floating(first, "outs");
     check(first.dim() >= 1, "outs: expected [..., width], got ", shape_of(first));
     problem.dtype = dtype_of(first);
-    problem.width = first.size(first.dim() - 1);
+    problem.head_dim = first.size(first.dim() - 1);
     problem.rows = 1;
     for (int64_t i = 0; i + 1 < first.dim(); ++i) problem.rows *= first.size(i);
     problem.parts = static_cast<int64_t>(outs.size());
@@ -32,8 +32,10 @@ struct Parts {
             shape_of(lses[n]));
       keep.push_back(torch::stable::contiguous(outs[n]));
       keep.push_back(torch::stable::contiguous(lses[n]));
-      part.push_back(
-          {.out = keep[2 * n].data_ptr(), .row_stride = problem.width, .column_stride = 1, .lse = keep[2 * n + 1].data_ptr()});
+      part.push_back({.out = keep[2 * n].data_ptr(),
+                      .row_stride = problem.head_dim,
+                      .column_stride = 1,
+                      .lse = keep[2 * n + 1].data_ptr()});
     }
     problem.part = part.data();
   }

@@ -28,10 +28,10 @@ Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu,
 int64_t attention_forward_workspace(const AttentionProblem& problem);
 void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream);
 
-// How many heads the gradients of keys and values are to have (gradients.units): a multiple of both numbers of heads, which the
-// caller sums to these. More than that keep a GPU busy where keys and their heads are few.
-int64_t attention_backward_units(const AttentionProblem& problem);
-// As of the forward pass; the gradients' units are set.
+// How many heads the gradients of keys and values are to have (gradients.kv_grad_heads): a multiple of both numbers of heads,
+// which the caller sums to these. More than that keep a GPU busy where keys and their heads are few.
+int64_t attention_kv_grad_heads(const AttentionProblem& problem);
+// As of the forward pass; gradients.kv_grad_heads is set.
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
 void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
                         void* workspace, CUstream_st* stream);

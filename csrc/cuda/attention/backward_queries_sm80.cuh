@@ -13,18 +13,18 @@ namespace flash_online::cuda {
 struct BackwardQueriesArguments {
   AttentionProblem problem;
   AttentionGradients gradients;
-  BackwardSpace space;
-  BlockList list;    // of queries
-  ScoreRule rule;
+  BackwardWorkspace space;
+  TileList list;    // of queries
+  ScoreMod rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
 };
 
-template <class Element, int kWidth>
+template <class Element, int kHeadDim>
 struct BackwardQueriesOnSm80 {
-  static constexpr BackwardQueriesSm80 kTile = backward_queries_sm80_tile(kSplitBytes<Element>, kWidth);
+  static constexpr BackwardQueriesSm80 kTile = backward_queries_sm80_tile(kSplitBytes<Element>, kHeadDim);
   static constexpr int kThreads = 32 * kTile.warps, kQueries = 16 * kTile.warps, kKeys = kTile.keys, kColumns = kTile.columns;
   using Piece = typename Split<Element>::Piece;
-  using WideTile = SharedTile<Element, kWidth>;
+  using WideTile = SharedTile<Element, kHeadDim>;
   static constexpr int kQueryBytes = WideTile::bytes(kQueries), kKeyBytes = WideTile::bytes(kKeys);
   static constexpr int kBytes = 2 * kQueryBytes + 2 * kKeyBytes;
 
@@ -36,15 +36,15 @@ struct BackwardQueriesOnSm80 {
   __device__ static void run(const BackwardQueriesArguments& arguments);
 };
 
-template <class Element, int kWidth>
-__device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(const BackwardQueriesArguments& arguments) {
+template <class Element, int kHeadDim>
+__device__ __forceinline__ void BackwardQueriesOnSm80<Element, kHeadDim>::run(const BackwardQueriesArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
 
   // Where: an outer list of pieces of the columns, each with the list of blocks.
   const int64_t blocks = arguments.list.count(), piece = blockIdx.x / blocks;
-  const BlockPlace place = place_of(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
+  const TileCoord place = tile_coord(problem, arguments.list, blockIdx.x % blocks, false, kQueries, problem.visible.right >= 0);
   const int64_t batch = place.sequence, head = place.head;
   const Sequence sequence = sequence_of(problem, batch);
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
@@ -55,16 +55,16 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
   const WideTile query_tile{reinterpret_cast<Piece*>(shared)}, grad_out_tile{reinterpret_cast<Piece*>(shared + kQueryBytes)},
       key_tile{reinterpret_cast<Piece*>(shared + 2 * kQueryBytes)},
       value_tile{reinterpret_cast<Piece*>(shared + 2 * kQueryBytes + kKeyBytes)};
-  MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
+  MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kBytes);
 
   const HeadRows<Element> key_rows(problem.key, batch, head / (problem.heads / problem.key_heads), sequence.keys.begin,
-                                   problem.width);
+                                   problem.head_dim);
   const HeadRows<Element> value_rows(problem.value, batch, head / (problem.heads / problem.value_heads), sequence.keys.begin,
-                                     problem.value_width);
+                                     problem.head_dim_v);
   const HeadMask mask(problem, batch, head);
-  const auto rule = rule_of_head<Element>(arguments.rule, problem, batch, head);
+  const auto rule = score_mod_of_head<Element>(arguments.rule, problem, batch, head);
   const Dropout dropout(problem, batch, head);
-  const int row = static_cast<int>(threadIdx.x) / kWarp * 16;  // the warp's first, in the block
+  const int row = static_cast<int>(threadIdx.x) / kWarpSize * 16;  // the warp's first, in the block
 
   const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
   const int end = range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0;
@@ -76,40 +76,41 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
     if (block < end) {
       load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
       load_values<kKeys, kThreads>(value_tile, value_rows, block * kKeys, keys, arguments.keep_scale);
-      if (mask.data && !nothing_hidden) mask_block.load(mask, query, queries, block * kKeys, keys);
+      if (mask.data && !nothing_hidden) mask_tile.load(mask, query, queries, block * kKeys, keys);
     }
-    commit_copies();
+    cp_async_commit();
   };
-  load<kQueries, kThreads>(query_tile, HeadRows<Element>(problem.query, batch, head, sequence.queries.begin, problem.width),
+  load<kQueries, kThreads>(query_tile, HeadRows<Element>(problem.query, batch, head, sequence.queries.begin, problem.head_dim),
                            query, queries);
   load<kQueries, kThreads>(grad_out_tile,
-                           HeadRows<Element>(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width),
+                           HeadRows<Element>(gradients.grad_out, batch, head, sequence.queries.begin, problem.head_dim_v),
                            query, queries);
   load_block();
 
-  using Rest = RestOfSums<Element, 1, kKeys / 8>;
+  using Rest = CompensatedAccumulator<Element, 1, kKeys / 8>;
   float high[2], low[2], delta[2], delta_low[2] = {};  // of the lane's two queries
   const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = query + row + 8 * half + lane_group();
-    const float* const numbers = arguments.space.rows + (first_block + at / kRowBlock) * kRowNumbers + at % kRowBlock;
-    high[half] = numbers[0], low[half] = numbers[kRowBlock], delta[half] = numbers[2 * kRowBlock];
-    if (Rest::kKept) delta_low[half] = arguments.space.rest_of_delta(first_block + at / kRowBlock)[at % kRowBlock];
+    const int at = query + row + 8 * half + quad();
+    const float* const numbers = arguments.space.rows + (first_block + at / kStatsRows) * kRowStats + at % kStatsRows;
+    high[half] = numbers[0], low[half] = numbers[kStatsRows], delta[half] = numbers[2 * kStatsRows];
+    if (Rest::kCompensated) delta_low[half] = arguments.space.rest_of_delta(first_block + at / kStatsRows)[at % kStatsRows];
   }
   Accumulator<1, kColumns / 8> grad_query;
   clear(grad_query);
 
   while (block < end) {
     const int key = block * kKeys;
-    wait_for_copies();
+    cp_async_wait();
     __syncthreads();  // the block is there
     Accumulator<1, kKeys / 8> scores, grads;
     Rest scores_rest, grads_rest;
     clear(scores);
-    multiply_rows<Element, kWidth>(scores, scores_rest, query_tile, row, key_tile);
+    multiply_rows<Element, kHeadDim>(scores, scores_rest, query_tile, row, key_tile);
     clear(grads);
-    multiply_rows<Element, kWidth, true>(grads, grads_rest, grad_out_tile, row, value_tile);  // delta is of values by gradients
+    multiply_rows<Element, kHeadDim, true>(grads, grads_rest, grad_out_tile, row,
+                                           value_tile);  // delta is of values by gradients
 
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
     if (dropout)
@@ -118,8 +119,8 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
     for_each(grads, [&](float& x, int, int j, int e) {
       x = less_delta<Rest>(x, grads_rest.sums[0][j][e], delta[e / 2], delta_low[e / 2]);
     });
-    if (rule.bends) bend_scores<false>(scores, row, rule, here, sequence.visible, &grads, &scores_rest);
-    if (mask.data && !nothing_hidden) mask_scores<false>(scores, row, mask.dtype, mask_block, &scores_rest);
+    if (rule.has_score_mod) apply_score_mod<false>(scores, row, rule, here, sequence.visible, &grads, &scores_rest);
+    if (mask.data && !nothing_hidden) mask_scores<false>(scores, row, mask.dtype, mask_tile, &scores_rest);
     round_to_sum(scores, scores_rest);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
     const float factor = rule.remaining_scale();
@@ -131,7 +132,7 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
     block = key_blocks.next(nothing_hidden);
     load_block();
   }
-  wait_for_copies();
+  cp_async_wait();
   __syncthreads();  // the queries are there, if no key was: the gradients take their place
 
   const float scale = static_cast<float>(problem.scale);
@@ -143,16 +144,16 @@ __device__ __forceinline__ void BackwardQueriesOnSm80<Element, kWidth>::run(cons
   store_rows<Element>(grad_query, query_tile, 0, row,
                       static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1] +
                           (sequence.queries.begin + query) * view.stride[2] + column * view.stride[3],
-                      view.stride[2], view.stride[3], last_query - query, static_cast<int>(problem.width) - column);
+                      view.stride[2], view.stride[3], last_query - query, static_cast<int>(problem.head_dim) - column);
 }
 
-template <class Element, int kWidth, class Body = BackwardQueriesOnSm80<Element, kWidth>>
+template <class Element, int kHeadDim, class Body = BackwardQueriesOnSm80<Element, kHeadDim>>
 __global__ void __launch_bounds__(Body::kThreads)
     attention_backward_queries_sm80(const __grid_constant__ BackwardQueriesArguments arguments) {
   Body::run(arguments);
 }
 
-template <int kWidth, class F>
+template <int kHeadDim, class F>
 void visit_backward_queries_sm80(const AttentionProblem& problem, F&& f) {
   switch (problem.dtype) {
     case DType::kFloat16: return f(Type<__half>{});
@@ -161,29 +162,29 @@ void visit_backward_queries_sm80(const AttentionProblem& problem, F&& f) {
   }
 }
 
-template <int kWidth>
-void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+template <int kHeadDim>
+void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                            CUstream_st* stream) {
-  visit_backward_queries_sm80<kWidth>(problem, [&]<class Element>(Type<Element>) {
-    using Body = BackwardQueriesOnSm80<Element, kWidth>;
+  visit_backward_queries_sm80<kHeadDim>(problem, [&]<class Element>(Type<Element>) {
+    using Body = BackwardQueriesOnSm80<Element, kHeadDim>;
     const BackwardQueriesArguments arguments{problem,
                                              gradients,
                                              space,
-                                             BlockList::of(problem, false, problem.heads, Body::kQueries),
-                                             ScoreRule(problem),
+                                             TileList::of(problem, false, problem.heads, Body::kQueries),
+                                             ScoreMod(problem),
                                              problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f};
-    const int64_t pieces = (problem.width + Body::kColumns - 1) / Body::kColumns;
+    const int64_t pieces = (problem.head_dim + Body::kColumns - 1) / Body::kColumns;
     if (arguments.list.count() * pieces == 0) return;
-    launch<attention_backward_queries_sm80<Element, kWidth>>(arguments, arguments.list.count() * pieces, Body::kThreads,
-                                                             Body::shared_bytes(problem), stream);
+    launch<attention_backward_queries_sm80<Element, kHeadDim>>(arguments, arguments.list.count() * pieces, Body::kThreads,
+                                                               Body::shared_bytes(problem), stream);
   });
 }
 
-template <int kWidth>
+template <int kHeadDim>
 int backward_queries_sm80_shared_bytes(const AttentionProblem& problem) {
   int bytes = 0;
-  visit_backward_queries_sm80<kWidth>(
-      problem, [&]<class Element>(Type<Element>) { bytes = BackwardQueriesOnSm80<Element, kWidth>::shared_bytes(problem); });
+  visit_backward_queries_sm80<kHeadDim>(
+      problem, [&]<class Element>(Type<Element>) { bytes = BackwardQueriesOnSm80<Element, kHeadDim>::shared_bytes(problem); });
   return bytes;
 }
 

@@ -19,18 +19,18 @@
 namespace flash_online::cuda {
 
 struct ShortBackwardArguments {
-  HeadBoxes query, key, value, grad_out;
+  TmaTensor query, key, value, grad_out;
   AttentionProblem problem;
   AttentionGradients gradients;
-  ScoreRule rule;
+  ScoreMod rule;
 };
 
 // kOnce: one block of queries passes by. Then no sums wait for the next, and three blocks of threads fit a multiprocessor.
-template <class T, int kWidth, bool kOnce>
+template <class T, int kHeadDim, bool kOnce>
 struct ShortBackwardOnSm90 {
   static constexpr int kRows = kShortBackwardRowsSm90, kThreads = 128, kStages = kOnce ? 1 : 2;
-  static constexpr int kBlocks = kOnce || kWidth <= 64 ? 3 : 2;  // of threads, on a multiprocessor at a time
-  static constexpr int kBoxes = kWidth / kBoxColumns, kRowSteps = kRows / 16;
+  static constexpr int kBlocks = kOnce || kHeadDim <= 64 ? 3 : 2;  // of threads, on a multiprocessor at a time
+  static constexpr int kBoxes = kHeadDim / kBoxColumns, kRowSteps = kRows / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   static constexpr int kPer = kPerVector<T>;
   static_assert(kRows == kBoxColumns);
@@ -49,7 +49,7 @@ struct ShortBackwardOnSm90 {
     uint64_t keys_full, full[kStages];
   };
 
-  using Sums = Accumulator<1, kWidth / 8>;
+  using Sums = Accumulator<1, kHeadDim / 8>;
   using Scores = Accumulator<1, kRows / 8>;
   using Words = unsigned[kRowSteps][4];  // of 16-bit pairs: a left operand
 
@@ -60,10 +60,10 @@ struct ShortBackwardOnSm90 {
   int queries, keys;
 
   __device__ ShortBackwardOnSm90(const ShortBackwardArguments& arguments, Shared& memory) : a(arguments), shared(memory) {
-    const unsigned units = static_cast<unsigned>(a.gradients.units);
-    batch = static_cast<int>(blockIdx.x / units);
-    unit = static_cast<int>(blockIdx.x % units);
-    const int heads = static_cast<int>(a.problem.heads) / static_cast<int>(units);
+    const unsigned kv_grad_heads = static_cast<unsigned>(a.gradients.kv_grad_heads);
+    batch = static_cast<int>(blockIdx.x / kv_grad_heads);
+    unit = static_cast<int>(blockIdx.x % kv_grad_heads);
+    const int heads = static_cast<int>(a.problem.heads) / static_cast<int>(kv_grad_heads);
     first_head = unit * heads;
     sequence = sequence_of(a.problem, batch);
     queries = static_cast<int>(sequence.queries.count);
@@ -76,27 +76,27 @@ struct ShortBackwardOnSm90 {
   __device__ __forceinline__ int query_of(int block) const { return block % ((queries + kRows - 1) / kRows) * kRows; }
 
   // Rows before packed sequence n that are nobody's.
-  __device__ void clear_unowned(int64_t n) const {
+  __device__ void clear_padding(int64_t n) const {
     const AttentionProblem& p = a.problem;
-    const Rows of_keys = unowned_rows(p.key_starts, p.batch, n, p.keys, p.total_keys);
-    clear_rows<T, kThreads>(a.gradients.grad_key, unit, p.width, of_keys);
-    clear_rows<T, kThreads>(a.gradients.grad_value, unit, p.value_width, of_keys);
-    const Rows of_queries = unowned_rows(p.query_starts, p.batch, n, p.queries, p.total_queries);
-    const int heads = static_cast<int>(p.heads) / static_cast<int>(a.gradients.units);
+    const Rows of_keys = padding_rows(p.key_starts, p.batch, n, p.keys, p.total_keys);
+    clear_rows<T, kThreads>(a.gradients.grad_key, unit, p.head_dim, of_keys);
+    clear_rows<T, kThreads>(a.gradients.grad_value, unit, p.head_dim_v, of_keys);
+    const Rows of_queries = padding_rows(p.query_starts, p.batch, n, p.queries, p.total_queries);
+    const int heads = static_cast<int>(p.heads) / static_cast<int>(a.gradients.kv_grad_heads);
     for (int head = first_head; head < first_head + heads; ++head)
-      clear_rows<T, kThreads>(a.gradients.grad_query, head, p.width, of_queries);
+      clear_rows<T, kThreads>(a.gradients.grad_query, head, p.head_dim, of_queries);
   }
 
-  __device__ void load(Tile& to, const HeadBoxes& from, int head, int64_t row, uint64_t* full) const {
+  __device__ void load(Tile& to, const TmaTensor& from, int head, int64_t row, uint64_t* full) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      load_box(to.box[box], from.map, from.at(batch, head, static_cast<int>(row), box), full);
+      tma_load(to.box[box], from.map, from.at(batch, head, static_cast<int>(row), box), full);
   }
   // By one thread.
   __device__ void send(int block) const {
     uint64_t* const full = &shared.full[block % kStages];
     Stage& stage = shared.stage[block % kStages];
-    arrive_and_expect(full, sizeof(Stage));
+    arrive_expect_tx(full, sizeof(Stage));
     load(stage.query, a.query, head_of(block), sequence.queries.begin + query_of(block), full);
     load(stage.grad_out, a.grad_out, head_of(block), sequence.queries.begin + query_of(block), full);
   }
@@ -112,7 +112,7 @@ struct ShortBackwardOnSm90 {
     float lse = -INFINITY, lse_low = 0, grad_lse = 0;  // of row(lane % kLanes), in lanes that have one
 
     __device__ __forceinline__ static int row(int pass) {
-      return static_cast<int>(threadIdx.x) / kWarp * (kRows / 4) + pass * (kWarp / kLanes) + lane() / kLanes;
+      return static_cast<int>(threadIdx.x) / kWarpSize * (kRows / 4) + pass * (kWarpSize / kLanes) + lane() / kLanes;
     }
     __device__ __forceinline__ static int part() { return lane() % kLanes; }
 
@@ -126,7 +126,7 @@ struct ShortBackwardOnSm90 {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
           const int column = box * kBoxColumns + part() * kPer;
-          out[pass][box] = row(pass) < left && column < p.value_width
+          out[pass][box] = row(pass) < left && column < p.head_dim_v
                                ? *reinterpret_cast<const uint4*>(data + row(pass) * p.out.stride[2] + column)
                                : uint4{0, 0, 0, 0};
         }
@@ -168,30 +168,30 @@ struct ShortBackwardOnSm90 {
   };
 
   __device__ __forceinline__ static float2 numbers(const float (&of)[kRows], int j) {
-    return *reinterpret_cast<const float2*>(&of[8 * j + lane_place() * 2]);
+    return *reinterpret_cast<const float2*>(&of[8 * j + lane_in_quad() * 2]);
   }
   __device__ __forceinline__ static void start_scores(Scores& d, const Tile& left, const Tile& right) {
-    start_row_products<T, kWidth / 16, kRows, kRows>(d, shared_address(left.box), shared_address(right.box));
+    start_row_products<T, kHeadDim / 16, kRows, kRows>(d, shared_address(left.box), shared_address(right.box));
   }
   // d = left right, or += : [keys][columns] over a block's queries.
   __device__ __forceinline__ static void start_sums(Sums& d, const Words& left, const Tile& right, bool add) {
-    const uint64_t columns = columns_descriptor(shared_address(right.box), kRows * kRowBytes);
-    begin_products();
+    const uint64_t columns = mn_major_descriptor(shared_address(right.box), kRows * kRowBytes);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kRowSteps; ++step)
-      WarpgroupProduct<T, kWidth>::template registers_shared<true>(flat(d), left[step], moved(columns, step * 16 * kRowBytes),
-                                                                   add || step > 0);
-    commit_products();
+      Wgmma<T, kHeadDim>::template rs<true>(flat(d), left[step], offset_descriptor(columns, step * 16 * kRowBytes),
+                                            add || step > 0);
+    wgmma_commit();
   }
   __device__ __forceinline__ void start_queries(Sums& d) const {
-    const uint64_t scores = rows_descriptor(shared_address(shared.scores)),
-                   columns = columns_descriptor(shared_address(shared.key.box), kRows * kRowBytes);
-    begin_products();
+    const uint64_t scores = k_major_descriptor(shared_address(shared.scores)),
+                   columns = mn_major_descriptor(shared_address(shared.key.box), kRows * kRowBytes);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kRowSteps; ++step)
-      WarpgroupProduct<T, kWidth>::template shared_shared<true, true>(flat(d), moved(scores, step * 16 * kRowBytes),
-                                                                      moved(columns, step * 16 * kRowBytes), step > 0);
-    commit_products();
+      Wgmma<T, kHeadDim>::template ss<true, true>(flat(d), offset_descriptor(scores, step * 16 * kRowBytes),
+                                                  offset_descriptor(columns, step * 16 * kRowBytes), step > 0);
+    wgmma_commit();
   }
 
   // Rows of a head's gradients from `first` on.
@@ -199,14 +199,14 @@ struct ShortBackwardOnSm90 {
                                         int64_t width) const {
     T* const to = static_cast<T*>(view.data) + batch * view.stride[0] + head * view.stride[1] + first * view.stride[2];
     int thread = static_cast<int>(threadIdx.x);
-    forget(thread);  // or what follows from it takes registers over the loop
-    store_rows(d, scale, thread / kWarp * 16, to, view.stride[2], view.stride[3], left, static_cast<int>(width),
-               thread % kWarp);
+    make_opaque(thread);  // or what follows from it takes registers over the loop
+    store_rows(d, scale, thread / kWarpSize * 16, to, view.stride[2], view.stride[3], left, static_cast<int>(width),
+               thread % kWarpSize);
   }
   __device__ __forceinline__ void store_keys(const Sums& d, float scale, const MutableView4& view, int64_t width) const {
     store(d, scale, view, unit, sequence.keys.begin, keys, width);
   }
-  __device__ __forceinline__ static int row() { return static_cast<int>(threadIdx.x) / kWarp * 16; }
+  __device__ __forceinline__ static int row() { return static_cast<int>(threadIdx.x) / kWarpSize * 16; }
 
   __device__ __forceinline__ void work(Sums& all_key, Sums& all_value, int block) const {
     const AttentionProblem& p = a.problem;
@@ -229,7 +229,7 @@ struct ShortBackwardOnSm90 {
         clear_tail(shared.key, keys);
         clear_tail(shared.value, keys);
       }
-      publish_to_engines();
+      fence_async_proxy();
     }
     __syncthreads();
     // All have done with the block before.
@@ -238,8 +238,8 @@ struct ShortBackwardOnSm90 {
     Scores score, grad;
     start_scores(score, shared.key, stage.query);
     start_scores(grad, shared.value, stage.grad_out);
-    wait_for_products<1>();
-    settle(flat(score));
+    wgmma_wait<1>();
+    fence_registers(flat(score));
     if (left < kRows || keys < kRows || sequence.visible.left >= 0 || sequence.visible.right >= 0)
       hide_scores<true>(score, row(), {query, 0, queries, keys, false}, sequence.visible);
     Words weight, grad_score;
@@ -247,9 +247,9 @@ struct ShortBackwardOnSm90 {
       high = numbers(shared.high, j);
       low = numbers(shared.low, j);
     };
-    weigh_products<T>(score, a.rule, read_lse, weight);
-    wait_for_products<0>();
-    settle(flat(grad));
+    exp_products<T>(score, a.rule, read_lse, weight);
+    wgmma_wait<0>();
+    fence_registers(flat(grad));
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float2 delta = numbers(shared.delta, j);
@@ -262,57 +262,57 @@ struct ShortBackwardOnSm90 {
     const int r = row() + lane() % 16;
 #pragma unroll
     for (int t = 0; t < kRowSteps; ++t)
-      store_matrices(grad_score[t], shared_address(shared.scores[r]) +
-                                        ((2 * t + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
-    publish_to_engines();
+      stmatrix_x4(grad_score[t],
+                  shared_address(shared.scores[r]) + ((2 * t + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
+    fence_async_proxy();
     const int64_t first = sequence.queries.begin + query;
     if constexpr (kOnce) {
       Sums grad_value, grad_key, grad_query;
       start_sums(grad_value, weight, stage.grad_out, false);
-      wait_for_products<0>();
-      settle(flat(grad_value));
-      store_keys(grad_value, 1, a.gradients.grad_value, p.value_width);
+      wgmma_wait<0>();
+      fence_registers(flat(grad_value));
+      store_keys(grad_value, 1, a.gradients.grad_value, p.head_dim_v);
       start_sums(grad_key, grad_score, stage.query, false);
-      wait_for_products<0>();
-      settle(flat(grad_key));
-      store_keys(grad_key, scale, a.gradients.grad_key, p.width);
+      wgmma_wait<0>();
+      fence_registers(flat(grad_key));
+      store_keys(grad_key, scale, a.gradients.grad_key, p.head_dim);
       __syncthreads();
       start_queries(grad_query);
-      wait_for_products<0>();
-      settle(flat(grad_query));
-      store(grad_query, scale, a.gradients.grad_query, head, first, left, p.width);
+      wgmma_wait<0>();
+      fence_registers(flat(grad_query));
+      store(grad_query, scale, a.gradients.grad_query, head, first, left, p.head_dim);
     } else {
       start_sums(all_value, weight, stage.grad_out, true);
       start_sums(all_key, grad_score, stage.query, true);
       __syncthreads();
       Sums grad_query;
       start_queries(grad_query);
-      wait_for_products<0>();
-      settle(flat(all_value));
-      settle(flat(all_key));
-      settle(flat(grad_query));
-      store(grad_query, scale, a.gradients.grad_query, head, first, left, p.width);
+      wgmma_wait<0>();
+      fence_registers(flat(all_value));
+      fence_registers(flat(all_key));
+      fence_registers(flat(grad_query));
+      store(grad_query, scale, a.gradients.grad_query, head, first, left, p.head_dim);
     }
   }
 
   __device__ void run() {
     const AttentionProblem& p = a.problem;
     if (threadIdx.x == 0) {
-      init_barrier(&shared.keys_full, 1);
+      mbarrier_init(&shared.keys_full, 1);
 #pragma unroll
-      for (uint64_t& full : shared.full) init_barrier(&full, 1);
-      publish_barriers();
+      for (uint64_t& full : shared.full) mbarrier_init(&full, 1);
+      fence_barrier_init();
       if (blocks > 0) {
         send(0);
-        arrive_and_expect(&shared.keys_full, 2 * sizeof(Tile));
+        arrive_expect_tx(&shared.keys_full, 2 * sizeof(Tile));
         load(shared.key, a.key, first_head, sequence.keys.begin, &shared.keys_full);
         load(shared.value, a.value, first_head, sequence.keys.begin, &shared.keys_full);
         if (!kOnce && blocks > 1) send(1);
       }
     }
     if (p.query_starts) {
-      clear_unowned(batch);
-      if (batch == p.batch - 1) clear_unowned(p.batch);
+      clear_padding(batch);
+      if (batch == p.batch - 1) clear_padding(p.batch);
     }
     __syncthreads();
     Sums grad_key, grad_value;
@@ -325,43 +325,43 @@ struct ShortBackwardOnSm90 {
       for (int block = 0; block < blocks; ++block) work(grad_key, grad_value, block);
     }
     if (!kOnce || blocks == 0) {
-      store_keys(grad_key, static_cast<float>(p.scale), a.gradients.grad_key, p.width);
-      store_keys(grad_value, 1, a.gradients.grad_value, p.value_width);
+      store_keys(grad_key, static_cast<float>(p.scale), a.gradients.grad_key, p.head_dim);
+      store_keys(grad_value, 1, a.gradients.grad_value, p.head_dim_v);
     }
   }
 };
 
-template <class T, int kWidth, bool kOnce>
-__global__ void __launch_bounds__(ShortBackwardOnSm90<T, kWidth, kOnce>::kThreads,
-                                  ShortBackwardOnSm90<T, kWidth, kOnce>::kBlocks)
+template <class T, int kHeadDim, bool kOnce>
+__global__ void __launch_bounds__(ShortBackwardOnSm90<T, kHeadDim, kOnce>::kThreads,
+                                  ShortBackwardOnSm90<T, kHeadDim, kOnce>::kBlocks)
     attention_backward_short_sm90(const __grid_constant__ ShortBackwardArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = ShortBackwardOnSm90<T, kWidth, kOnce>;
+  using Body = ShortBackwardOnSm90<T, kHeadDim, kOnce>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Body(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes)).run();
 #endif
 }
 
 // Of a problem that is_short_backward_sm90().
-template <int kWidth>
+template <int kHeadDim>
 void short_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, CUstream_st* stream) {
   constexpr int kRows = kShortBackwardRowsSm90;
   const auto start = [&]<class T, bool kOnce>(Type<T>, std::bool_constant<kOnce>) {
-    using Body = ShortBackwardOnSm90<T, kWidth, kOnce>;
+    using Body = ShortBackwardOnSm90<T, kHeadDim, kOnce>;
     const ShortBackwardArguments arguments{
-        problem_boxes<T>(problem, problem.query, false, problem.heads, problem.width, kRows),
-        problem_boxes<T>(problem, problem.key, true, problem.key_heads, problem.width, kRows),
-        problem_boxes<T>(problem, problem.value, true, problem.value_heads, problem.value_width, kRows),
-        problem_boxes<T>(problem, gradients.grad_out, false, problem.heads, problem.value_width, kRows),
+        tma_tensor_of<T>(problem, problem.query, false, problem.heads, problem.head_dim, kRows),
+        tma_tensor_of<T>(problem, problem.key, true, problem.key_heads, problem.head_dim, kRows),
+        tma_tensor_of<T>(problem, problem.value, true, problem.value_heads, problem.head_dim_v, kRows),
+        tma_tensor_of<T>(problem, gradients.grad_out, false, problem.heads, problem.head_dim_v, kRows),
         problem,
         gradients,
-        ScoreRule(problem)};
-    launch<attention_backward_short_sm90<T, kWidth, kOnce>>(arguments, gradients.units * std::max(problem.batch, int64_t{1}),
-                                                            Body::kThreads, static_cast<int>(sizeof(typename Body::Shared)),
-                                                            stream);
+        ScoreMod(problem)};
+    launch<attention_backward_short_sm90<T, kHeadDim, kOnce>>(
+        arguments, gradients.kv_grad_heads * std::max(problem.batch, int64_t{1}), Body::kThreads,
+        static_cast<int>(sizeof(typename Body::Shared)), stream);
   };
   const auto visit = [&](auto element) {
-    if (problem.heads == gradients.units && problem.queries <= kRows)
+    if (problem.heads == gradients.kv_grad_heads && problem.queries <= kRows)
       start(element, std::true_type{});
     else
       start(element, std::false_type{});

@@ -20,8 +20,8 @@
 namespace flash_online::cuda {
 
 // backward_queries_sm80.cuh: the gradients of queries by themselves.
-template <int kWidth>
-void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+template <int kHeadDim>
+void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                            CUstream_st* stream);
 
 // Where the gradients of queries go.
@@ -34,9 +34,9 @@ enum class QueryGradients : int8_t {
 struct BackwardArguments {
   AttentionProblem problem;
   AttentionGradients gradients;
-  BackwardSpace space;
-  BlockList list;    // of keys; heads are units
-  ScoreRule rule;
+  BackwardWorkspace space;
+  TileList list;    // of keys; its heads are the kv_grad_heads
+  ScoreMod rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
   QueryGradients query_gradients;
 };
@@ -56,7 +56,7 @@ struct LaterQueries {
   }
 };
 
-// The numbers of kQueries queries, in shared memory: see kRowNumbers; with kPrecise also the rest of delta.
+// The numbers of kQueries queries, in shared memory: see kRowStats; with kPrecise also the rest of delta.
 template <int kQueries, bool kPrecise>
 struct RowNumbers {
   static constexpr int kKinds = kPrecise ? 4 : 3;
@@ -66,13 +66,13 @@ struct RowNumbers {
   // Starts copying those of the queries from `query` on, out of a head's blocks.
   template <int kThreads>
   __device__ __forceinline__ void load(const float* rows, [[maybe_unused]] const float* rests, int query) const {
-    static_assert(kRowBlock % kQueries == 0 && kKinds * kQueries / 4 <= kThreads);
+    static_assert(kStatsRows % kQueries == 0 && kKinds * kQueries / 4 <= kThreads);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread >= kKinds * kQueries / 4) return;
     const int kind = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
-    const float* from = rows + int64_t{query} / kRowBlock * kRowNumbers + kind * kRowBlock + query % kRowBlock + column;
+    const float* from = rows + int64_t{query} / kStatsRows * kRowStats + kind * kStatsRows + query % kStatsRows + column;
     if (kPrecise && kind == 3) from = rests + query + column;
-    copy_async(reinterpret_cast<uint4*>(data + kind * kQueries + column), from);
+    cp_async(reinterpret_cast<uint4*>(data + kind * kQueries + column), from);
   }
   // Of two neighbouring queries.
   __device__ __forceinline__ float2 high(int query) const { return *reinterpret_cast<const float2*>(data + query); }
@@ -95,23 +95,23 @@ __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kCol
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row + 16 * i + 8 * half + lane_group();
+      const int r = row + 16 * i + 8 * half + quad();
       if (r >= rows) continue;
       Element* const to = data + r * row_stride;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int c = column + 8 * j + 2 * lane_place() + e;
+          const int c = column + 8 * j + 2 * lane_in_quad() + e;
           if (c < columns) to[c * column_stride] = narrow<Element>(scale * d[i][j][2 * half + e]);
         }
     }
 }
 
-template <class Element, int kWidth, Variant kVariant>
+template <class Element, int kHeadDim, Variant kVariant>
 struct BackwardOnSm80 {
   static constexpr bool kEverything = kVariant != Variant::kPlain;
-  static constexpr BackwardSm80 kTile = backward_sm80_tile(kSplitBytes<Element>, kWidth, kVariant);
+  static constexpr BackwardSm80 kTile = backward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
   // Scores: [key][query], so many rows of 16 and columns of 8 a warp.
   static constexpr int kScoreQueries = kQueries / kTile.score_split;
@@ -121,12 +121,12 @@ struct BackwardOnSm80 {
   static constexpr bool kInRegisters = kTile.sum_warps == 0;
   static constexpr int kSumSplit = kInRegisters ? 1 : kTile.warps / kTile.sum_warps;
   static constexpr int kSumRows = kKeys / (kInRegisters ? kTile.score_warps : kTile.sum_warps) / 16;
-  static constexpr int kSumWidth = kWidth / kSumSplit;
+  static constexpr int kSumWidth = kHeadDim / kSumSplit;
   // Whether a warp sums the keys that it makes weights of: those of its own queries are its left operand without a detour.
   static constexpr bool kOwnHalf = kTile.sum_warps == kTile.score_warps && kTile.score_split == 2 && kSumSplit == 2;
   // Gradients of queries: [query][column].
   static constexpr int kQuerySplit = kTile.warps / kTile.query_warps;
-  static constexpr int kQueryRows = kQueries / kTile.query_warps / 16, kQueryWidth = kWidth / kQuerySplit;
+  static constexpr int kQueryRows = kQueries / kTile.query_warps / 16, kQueryWidth = kHeadDim / kQuerySplit;
   static_assert(kScoreRows > 0 && kScoreColumns > 0 && kSumRows > 0 && kQueryRows > 0 && kSumWidth % 16 == 0 &&
                 kQueryWidth % 16 == 0);
   static_assert(kAllScore || !kInRegisters);
@@ -134,10 +134,10 @@ struct BackwardOnSm80 {
   static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
   using Piece = typename Split<Element>::Piece;
-  using WideTile = SharedTile<Element, kWidth>;
+  using WideTile = SharedTile<Element, kHeadDim>;
   using ScoreTile = SharedTile<Element, kQueries>;
-  using Rest = RestOfSums<Element, kScoreRows, kScoreColumns>;
-  using Numbers = RowNumbers<kQueries, Rest::kKept>;
+  using Rest = CompensatedAccumulator<Element, kScoreRows, kScoreColumns>;
+  using Numbers = RowNumbers<kQueries, Rest::kCompensated>;
   static constexpr int kKeyBytes = WideTile::bytes(kKeys), kQueryBytes = WideTile::bytes(kQueries),
                        kScoreBytes = ScoreTile::bytes(kKeys);
   // Keys, values; of each stage queries, gradients of outputs, numbers; gradients of scores; weights; mask.
@@ -187,23 +187,23 @@ struct BackwardOnSm80 {
   }
 };
 
-template <class Element, int kWidth, Variant kVariant>
-__device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(const BackwardArguments& arguments) {
+template <class Element, int kHeadDim, Variant kVariant>
+__device__ __forceinline__ void BackwardOnSm80<Element, kHeadDim, kVariant>::run(const BackwardArguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
   const bool sums_queries = arguments.query_gradients != QueryGradients::kNone,
              direct = arguments.query_gradients == QueryGradients::kDirect;
 
-  const BlockPlace place = place_of(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0);
+  const TileCoord place = tile_coord(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0);
   const int64_t batch = place.sequence, unit = place.head;
   const Sequence sequence = sequence_of(problem, batch);
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
   if (problem.query_starts && place.block == 0) {
     const auto clear = [&](int64_t n) {
-      const Rows rows = unowned_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
-      clear_rows<Element, kThreads>(gradients.grad_key, unit, problem.width, rows);
-      clear_rows<Element, kThreads>(gradients.grad_value, unit, problem.value_width, rows);
+      const Rows rows = padding_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
+      clear_rows<Element, kThreads>(gradients.grad_key, unit, problem.head_dim, rows);
+      clear_rows<Element, kThreads>(gradients.grad_value, unit, problem.head_dim_v, rows);
     };
     clear(batch);
     if (batch == problem.batch - 1) clear(problem.batch);
@@ -222,10 +222,10 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
   };
   const ScoreTile grad_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes)},
       weight_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes + kScoreBytes)};
-  MaskBlock<kQueries, kKeys, kThreads> mask_block(shared + kBytes);
+  MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kBytes);
 
   // A warp's pieces of the products.
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int score_row = warp / kTile.score_split * (16 * kScoreRows), score_query = warp % kTile.score_split * kScoreQueries;
   const int sum_row = kInRegisters ? score_row : warp / kSumSplit * (16 * kSumRows),
             sum_column = kInRegisters ? 0 : warp % kSumSplit * kSumWidth;
@@ -236,13 +236,13 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
   load<kKeys, kThreads>(key_tile,
                         HeadRows<Element>(problem.key, batch,
                                           first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
-                                          sequence.keys.begin, problem.width),
+                                          sequence.keys.begin, problem.head_dim),
                         key, keys);
   load_values<kKeys, kThreads>(
       value_tile,
       HeadRows<Element>(problem.value, batch,
                         first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
-                        sequence.keys.begin, problem.value_width),
+                        sequence.keys.begin, problem.head_dim_v),
       key, keys, kEverything ? arguments.keep_scale : 1.0f);
   Sums grad_key, grad_value;
   clear(grad_key);
@@ -256,17 +256,17 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
   const int whole_begin = static_cast<int>(min(whole.begin, int64_t{queries})), whole_end = static_cast<int>(whole.end);
 
   for (int head = first_head; head < first_head + heads; ++head) {
-    const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.width),
-        grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.value_width);
+    const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim),
+        grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.head_dim_v);
     const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
-    const float* const row_numbers = arguments.space.rows + first_block * kRowNumbers;
-    const float* const rests_of_delta = Rest::kKept ? arguments.space.rest_of_delta(first_block) : nullptr;
+    const float* const row_numbers = arguments.space.rows + first_block * kRowStats;
+    const float* const rests_of_delta = Rest::kCompensated ? arguments.space.rest_of_delta(first_block) : nullptr;
     const HeadMask mask(problem, batch, head);
-    const auto rule = rule_of_head<Element>(arguments.rule, problem, batch, head);
+    const auto rule = score_mod_of_head<Element>(arguments.rule, problem, batch, head);
     const Dropout dropout(problem, batch, head);
-    QueryBlocks<kQueries, kKeys> query_blocks(direct ? BlockMap{} : arguments.space.map, batch, head, key, keys, begin, end);
+    QueryBlocks<kQueries, kKeys> query_blocks(direct ? MaskMap{} : arguments.space.map, batch, head, key, keys, begin, end);
 
-    Incoming<kQueries, kThreads, Element, kWidth> next_queries, next_grad_out;
+    Incoming<kQueries, kThreads, Element, kHeadDim> next_queries, next_grad_out;
     const auto load_queries = [&](int stage, int block) {
       next_queries.start(query_tile(stage), query_rows, block * kQueries, queries);
     };
@@ -285,14 +285,14 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
       load_queries(0, block);
       load_grad_out(0, block);
       finish_loads(0, block);
-      if (kEverything && mask.data && !nothing_hidden) mask_block.load(mask, block * kQueries, queries, key, keys);
+      if (kEverything && mask.data && !nothing_hidden) mask_tile.load(mask, block * kQueries, queries, key, keys);
     }
-    commit_copies();
+    cp_async_commit();
 
     for (int next; block < end; block = next, nothing_hidden = next_nothing_hidden, stage = (stage + 1) % kStages) {
       const int query = block * kQueries;
       const bool masked = kEverything && mask.data && !nothing_hidden;
-      wait_for_copies();
+      cp_async_wait();
       __syncthreads();  // this block is there, and all have done with the one before
       next = query_blocks.next(next_nothing_hidden);
       if (kStages > 1 && next < end) {
@@ -308,8 +308,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
       clear(scores);
       clear(grads);
       if (scores_here) {
-        multiply_rows<Element, kWidth>(scores, scores_rest, key_tile, score_row, query_tile(stage).from(score_query, 0));
-        multiply_rows<Element, kWidth>(grads, grads_rest, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kHeadDim>(scores, scores_rest, key_tile, score_row, query_tile(stage).from(score_query, 0));
+        multiply_rows<Element, kHeadDim>(grads, grads_rest, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
       }
       if (scores_here) {
         if (kEverything && dropout) drop_gradients<Element>(grads, grads_rest, kept, arguments.keep_scale);
@@ -317,7 +317,8 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
         const Numbers rows{numbers(stage).data + score_query};
 #pragma unroll
         for (int j = 0; j < kScoreColumns; ++j) {
-          const float2 delta = rows.delta(8 * j + 2 * lane_place()), delta_low = rows.rest_of_delta(8 * j + 2 * lane_place());
+          const float2 delta = rows.delta(8 * j + 2 * lane_in_quad()),
+                       delta_low = rows.rest_of_delta(8 * j + 2 * lane_in_quad());
 #pragma unroll
           for (int i = 0; i < kScoreRows; ++i)
 #pragma unroll
@@ -325,16 +326,17 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
               grads[i][j][e] = less_delta<Rest>(grads[i][j][e], grads_rest.sums[i][j][e], e % 2 ? delta.y : delta.x,
                                                 e % 2 ? delta_low.y : delta_low.x);
         }
-        if (kEverything && rule.bends) bend_scores<true>(scores, score_row, rule, here, sequence.visible, &grads, &scores_rest);
+        if (kEverything && rule.has_score_mod)
+          apply_score_mod<true>(scores, score_row, rule, here, sequence.visible, &grads, &scores_rest);
         if (masked)
-          mask_scores<true>(scores, score_row, mask.dtype, LaterQueries<decltype(mask_block)>{mask_block, score_query},
+          mask_scores<true>(scores, score_row, mask.dtype, LaterQueries<decltype(mask_tile)>{mask_tile, score_query},
                             &scores_rest);
         round_to_sum(scores, scores_rest);
         if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
         const float factor = kEverything ? rule.remaining_scale() : rule.scale;
 #pragma unroll
         for (int j = 0; j < kScoreColumns; ++j) {
-          const float2 high = rows.high(8 * j + 2 * lane_place()), low = rows.low(8 * j + 2 * lane_place());
+          const float2 high = rows.high(8 * j + 2 * lane_in_quad()), low = rows.low(8 * j + 2 * lane_in_quad());
 #pragma unroll
           for (int i = 0; i < kScoreRows; ++i)
 #pragma unroll
@@ -359,7 +361,7 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
       if constexpr (kOwnHalf) multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0), sum_column);
       __syncthreads();  // weights and scores' gradients are there, and all have done with the mask
       if (kEverything && next < end && mask.data && !next_nothing_hidden)
-        mask_block.load(mask, next * kQueries, queries, key, keys);
+        mask_tile.load(mask, next * kQueries, queries, key, keys);
       if constexpr (!kInRegisters) {
         multiply_rows_by_columns<Element, kOthers>(grad_value, weight_tile.from(0, other), sum_row,
                                                    grad_out_tile(stage).from(other, 0), sum_column);
@@ -375,7 +377,7 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
         __syncthreads();  // all have done with the queries
         if (next < end) load_queries(0, next);
       }
-      commit_copies();
+      cp_async_commit();
 
       if (sums_queries) {
         Accumulator<kQueryRows, kQueryWidth / 8> grad_query;
@@ -385,22 +387,22 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
           const MutableView4& view = gradients.grad_query;
           store_accumulators(grad_query, static_cast<float>(problem.scale),
                              static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1], view.stride[2],
-                             view.stride[3], query + query_row, query_column, queries, static_cast<int>(problem.width));
+                             view.stride[3], query + query_row, query_column, queries, static_cast<int>(problem.head_dim));
         } else {
-          float* const sums = arguments.space.sums + first_block * (kRowBlock * kWidth);
+          float* const sums = arguments.space.sums + first_block * (kStatsRows * kHeadDim);
 #pragma unroll
           for (int i = 0; i < kQueryRows; ++i)
 #pragma unroll
             for (int j = 0; j < kQueryWidth / 8; ++j)
-              add_to_sum(sums + (int64_t{query + query_row} / 16 + i) * (16 * kWidth) + (query_column / 8 + j) * 128 +
-                             place_in_sum(lane(), 0),
-                         grad_query[i][j]);
+              dq_accum_add(sums + (int64_t{query + query_row} / 16 + i) * (16 * kHeadDim) + (query_column / 8 + j) * 128 +
+                               dq_accum_offset(lane(), 0),
+                           grad_query[i][j]);
         }
       }
       if (next < end) finish_loads((stage + 1) % kStages, next);
     }
   }
-  wait_for_copies();
+  cp_async_wait();
   __syncthreads();  // all have done with shared memory
 
   const float scale = static_cast<float>(problem.scale);
@@ -428,86 +430,86 @@ __device__ __forceinline__ void BackwardOnSm80<Element, kWidth, kVariant>::run(c
     store_rows<Element>(d, at, sum_column, sum_row, to, view.stride[2], view.stride[3], last_key - key,
                         static_cast<int>(width) - sum_column);
   };
-  store(grad_key, key_tile, gradients.grad_key, problem.width);
-  store(grad_value, value_tile, gradients.grad_value, problem.value_width);
+  store(grad_key, key_tile, gradients.grad_key, problem.head_dim);
+  store(grad_value, value_tile, gradients.grad_value, problem.head_dim_v);
 }
 
-template <class Element, int kWidth, Variant kVariant, class Body = BackwardOnSm80<Element, kWidth, kVariant>>
+template <class Element, int kHeadDim, Variant kVariant, class Body = BackwardOnSm80<Element, kHeadDim, kVariant>>
 __global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
     attention_backward_sm80(const __grid_constant__ BackwardArguments arguments) {
   Body::run(arguments);
 }
 
-template <int kWidth, class F, class... Room>
+template <int kHeadDim, class F, class... Room>
 void visit_backward_sm80(const AttentionProblem& problem, F&& f, Room... room) {
-  visit_sm80<BackwardOnSm80, has_backward_sm80_tile, kWidth>(problem, f, room...);
+  visit_sm80<BackwardOnSm80, has_backward_sm80_tile, kHeadDim>(problem, f, room...);
 }
 
-template <int kWidth>
+template <int kHeadDim>
 QueryGradients query_gradients_on_sm80(const AttentionProblem& problem, bool deterministic) {
   int tile_keys = 0;
-  visit_backward_sm80<kWidth>(problem,
-                              [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                tile_keys = BackwardOnSm80<Element, kWidth, kVariant>::kKeys;
-                              });
+  visit_backward_sm80<kHeadDim>(problem,
+                                [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+                                  tile_keys = BackwardOnSm80<Element, kHeadDim, kVariant>::kKeys;
+                                });
   if (problem.keys == 0) return QueryGradients::kSum;  // of nothing
   if (!problem.query_starts && problem.keys <= tile_keys) return QueryGradients::kDirect;
   return deterministic ? QueryGradients::kNone : QueryGradients::kSum;
 }
 
-template <int kWidth>
-BackwardSpace backward_sm80_space(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
-                                  void* workspace) {
-  return BackwardSpace(problem, gradients, kWidth,
-                       query_gradients_on_sm80<kWidth>(problem, deterministic) == QueryGradients::kSum,
-                       mask_gradient_parts(problem, gradients), workspace);
+template <int kHeadDim>
+BackwardWorkspace backward_sm80_space(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
+                                      void* workspace) {
+  return BackwardWorkspace(problem, gradients, kHeadDim,
+                           query_gradients_on_sm80<kHeadDim>(problem, deterministic) == QueryGradients::kSum,
+                           mask_gradient_parts(problem, gradients), workspace);
 }
 
-template <class Element, int kWidth, Variant kVariant>
-void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+template <class Element, int kHeadDim, Variant kVariant>
+void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                           QueryGradients query_gradients, CUstream_st* stream) {
-  using Body = BackwardOnSm80<Element, kWidth, kVariant>;
+  using Body = BackwardOnSm80<Element, kHeadDim, kVariant>;
   const BackwardArguments arguments{problem,
                                     gradients,
                                     space,
-                                    BlockList::of(problem, true, gradients.units, Body::kKeys),
-                                    ScoreRule(problem),
+                                    TileList::of(problem, true, gradients.kv_grad_heads, Body::kKeys),
+                                    ScoreMod(problem),
                                     problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
                                     query_gradients};
   if (arguments.list.count() > 0)
-    launch<attention_backward_sm80<Element, kWidth, kVariant>>(arguments, arguments.list.count(), Body::kThreads,
-                                                               Body::shared_bytes(problem), stream);
+    launch<attention_backward_sm80<Element, kHeadDim, kVariant>>(arguments, arguments.list.count(), Body::kThreads,
+                                                                 Body::shared_bytes(problem), stream);
 }
 
-template <int kWidth>
+template <int kHeadDim>
 int64_t backward_sm80_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  return backward_sm80_space<kWidth>(problem, gradients, deterministic, nullptr).bytes;
+  return backward_sm80_space<kHeadDim>(problem, gradients, deterministic, nullptr).bytes;
 }
 
-template <int kWidth>
+template <int kHeadDim>
 void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
                    CUstream_st* stream) {
-  const BackwardSpace space = backward_sm80_space<kWidth>(problem, gradients, deterministic, workspace);
-  const QueryGradients query_gradients = query_gradients_on_sm80<kWidth>(problem, deterministic);
-  fill_block_map(problem, space.map, stream);
+  const BackwardWorkspace space = backward_sm80_space<kHeadDim>(problem, gradients, deterministic, workspace);
+  const QueryGradients query_gradients = query_gradients_on_sm80<kHeadDim>(problem, deterministic);
+  fill_mask_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
-  visit_backward_sm80<kWidth>(
+  visit_backward_sm80<kHeadDim>(
       problem, [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-        launch_backward_sm80<Element, kWidth, kVariant>(problem, gradients, space, query_gradients, stream);
+        launch_backward_sm80<Element, kHeadDim, kVariant>(problem, gradients, space, query_gradients, stream);
       });
   if (query_gradients == QueryGradients::kSum) finish_queries(problem, gradients, space, stream);
-  if (query_gradients == QueryGradients::kNone) backward_queries_sm80<kWidth>(problem, gradients, space, stream);
+  if (query_gradients == QueryGradients::kNone) backward_queries_sm80<kHeadDim>(problem, gradients, space, stream);
   if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
   if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
 }
 
-template <int kWidth>
+template <int kHeadDim>
 const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
   const char* reason = nullptr;
-  visit_backward_sm80<kWidth>(
+  visit_backward_sm80<kHeadDim>(
       problem,
       [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-        if (BackwardOnSm80<Element, kWidth, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
+        if (BackwardOnSm80<Element, kHeadDim, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
       },
       gpu.shared_bytes);

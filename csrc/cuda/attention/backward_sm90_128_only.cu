@@ -3,15 +3,21 @@
 
 namespace flash_online::cuda {
 
-template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kDropout, false>(const AttentionProblem&,
-                                                                                        const AttentionGradients&,
-                                                                                        const BackwardSpace&, const TurnedBits&,
-                                                                                        int*, unsigned*, CUstream_st*);
-template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kDropout, false>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
-template void launch_backward_sm90<__half, 128, 128, BackwardSm90With::kEverything, false>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
-template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90With::kEverything, false>(
-    const AttentionProblem&, const AttentionGradients&, const BackwardSpace&, const TurnedBits&, int*, unsigned*, CUstream_st*);
+template void launch_backward_sm90<__half, 128, 128, BackwardSm90Features::kDropout, false>(const AttentionProblem&,
+                                                                                            const AttentionGradients&,
+                                                                                            const BackwardWorkspace&,
+                                                                                            const TransposedMaskBits&, int*,
+                                                                                            unsigned*, CUstream_st*);
+template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90Features::kDropout, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardWorkspace&, const TransposedMaskBits&, int*, unsigned*,
+    CUstream_st*);
+template void launch_backward_sm90<__half, 128, 128, BackwardSm90Features::kEverything, false>(const AttentionProblem&,
+                                                                                               const AttentionGradients&,
+                                                                                               const BackwardWorkspace&,
+                                                                                               const TransposedMaskBits&, int*,
+                                                                                               unsigned*, CUstream_st*);
+template void launch_backward_sm90<__nv_bfloat16, 128, 128, BackwardSm90Features::kEverything, false>(
+    const AttentionProblem&, const AttentionGradients&, const BackwardWorkspace&, const TransposedMaskBits&, int*, unsigned*,
+    CUstream_st*);
 
 }  // namespace flash_online::cuda

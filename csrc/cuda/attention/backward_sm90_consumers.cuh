@@ -31,8 +31,8 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::skip_block(Ahead
         publish();
         send_queries(sums_of(job(2)));
       }
-    wait_for_products<0>();
-    settle(query);
+    wgmma_wait<0>();
+    fence_registers(query);
     release(&shared.scores_empty[kOther]);
     stage_queries(query);
     if constexpr (!kTile.sends_late) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::skip_block(Ahead
     }
   }
   release(&shared.scores_full[kNow]);
-  if (a.turned_mask == TurnedMask::kBoxes) {
+  if (a.transposed_mask == TransposedMask::kBoxes) {
     wait(&shared.mask_full, count % 2);
     release(&shared.mask_empty);
   }
@@ -60,12 +60,12 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::own_block(Ahead&
   constexpr int kOther = kNow ^ 1;
   clear_query_tail<kNow>();
   int shift = 0;
-  if constexpr (kFirst) forget(shift);
+  if constexpr (kFirst) make_opaque(shift);
   Stage& stage = shared.stage[kNow];
   ScoreSums score, grad;
   if constexpr (!kDrops) begin_gradients<kNow>(grad);
   take_turn();
-  start_scores<kWidth>(score, shared.key, stage.query, shift);
+  start_scores<kHeadDim>(score, shared.key, stage.query, shift);
   if constexpr (kFirst) wait(&shared.value_full, number % 2);
   if constexpr (!kFirst && kTile.sends_late)
     if ((kStays ? ahead.third : count > 1) && !a.turns) {
@@ -73,36 +73,36 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::own_block(Ahead&
       send_queries(sums_of(job(2)));
     }
   wait(&shared.grad_out_full[kNow], parity());
-  start_scores<kValueWidth, !kDrops>(grad, shared.value, stage.grad_out, shift);
+  start_scores<kHeadDimV, !kDrops>(grad, shared.value, stage.grad_out, shift);
   pass_turn();
-  unsigned shown[kQueries / kRowBlock] = {};
-  const bool hides = kTurned && a.turned_mask == TurnedMask::kBits && (ahead.sides & kAsks << group());
-  if constexpr (kTurned)
+  unsigned shown[kQueries / kStatsRows] = {};
+  const bool hides = kTransposed && a.transposed_mask == TransposedMask::kBits && (ahead.sides & kAsks << group());
+  if constexpr (kTransposed)
     if (hides)
 #pragma unroll
-      for (int n = 0; n < kQueries / kRowBlock; ++n) shown[n] = shown_bits(shared, kNow).word[n][warp][lane()];
-  wait_for_products<1>();
-  settle(flat(score));
-  if constexpr (kTurned) add(score, ahead);
+      for (int n = 0; n < kQueries / kStatsRows; ++n) shown[n] = shown_bits(shared, kNow).word[n][warp][lane()];
+  wgmma_wait<1>();
+  fence_registers(flat(score));
+  if constexpr (kTransposed) add(score, ahead);
   if (!ahead.whole) hide(score, job().query);
 
   Words weight;
   weigh<kNow>(score, ahead, weight);
-  if constexpr (kTurned)
+  if constexpr (kTransposed)
     if (hides) keep(weight, weight, shown);
-  settle(weight);
+  fence_registers(weight);
   Words kept;
   if constexpr (kDrops) {
     wait(&shared.drawn_full[kNow], parity());
     const unsigned drawn[1] = {kept_bits(a, shared, kNow).word[0][warp][lane()]};
     keep(kept, weight, drawn);
-    settle(kept);
+    fence_registers(kept);
   }
-  start_sums<kValueWidth>(grad_value, kDrops ? kept : weight, stage.grad_out, shift);
+  start_sums<kHeadDimV>(grad_value, kDrops ? kept : weight, stage.grad_out, shift);
   QuerySums query;
   if constexpr (!kFirst && !kDrops && !kAlone) start_queries(query, kOther);
-  wait_for_products<kFirst || kDrops || kAlone ? 1 : 2>();
-  settle(flat(grad));
+  wgmma_wait<kFirst || kDrops || kAlone ? 1 : 2>();
+  fence_registers(flat(grad));
   // Of the weights as they were rounded for the products: the scores' registers are others' by now.
   Words grad_score;
 #pragma unroll
@@ -127,38 +127,38 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::own_block(Ahead&
   }
   place_anew();
   if constexpr (kAlone) {
-    settle(grad_score);
-    wait_for_products<0>();
+    fence_registers(grad_score);
+    wgmma_wait<0>();
     sync_named(kAllMath, kMathThreads);  // all have made their gradients of the block before's queries
     put(shared.scores[0], grad_score);
-    publish_to_engines();
+    fence_async_proxy();
     sync_named(kAllMath, kMathThreads);
-    start_sums<kWidth>(grad_key, grad_score, stage.query, shift);
+    start_sums<kHeadDim>(grad_key, grad_score, stage.query, shift);
     float* const sums = sums_of(job());
-    wait_for_products<0>();  // what it takes leaves no registers for dQ
+    wgmma_wait<0>();  // what it takes leaves no registers for dQ
     release(&shared.empty[kNow]);
     start_queries(query, 0);
     const bool more = fetch<kOther>(1);
     if (more) look_ahead<kOther>(ahead, job(-1));
-    wait_for_products<0>();
-    settle(query);
+    wgmma_wait<0>();
+    fence_registers(query);
     add_queries(sums, query, kNow);
     ++count;
     return more;
   }
   if constexpr (!kFirst && kDrops) {
-    settle(grad_score);
-    wait_for_products<0>();  // dV's: what its left operand takes leaves no registers for dQ
+    fence_registers(grad_score);
+    wgmma_wait<0>();  // dV's: what its left operand takes leaves no registers for dQ
     start_queries(query, kOther);
   }
   wait(&shared.scores_empty[kNow], parity() ^ 1);
   put(shared.scores[kNow], grad_score);
-  start_sums<kWidth>(grad_key, grad_score, stage.query, shift);
+  start_sums<kHeadDim>(grad_key, grad_score, stage.query, shift);
 
   const auto finish_queries = [&] {
     if constexpr (!kFirst) {
-      wait_for_products<1>();
-      settle(query);
+      wgmma_wait<1>();
+      fence_registers(query);
       release(&shared.scores_empty[kOther]);
       if (a.turns)
         add_queries(sums_of(job(1)), query, kOther);
@@ -177,7 +177,7 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::own_block(Ahead&
     look_ahead<kOther>(ahead, job(-1));
   }
   if constexpr (kTile.sends_late) finish_queries();
-  wait_for_products<0>();
+  wgmma_wait<0>();
   // The second buffer also says that the place's end is over.
   if (!kStays || kNow == 0 || more) release(&shared.empty[kNow]);
   ++count;
@@ -187,7 +187,7 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::own_block(Ahead&
 template <class T, class Tile>
 template <bool kFirst, int kNow>
 __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::own_step(Ahead& ahead) {
-  if constexpr (kTurned && !kAlone)
+  if constexpr (kTransposed && !kAlone)
     if (!(ahead.sides & kSees << group())) return skip_block<kFirst, kNow>(ahead);
   return own_block<kFirst, kNow>(ahead);
 }
@@ -208,8 +208,8 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::own_blocks() {
     publish();
     send_queries(sums_of(job(2)));
   }
-  wait_for_products<0>();
-  settle(query);
+  wgmma_wait<0>();
+  fence_registers(query);
   if constexpr (kStays) {
     release(&shared.scores_empty[(count - 1) % 2]);
     release(&shared.keys_empty);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::run_own() {
     if (fetch<0>()) own_blocks();
     store_sums();
   }
-  if (lane() == 0) wait_for_store_reads();
+  if (lane() == 0) tma_store_wait_read();
 }
 
 // ---- with keys of its own and everything, which takes registers from what could be in flight
@@ -285,35 +285,35 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::weigh(ScoreSums&
   clear_query_tail<kEither>();
   // In registers that `grad` has.
   QuerySums& grad_query = reinterpret_cast<QuerySums&>(grad);
-  start_scores<kWidth>(score, shared.key, stage.query);
+  start_scores<kHeadDim>(score, shared.key, stage.query);
   const bool whole = job.whole;
   if constexpr (!kFirst) {
     start_queries(grad_query, now ^ 1);
     float* const sums = sums_of(this->job(1));
-    wait_for_products<1>();
+    wgmma_wait<1>();
     release(&shared.empty[now ^ 1]);
-    settle(flat(score));
-    wait_for_products<0>();
-    settle(grad_query);
+    fence_registers(flat(score));
+    wgmma_wait<0>();
+    fence_registers(grad_query);
     add_queries(sums, grad_query, now ^ 1);
   } else {
-    wait_for_products<0>();
-    settle(flat(score));
+    wgmma_wait<0>();
+    fence_registers(flat(score));
     wait(&shared.value_full, 0);
   }
   wait(&shared.grad_out_full[now], parity());
-  start_scores<kValueWidth>(grad, shared.value, stage.grad_out);
+  start_scores<kHeadDimV>(grad, shared.value, stage.grad_out);
   const HeadMask mask(problem, place.batch, job.head);
   const bool masked = mask.data && job.sides != kAllSee;
-  Mask mask_block(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
+  Mask mask_tile(reinterpret_cast<char*>(&shared) + kMaskOffset, thread);
   if (masked) {
-    mask_block.load(mask, job.query, place.queries, place.key, place.keys);
-    commit_copies();
-    wait_for_copies();
+    mask_tile.load(mask, job.query, place.queries, place.key, place.keys);
+    cp_async_commit();
+    cp_async_wait();
     sync_named(kAllMath, kMathThreads);
   }
-  wait_for_products<0>();
-  settle(flat(grad));
+  wgmma_wait<0>();
+  fence_registers(flat(grad));
   const Dropout dropout(problem, place.batch, job.head);
   unsigned dropped = 0;  // a bit for each weight
   if (dropout) {
@@ -327,11 +327,11 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::weigh(ScoreSums&
   }
   place_anew();
   subtract_delta<kEither>(grad);
-  const ScoreRule rule = a.rule.of_head(problem, place.batch, job.head);
-  if (rule.bends) bend_scores<true>(score, score_row(), rule, here(), place.visible, &grad);
-  if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_block);
+  const ScoreMod rule = a.rule.of_head(problem, place.batch, job.head);
+  if (rule.has_score_mod) apply_score_mod<true>(score, score_row(), rule, here(), place.visible, &grad);
+  if (masked) mask_scores<true>(score, score_row(), mask.dtype, mask_tile);
   if (!whole) hide(score, job.query);
-  const bool bends = a.rule.bends;
+  const bool has_score_mod = a.rule.has_score_mod;
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
     const float2 high = numbers<kEither>(0, j), low = numbers<kEither>(1, j);
@@ -339,7 +339,7 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::weigh(ScoreSums&
     for (int e = 0; e < 4; ++e) {
       float& x = score[0][j][e];
       const float h = e % 2 ? high.y : high.x, l = e % 2 ? low.y : low.x;
-      x = FastBinary::exp((bends ? x - h : fmaf(x, a.rule.scale, -h)) - l);
+      x = FastBinary::exp((has_score_mod ? x - h : fmaf(x, a.rule.scale, -h)) - l);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -347,7 +347,7 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::weigh(ScoreSums&
       weight[j / 2][j % 2 * 2 + half] = pair(kept(2 * half), kept(2 * half + 1));
     }
   }
-  settle(weight);
+  fence_registers(weight);
 }
 
 // What the weights add to the gradients of values, and of keys; the scores' gradients for those of queries.
@@ -356,7 +356,7 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::spread(ScoreSums
   place_anew();
   const int now = count % 2;
   Stage& stage = shared.stage[now];
-  start_sums<kValueWidth>(grad_value, weight, stage.grad_out);
+  start_sums<kHeadDimV>(grad_value, weight, stage.grad_out);
   Words grad_score;
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j)
@@ -367,7 +367,7 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::spread(ScoreSums
   put(shared.scores[now], grad_score);
   publish();
   release(&shared.scores_full[now]);
-  start_sums<kWidth>(grad_key, grad_score, stage.query);
+  start_sums<kHeadDim>(grad_key, grad_score, stage.query);
   ++count;
 }
 
@@ -386,14 +386,14 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::run_everything()
       spread(score, grad, weight);
       place_anew();
       const bool more = fetch<kEither>();
-      wait_for_products<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
+      wgmma_wait<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
       if (!more) break;
       weigh<false>(score, grad, weight);
     }
     QuerySums grad_query;
     start_queries(grad_query, (count - 1) % 2);
-    wait_for_products<0>();
-    settle(grad_query);
+    wgmma_wait<0>();
+    fence_registers(grad_query);
     add_queries(sums_of(job(1)), grad_query, (count - 1) % 2);
   }
   store_sums();
@@ -413,7 +413,7 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::value_block(Scor
   if (!ahead.whole) hide(score, job().query);
   Words weight;
   weigh<kNow>(score, ahead, weight);
-  settle(weight);
+  fence_registers(weight);
   release_after(&shared.empty[kNow]);
   wait(&shared.weights_empty, count % 2 ^ 1);
 #pragma unroll
@@ -424,17 +424,17 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::value_block(Scor
   wait(&shared.grad_out_full[kNow], parity());
   ++count;
   if (!fetch<kOther>()) {
-    start_sums<kValueWidth>(grad_value, weight, stage.grad_out);
-    wait_for_products<0>();
+    start_sums<kHeadDimV>(grad_value, weight, stage.grad_out);
+    wgmma_wait<0>();
     return false;
   }
   clear_query_tail<kOther>();
-  start_sums<kValueWidth>(grad_value, weight, stage.grad_out);
-  start_scores<kWidth>(score, shared.key, shared.stage[kOther].query);
-  wait_for_products<1>();
+  start_sums<kHeadDimV>(grad_value, weight, stage.grad_out);
+  start_scores<kHeadDim>(score, shared.key, shared.stage[kOther].query);
+  wgmma_wait<1>();
   release(&shared.grad_out_empty[kNow]);
-  wait_for_products<0>();
-  settle(flat(score));
+  wgmma_wait<0>();
+  fence_registers(flat(score));
   return true;
 }
 
@@ -447,9 +447,9 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::run_values() {
     clear_key_tail();
     clear_query_tail<0>();
     ScoreSums score;
-    start_scores<kWidth>(score, shared.key, shared.stage[0].query);
-    wait_for_products<0>();
-    settle(flat(score));
+    start_scores<kHeadDim>(score, shared.key, shared.stage[0].query);
+    wgmma_wait<0>();
+    fence_registers(flat(score));
     while (value_block<0>(score) && value_block<1>(score)) continue;
   }
   sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
@@ -476,7 +476,7 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::key_block(ScoreS
       grad_score[t][n] = pair(x.x * grad[0][j][2 * half], x.y * grad[0][j][2 * half + 1]);
     }
   }
-  settle(grad_score);
+  fence_registers(grad_score);
   release_after(&shared.weights_empty);
   const int place = count % kScoreBuffers;
   wait(&shared.scores_empty[place], count / kScoreBuffers % 2 ^ 1);
@@ -486,19 +486,19 @@ __device__ __forceinline__ bool BackwardOnSm90<T, Tile>::Group::key_block(ScoreS
   const Stage& stage = shared.stage[kNow];
   ++count;
   if (!fetch<kOther>()) {
-    start_sums<kWidth>(grad_key, grad_score, stage.query);
-    wait_for_products<0>();
+    start_sums<kHeadDim>(grad_key, grad_score, stage.query);
+    wgmma_wait<0>();
     return false;
   }
   clear_query_tail<kOther>();
   begin_gradients<kOther>(grad);
   wait(&shared.grad_out_full[kOther], parity());
-  start_sums<kWidth>(grad_key, grad_score, stage.query);
-  start_scores<kValueWidth, true>(grad, shared.value, shared.stage[kOther].grad_out);
-  wait_for_products<1>();
+  start_sums<kHeadDim>(grad_key, grad_score, stage.query);
+  start_scores<kHeadDimV, true>(grad, shared.value, shared.stage[kOther].grad_out);
+  wgmma_wait<1>();
   release(&shared.empty[kNow]);
-  wait_for_products<0>();
-  settle(flat(grad));
+  wgmma_wait<0>();
+  fence_registers(flat(grad));
   release(&shared.grad_out_empty[kOther]);
   return true;
 }
@@ -514,9 +514,9 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::run_keys() {
     ScoreSums grad;
     begin_gradients<0>(grad);
     wait(&shared.grad_out_full[0], 0);
-    start_scores<kValueWidth, true>(grad, shared.value, shared.stage[0].grad_out);
-    wait_for_products<0>();
-    settle(flat(grad));
+    start_scores<kHeadDimV, true>(grad, shared.value, shared.stage[0].grad_out);
+    wgmma_wait<0>();
+    fence_registers(flat(grad));
     release(&shared.grad_out_empty[0]);
     while (key_block<0>(grad) && key_block<1>(grad)) continue;
   }
@@ -543,8 +543,8 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::run_queries() {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       start_queries(d, now, piece);
-      wait_for_products<0>();
-      settle(d);
+      wgmma_wait<0>();
+      fence_registers(d);
       if (piece == kPieces - 1) release(&shared.scores_empty[now]);
       if (a.turns) {
         add_queries(sums, d, (count - 1) % 2, piece);
@@ -555,7 +555,7 @@ __device__ __forceinline__ void BackwardOnSm90<T, Tile>::Group::run_queries() {
       }
     }
   }
-  if (lane() == 0) wait_for_store_reads();
+  if (lane() == 0) tma_store_wait_read();
 }
 
 }  // namespace flash_online::cuda

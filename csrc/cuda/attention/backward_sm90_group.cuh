@@ -29,18 +29,18 @@ struct BackwardOnSm90<T, Tile>::Group {
   int warp = 0;  // of those that compute: in all lanes the same, as far as the compiler knows
   int count = 0;  // of blocks so far
   int number = 0;  // of places before this one
-  Sums<kWidth> grad_key;
-  Sums<kValueWidth> grad_value;
+  Sums<kHeadDim> grad_key;
+  Sums<kHeadDimV> grad_value;
 
   __device__ __forceinline__ const Place& place() const { return shared.place[kStays ? number % 2 : 0]; }
 
   // What follows from the thread's number is computed anew, which takes fewer registers than to keep it.
   __device__ __forceinline__ void place_anew() {
-    forget(thread);
-    warp = __shfl_sync(~0u, static_cast<unsigned>(thread) / kWarp, 0);
+    make_opaque(thread);
+    warp = __shfl_sync(~0u, static_cast<unsigned>(thread) / kWarpSize, 0);
   }
   __device__ __forceinline__ int group() const { return warp / 4; }
-  __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarp; }
+  __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarpSize; }
   // Which of the kSummers warps with parts of the same scores, or sums.
   __device__ __forceinline__ int part() const { return kLine ? warp % 4 : warp; }
   __device__ __forceinline__ int score_row() const { return part() * 16; }
@@ -76,7 +76,7 @@ struct BackwardOnSm90<T, Tile>::Group {
                                                const Boxes<kCount, kQueries>& right, unsigned shift = 0) {
     int first = kLine ? 0 : group() * kGroupKeys;
     // Or ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
-    if constexpr (kLine) forget(first);
+    if constexpr (kLine) make_opaque(first);
     start_row_products<T, kColumns / 16, kKeys, kQueries, kAdd>(d, shared_address(left.box) + first * kRowBytes + shift,
                                                                 shared_address(right.box) + shift);
   }
@@ -85,30 +85,30 @@ struct BackwardOnSm90<T, Tile>::Group {
   // The block before's gradients of queries, or where a warpgroup is alone this one's: this warpgroup's piece of that number.
   __device__ __forceinline__ void start_queries(QuerySums& d, int before, int piece = 0) {
     if constexpr (!kLine && !kAlone) wait(&shared.scores_full[before], (count - 1) / 2 % 2);
-    const uint64_t scores = rows_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
-                   keys = columns_descriptor(shared_address(shared.key.box[kLine         ? piece
-                                                                           : kSideBySide ? group()
-                                                                                         : 0]),
-                                             kKeys * kRowBytes);
-    if constexpr (kTurned && !kAlone) {
+    const uint64_t scores = k_major_descriptor(shared_address(shared.scores[before].box[kSideBySide ? 0 : group()])),
+                   keys = mn_major_descriptor(shared_address(shared.key.box[kLine         ? piece
+                                                                            : kSideBySide ? group()
+                                                                                          : 0]),
+                                              kKeys * kRowBytes);
+    if constexpr (kTransposed && !kAlone) {
       const int sides = job(1).sides & kAllSee;
       if (sides != kAllSee) {  // the other warpgroup's keys alone, or this one's
         const unsigned first = (sides >> 1) * kGroupKeys * kRowBytes;
-        begin_products();
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kKeySteps / 2; ++step)
-          WarpgroupProduct<T, kPiece>::template shared_shared<true, true>(d, moved(scores, first + step * 16 * kRowBytes),
-                                                                          moved(keys, first + step * 16 * kRowBytes), step > 0);
-        commit_products();
+          Wgmma<T, kPiece>::template ss<true, true>(d, offset_descriptor(scores, first + step * 16 * kRowBytes),
+                                                    offset_descriptor(keys, first + step * 16 * kRowBytes), step > 0);
+        wgmma_commit();
         return;
       }
     }
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step)
-      WarpgroupProduct<T, kPiece>::template shared_shared<true, true>(d, moved(scores, step * 16 * kRowBytes),
-                                                                      moved(keys, step * 16 * kRowBytes), step > 0);
-    commit_products();
+      Wgmma<T, kPiece>::template ss<true, true>(d, offset_descriptor(scores, step * 16 * kRowBytes),
+                                                offset_descriptor(keys, step * 16 * kRowBytes), step > 0);
+    wgmma_commit();
   }
 
   // Where the gradients of a block's queries go, from this lane's first on; null: they are nobody's.
@@ -117,11 +117,11 @@ struct BackwardOnSm90<T, Tile>::Group {
     constexpr int kBelow = kSideBySide ? 0 : kPiece / 16, kBeside = kSideBySide && !kLine ? kPiece / 8 : 0;
     const bool there = kSideBySide ? kLine || group() * kPiece < width : job.query + group() * kPiece < place().queries;
     const int first = ((group() * kBelow + warp % 4) * (width / 8) + group() * kBeside) * 128;
-    return there ? a.space.sums + job.sums + first + place_in_sum(lane(), 0) : nullptr;
+    return there ? a.space.sums + job.sums + first + dq_accum_offset(lane(), 0) : nullptr;
   }
   // How many tiles of 16 x 8 of its piece are somebody's.
   __device__ __forceinline__ int piece_tiles() const {
-    return kEverything || kLine || kWidth % kPiece == 0 || group() == 0 ? kPiece / 8 : kWidth % kPiece / 8;
+    return kEverything || kLine || kHeadDim % kPiece == 0 || group() == 0 ? kPiece / 8 : kHeadDim % kPiece / 8;
   }
   __device__ __forceinline__ void add_queries(float* to, const QuerySums& d, int before, int piece = 0) {
     if (a.turns) wait(&shared.turn[before], (count - 1) / 2 % 2);
@@ -129,7 +129,7 @@ struct BackwardOnSm90<T, Tile>::Group {
       const int tiles = piece_tiles();
 #pragma unroll
       for (int j = 0; j < kPiece / 8; ++j)
-        if (j < tiles) add_to_sum(to + (piece * (kPiece / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+        if (j < tiles) dq_accum_add(to + (piece * (kPiece / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
     }
     if (a.turns && piece == kPieces - 1) {
       __syncwarp();
@@ -139,44 +139,45 @@ struct BackwardOnSm90<T, Tile>::Group {
 
   // What the warp has written into shared memory becomes readable for the engines.
   __device__ __forceinline__ void publish() {
-    publish_to_engines();
+    fence_async_proxy();
     __syncwarp();
   }
   // The same as add_queries by the copy engine, by way of shared memory: put there, published, and sent.
   __device__ __forceinline__ void stage_queries(const QuerySums& d) {
-    if (lane() == 0) wait_for_store_reads();
+    if (lane() == 0) tma_store_wait_read();
     __syncwarp();
     float4* const to = reinterpret_cast<float4*>(shared.sums[part()]) + lane();
 #pragma unroll
-    for (int j = 0; j < kPiece / 8; ++j) to[j * kWarp] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+    for (int j = 0; j < kPiece / 8; ++j) to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
   }
   __device__ __forceinline__ void send_queries(float* to, int piece = 0) {
     if (to && lane() == 0) {
-      add_floats(to + piece * (kPiece / 8) * 128, shared.sums[part()], piece_tiles() * 128 * static_cast<int>(sizeof(float)));
-      commit_stores();
+      bulk_reduce_add(to + piece * (kPiece / 8) * 128, shared.sums[part()],
+                      piece_tiles() * 128 * static_cast<int>(sizeof(float)));
+      tma_store_commit();
     }
   }
 
   // A pair's two numbers of kind 0 (lse), 1 (lse, low part) or 2 (delta), of the queries 8 j + 2 place and the next.
   template <int kBuffer>
   __device__ __forceinline__ float2 numbers(int kind, int j) const {
-    const int at = 8 * j % kRowBlock + lane() % 4 * 2;
+    const int at = 8 * j % kStatsRows + lane() % 4 * 2;
     if constexpr (kLowAside) {
       if (kind == 1) return *reinterpret_cast<const float2*>(&shared.sums[warp][8 * j + lane() % 4 * 2]);
       kind /= 2;
     }
-    return *reinterpret_cast<const float2*>(&shared.rows[buffer<kBuffer>()][8 * j / kRowBlock][kind * kRowBlock + at]);
+    return *reinterpret_cast<const float2*>(&shared.rows[buffer<kBuffer>()][8 * j / kStatsRows][kind * kStatsRows + at]);
   }
 
   // Where shared memory has no room for lse's low parts, which hardly ever count: into what gradients of queries leave by.
   __device__ __forceinline__ void bring_low() {
-    if (lane() == 0) wait_for_store_reads();
+    if (lane() == 0) tma_store_wait_read();
     __syncwarp();
     const Job& job = this->job();
-    const int n = 4 * lane() / kRowBlock, last = (place().queries - 1) / kRowBlock - job.query / kRowBlock;
-    const int64_t row_block = job.sums / (kRowBlock * kWidth) + min(n, last);  // as in row_numbers
+    const int n = 4 * lane() / kStatsRows, last = (place().queries - 1) / kStatsRows - job.query / kStatsRows;
+    const int64_t row_block = job.sums / (kStatsRows * kHeadDim) + min(n, last);  // as in row_numbers
     reinterpret_cast<float4*>(shared.sums[warp])[lane()] =
-        reinterpret_cast<const float4*>(a.space.rows + row_block * kRowNumbers + kRowBlock)[lane() % (kRowBlock / 4)];
+        reinterpret_cast<const float4*>(a.space.rows + row_block * kRowStats + kStatsRows)[lane() % (kStatsRows / 4)];
     __syncwarp();
   }
 
@@ -186,7 +187,7 @@ struct BackwardOnSm90<T, Tile>::Group {
     cuda::clear_tail<kMathThreads>(tile.box, from, thread);
   }
   __device__ __forceinline__ void publish_tail() {
-    publish_to_engines();
+    fence_async_proxy();
     sync_named(kAllMath, kMathThreads);
   }
 
@@ -245,16 +246,16 @@ struct BackwardOnSm90<T, Tile>::Group {
 
   // The end: gradients of this warpgroup's keys and values.
   __device__ __forceinline__ void store_keys() {
-    settle(flat(grad_key));
-    store(grad_key, static_cast<float>(a.problem.scale), a.gradients.grad_key, a.problem.width);
+    fence_registers(flat(grad_key));
+    store(grad_key, static_cast<float>(a.problem.scale), a.gradients.grad_key, a.problem.head_dim);
   }
   __device__ __forceinline__ void store_values() {
-    settle(flat(grad_value));
-    store(grad_value, kEverything ? a.keep_scale : 1.0f, a.gradients.grad_value, a.problem.value_width);
+    fence_registers(flat(grad_value));
+    store(grad_value, kEverything ? a.keep_scale : 1.0f, a.gradients.grad_value, a.problem.head_dim_v);
   }
   __device__ __forceinline__ void store_sums() {
-    settle(flat(grad_key));
-    settle(flat(grad_value));
+    fence_registers(flat(grad_key));
+    fence_registers(flat(grad_value));
     if constexpr (!kStays) sync_named(kAllMath, kMathThreads);  // all have done with the queries in shared memory
     store_keys();
     store_values();
@@ -282,26 +283,25 @@ struct BackwardOnSm90<T, Tile>::Group {
                                              unsigned shift = 0) {
     // In a kernel of four warpgroups ptxas has no registers for one of 256 columns.
     constexpr int kParts = kColumns > 192 ? 2 : 1, kPart = kColumns / kParts;
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const uint64_t columns =
-          columns_descriptor(shared_address(right.box[part * (kPart / kBoxColumns)]) + shift, kQueries * kRowBytes);
+          mn_major_descriptor(shared_address(right.box[part * (kPart / kBoxColumns)]) + shift, kQueries * kRowBytes);
 #pragma unroll
       for (int step = 0; step < kQuerySteps; ++step)
-        WarpgroupProduct<T, kPart>::template registers_shared<true>(
-            reinterpret_cast<float (&)[kPart / 2]>(d[0][part * (kPart / 8)]), left[step], moved(columns, step * 16 * kRowBytes),
-            true);
+        Wgmma<T, kPart>::template rs<true>(reinterpret_cast<float (&)[kPart / 2]>(d[0][part * (kPart / 8)]), left[step],
+                                           offset_descriptor(columns, step * 16 * kRowBytes), true);
     }
-    commit_products();
+    wgmma_commit();
   }
 
   __device__ __forceinline__ void put(Scores& to, const Words& words) {
     const int r = score_row() + lane() % 16;
 #pragma unroll
     for (int t = 0; t < kQueries / 16; ++t)
-      store_matrices(words[t], shared_address(to.box[t / 4][r]) +
-                                   ((t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
+      stmatrix_x4(words[t], shared_address(to.box[t / 4][r]) +
+                                ((t % 4 * 2 + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
   }
 
   // What a block needs of its rows, read while the one before is at its end: shared memory answers late once it feeds the
@@ -318,10 +318,10 @@ struct BackwardOnSm90<T, Tile>::Group {
     constexpr float kLarge = 256;
     ahead.whole = job.whole;
     if constexpr (kStays) ahead.last = job.last, ahead.third = job.third;
-    if constexpr (kTurned) ahead.sides = job.sides;
+    if constexpr (kTransposed) ahead.sides = job.sides;
     bool low = false;
 #pragma unroll
-    for (int n = 0; n < kQueries / kRowBlock; ++n) {
+    for (int n = 0; n < kQueries / kStatsRows; ++n) {
       const float2 x = *reinterpret_cast<const float2*>(&shared.rows[kBuffer][n][2 * lane()]);
       const auto large = [](float y) { return fabsf(y) >= kLarge && y < -lowest<float>(); };
       low = low || large(x.x) || large(x.y);
@@ -341,7 +341,7 @@ struct BackwardOnSm90<T, Tile>::Group {
         low = kLow ? numbers<kBuffer>(1, j) : make_float2(0, 0);
         if constexpr (kDrops) high.x -= a.keep_exponent, high.y -= a.keep_exponent;
       };
-      weigh_products<T>(score, a.rule, read_lse, weight);
+      exp_products<T>(score, a.rule, read_lse, weight);
     };
     if (ahead.low) {
       if constexpr (kLowAside) bring_low();
@@ -360,7 +360,7 @@ struct BackwardOnSm90<T, Tile>::Group {
       grad[0][j][0] = grad[0][j][2] = -delta.x;
       grad[0][j][1] = grad[0][j][3] = -delta.y;
     }
-    settle(flat(grad));
+    fence_registers(flat(grad));
   }
 
   __device__ __forceinline__ void take_turn() {
@@ -387,7 +387,7 @@ struct BackwardOnSm90<T, Tile>::Group {
         }
     }
     if constexpr (!kDrops) {
-      if (a.turned_mask == TurnedMask::kBoxes) {
+      if (a.transposed_mask == TransposedMask::kBoxes) {
         wait(&shared.mask_full, count % 2);
         if (ahead.sides & kAsks << group()) {
           const int row = lane() % 16;
@@ -396,7 +396,7 @@ struct BackwardOnSm90<T, Tile>::Group {
 #pragma unroll
           for (int t = 0; t < kQueries / 16; ++t) {
             unsigned words[4];
-            load_matrices_transposed(words, base + t * 16 * kRowBytes);
+            ldmatrix_x4_trans(words, base + t * 16 * kRowBytes);
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
               float* const x = &score[0][2 * t + n % 2][n / 2 * 2];
@@ -406,18 +406,18 @@ struct BackwardOnSm90<T, Tile>::Group {
             }
           }
         }
-        settle(flat(score));  // the values have been read before the arrival says so
+        fence_registers(flat(score));  // the values have been read before the arrival says so
         release(&shared.mask_empty);
       }
     }
   }
-  // Clears the weights of which `bits`, as in TurnedBits, has none.
-  __device__ __forceinline__ static void keep(Words& to, const Words& from, const unsigned (&bits)[kQueries / kRowBlock]) {
+  // Clears the weights of which `bits`, as in TransposedMaskBits, has none.
+  __device__ __forceinline__ static void keep(Words& to, const Words& from, const unsigned (&bits)[kQueries / kStatsRows]) {
 #pragma unroll
     for (int t = 0; t < kQueries / 16; ++t)
 #pragma unroll
       for (int n = 0; n < 4; ++n)
-        to[t][n] = from[t][n] & signs_of_halves(bits[t / 4] << TurnedBits::place(t % 4 * 2 + n / 2, n % 2));
+        to[t][n] = from[t][n] & sign_mask_16x2(bits[t / 4] << TransposedMaskBits::place(t % 4 * 2 + n / 2, n % 2));
   }
 
   // The schedules (backward_sm90_consumers.cuh): with keys of its own,

@@ -19,12 +19,12 @@ class BackwardOnSm90<T, Tile>::Walk {
  public:
   __device__ Walk(const BackwardSm90Arguments& a, const Place& place, int head)
       : next_(place.begin), end_(place.end), known_end_(place.begin), masked_(a.problem.mask.data) {
-    const BlockMap& map = a.space.map;
+    const MaskMap& map = a.space.map;
     if (!map.data) return;
     kinds_ = map.row(place.batch, head, 0);
     row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
-    rows_ = (place.queries + kMapBlock - 1) / kMapBlock;
-    first_column_ = map.size[3] == 1 ? 0 : place.key / kMapBlock;
+    rows_ = (place.queries + kMaskMapTile - 1) / kMaskMapTile;
+    first_column_ = map.size[3] == 1 ? 0 : place.key / kMaskMapTile;
     second_ = kAlone || place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
   }
   // The number of the next block, the end of all if there is none; its Job::sides.
@@ -35,10 +35,10 @@ class BackwardOnSm90<T, Tile>::Walk {
     }
     while (next_ < end_) {
       if (next_ >= known_end_) look_ahead();
-      const unsigned left = (seen_[0] | seen_[1]) >> (kWarp - (known_end_ - next_));
+      const unsigned left = (seen_[0] | seen_[1]) >> (kWarpSize - (known_end_ - next_));
       next_ = left ? next_ + __ffs(left) - 1 : known_end_;
       if (next_ < known_end_) {
-        const int bit = kWarp - (known_end_ - next_);
+        const int bit = kWarpSize - (known_end_ - next_);
         sides = 0;
 #pragma unroll
         for (int group = 0; group < 2; ++group)
@@ -52,12 +52,12 @@ class BackwardOnSm90<T, Tile>::Walk {
  private:
   // Of 32 blocks, one a lane.
   __device__ void look_ahead() {
-    const int block = next_ + static_cast<int>(threadIdx.x) % kWarp;
+    const int block = next_ + static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       bool seen = false, all = true;
       if (block < end_ && (group == 0 || second_ >= 0))
-        for (int row = block * (kQueries / kMapBlock); row < min((block + 1) * (kQueries / kMapBlock), rows_); ++row) {
+        for (int row = block * (kQueries / kMaskMapTile); row < min((block + 1) * (kQueries / kMaskMapTile), rows_); ++row) {
           const auto kind =
               static_cast<MaskKind>(kinds_[int64_t{row} * row_step_ + first_column_ + (group == 0 ? 0 : second_)]);
           seen |= kind != MaskKind::kHidden;
@@ -66,7 +66,7 @@ class BackwardOnSm90<T, Tile>::Walk {
       seen_[group] = __ballot_sync(~0u, seen);
       asked_[group] = __ballot_sync(~0u, seen && !all);
     }
-    known_end_ = next_ + kWarp;
+    known_end_ = next_ + kWarpSize;
   }
 
   const uint8_t* kinds_ = nullptr;  // null: no map
@@ -101,52 +101,52 @@ struct BackwardOnSm90<T, Tile>::Loader {
 
   // By one thread.
   template <int kCount>
-  __device__ static void load_keys(Boxes<kCount, kKeys>& to, const HeadBoxes& from, const Place& place, uint64_t* full) {
-    arrive_and_expect(full, sizeof(to));
+  __device__ static void load_keys(Boxes<kCount, kKeys>& to, const TmaTensor& from, const Place& place, uint64_t* full) {
+    arrive_expect_tx(full, sizeof(to));
 #pragma unroll
     for (int box = 0; box < kCount; ++box)
-      load_box(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
+      tma_load(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
   }
   template <int kCount>
-  __device__ static void load_queries(Boxes<kCount, kQueries>& to, const HeadBoxes& from, const Place& place, int head,
+  __device__ static void load_queries(Boxes<kCount, kQueries>& to, const TmaTensor& from, const Place& place, int head,
                                       int query, uint64_t* full) {
 #pragma unroll
     for (int box = 0; box < kCount; ++box)
-      load_box(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
+      tma_load(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
   }
 
-  // Where a block of kRowBlock of a head's queries has its numbers. One that does not exist is as good as the last that does:
+  // Where a block of kStatsRows of a head's queries has its numbers. One that does not exist is as good as the last that does:
   // its queries are hidden.
   __device__ __forceinline__ static const float* row_numbers(const BackwardSm90Arguments& a, const Place& place, int first_rows,
                                                              int row_block) {
-    return a.space.rows + int64_t{first_rows + min(row_block, (place.queries - 1) / kRowBlock)} * kRowNumbers;
+    return a.space.rows + int64_t{first_rows + min(row_block, (place.queries - 1) / kStatsRows)} * kRowStats;
   }
 
   __device__ static void load_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
     const Place& place = shared.place[0];
-    const TurnedBits& bits = a.bits;
+    const TransposedMaskBits& bits = a.bits;
     const auto of = [&](int i, int64_t n) { return bits.size[i] == 1 ? int64_t{0} : min(n, bits.size[i] - 1); };
     const int64_t first = of(0, place.batch) * bits.size[1] + of(1, head);
 #pragma unroll
-    for (int n = 0; n < kQueries / kMapBlock; ++n)
+    for (int n = 0; n < kQueries / kMaskMapTile; ++n)
 #pragma unroll
-      for (int group = 0; group < kKeys / kMapBlock; ++group)
-        load_bytes(shown_bits(shared, stage).word[n][4 * group],
-                   bits.data + ((first * bits.size[2] + of(2, query / kMapBlock + n)) * bits.size[3] +
-                                of(3, place.key / kMapBlock + group)) *
-                                   TurnedBits::kWords,
-                   TurnedBits::kWords * sizeof(unsigned), &shared.query_full[stage]);
+      for (int group = 0; group < kKeys / kMaskMapTile; ++group)
+        bulk_load(shown_bits(shared, stage).word[n][4 * group],
+                  bits.data + ((first * bits.size[2] + of(2, query / kMaskMapTile + n)) * bits.size[3] +
+                               of(3, place.key / kMaskMapTile + group)) *
+                                  TransposedMaskBits::kWords,
+                  TransposedMaskBits::kWords * sizeof(unsigned), &shared.query_full[stage]);
   }
   __device__ static void load_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query, int sides) {
     const Place& place = shared.place[0];
     wait(&shared.mask_empty, count % 2 ^ 1);
-    arrive_and_expect(&shared.mask_full, __popc(sides & kAnyAsks) * sizeof(MaskBox));
+    arrive_expect_tx(&shared.mask_full, __popc(sides & kAnyAsks) * sizeof(MaskBox));
 #pragma unroll
     for (int group = 0; group < 2; ++group)
       if (sides & kAsks << group) {
-        BoxPlace at = a.mask.at(place.batch, head, query, 0);
+        TmaCoord at = a.mask.at(place.batch, head, query, 0);
         at.column = place.key + group * kGroupKeys;
-        load_box(mask_box(shared, group).value, a.mask.map, at, &shared.mask_full);
+        tma_load(mask_box(shared, group).value, a.mask.map, at, &shared.mask_full);
       }
   }
 
@@ -160,36 +160,36 @@ struct BackwardOnSm90<T, Tile>::Loader {
     job.head = head;
     job.query = query;
     job.whole = all_see_all(place, query);
-    job.sums = (first_rows + int64_t{block} * (kQueries / kRowBlock)) * (kRowBlock * sum_width(a.space));
+    job.sums = (first_rows + int64_t{block} * (kQueries / kStatsRows)) * (kStatsRows * sum_width(a.space));
     if constexpr (kWalks) job.sides = sides;
     if constexpr (kStays) job.last = last, job.third = third;
     unsigned bytes = sizeof(Queries) + sizeof(shared.rows[stage]);
-    if constexpr (kTurned) {
+    if constexpr (kTransposed) {
       if (a.problem.alibi_slopes)
         job.slope = a.added_scale *
                     static_cast<const float*>(
                         a.problem.alibi_slopes)[place.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
-      if (a.turned_mask == TurnedMask::kBits && (sides & kAnyAsks)) bytes += sizeof(WeightBits);
+      if (a.transposed_mask == TransposedMask::kBits && (sides & kAnyAsks)) bytes += sizeof(WeightBits);
     }
-    arrive_and_expect(&shared.query_full[stage], bytes);
+    arrive_expect_tx(&shared.query_full[stage], bytes);
     load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
 #pragma unroll
-    for (int n = 0; n < kQueries / kRowBlock; ++n) {
-      const float* const numbers = row_numbers(a, place, first_rows, query / kRowBlock + n);
+    for (int n = 0; n < kQueries / kStatsRows; ++n) {
+      const float* const numbers = row_numbers(a, place, first_rows, query / kStatsRows + n);
       constexpr int kPieces = kLowAside ? 2 : 1;  // lse, and delta
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
-        load_bytes(&shared.rows[stage][n][piece * kRowBlock], numbers + piece * 2 * kRowBlock,
-                   sizeof(shared.rows[stage][n]) / kPieces, &shared.query_full[stage]);
+        bulk_load(&shared.rows[stage][n][piece * kStatsRows], numbers + piece * 2 * kStatsRows,
+                  sizeof(shared.rows[stage][n]) / kPieces, &shared.query_full[stage]);
     }
-    if constexpr (kTurned)
-      if (a.turned_mask == TurnedMask::kBits && (sides & kAnyAsks)) load_bits(a, shared, stage, head, query);
+    if constexpr (kTransposed)
+      if (a.transposed_mask == TransposedMask::kBits && (sides & kAnyAsks)) load_bits(a, shared, stage, head, query);
     if (!kStays && count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
     if constexpr (kLine) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
-    arrive_and_expect(&shared.grad_out_full[stage], sizeof(OutGradients));
+    arrive_expect_tx(&shared.grad_out_full[stage], sizeof(OutGradients));
     load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
-    if constexpr (kTurned)
-      if (a.turned_mask == TurnedMask::kBoxes) load_boxes(a, shared, count, head, query, sides);
+    if constexpr (kTransposed)
+      if (a.transposed_mask == TransposedMask::kBoxes) load_boxes(a, shared, count, head, query, sides);
   }
 
   __device__ static void load(const BackwardSm90Arguments& a, Shared& shared) {
@@ -267,7 +267,7 @@ struct BackwardOnSm90<T, Tile>::Loader {
 template <class T, class Tile>
 __device__ void BackwardOnSm90<T, Tile>::draw(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
   const Place& place = shared.place[0];
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, odd = lane / 16, upper = lane % 2;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, odd = lane / 16, upper = lane % 2;
   // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
   const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
   const Philox random(shared_by_lanes(a.problem.rng[0]), shared_by_lanes(a.problem.rng[1]));
@@ -307,7 +307,7 @@ __device__ void BackwardOnSm90<T, Tile>::draw(const BackwardSm90Arguments& a, Sh
       const unsigned other = __shfl_xor_sync(~0u, upper ? four[i] : four[2 + i], 1);
       two[i] = upper ? other | four[2 + i] << 8 : four[i] | other << 8;
     }
-    unsigned (&words)[kWarp] = kept_bits(a, shared, stage).word[0][lane % 16 / 2];
+    unsigned (&words)[kWarpSize] = kept_bits(a, shared, stage).word[0][lane % 16 / 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) words[(4 * odd + 2 * upper + i) * 4 + quarter] = two[i];
     __syncwarp();
@@ -323,15 +323,15 @@ template <class T, class Tile>
 __device__ void BackwardOnSm90<T, Tile>::keep_turns(const BackwardSm90Arguments& a, Shared& shared, const Place& place,
                                                     int& count) {
   for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
-    int* turn = a.turns + first_row_block(a.problem, a.space.list, place.batch, head) + place.begin * (kQueries / kRowBlock);
-    for (int block = place.begin; block < place.end; ++block, ++count, turn += kQueries / kRowBlock) {
+    int* turn = a.turns + first_row_block(a.problem, a.space.list, place.batch, head) + place.begin * (kQueries / kStatsRows);
+    for (int block = place.begin; block < place.end; ++block, ++count, turn += kQueries / kStatsRows) {
       const int last_query = min((block + 1) * kQueries, place.queries) - 1,
                 keys = min(place.keys, last_query + place.offset + place.right + 1),
                 mine = (keys - 1) / kKeys - place.key / kKeys;
-      while (read_turn(turn) != mine) continue;
+      while (semaphore_read(turn) != mine) continue;
       arrive(&shared.turn[count % 2]);
       wait(&shared.added[count % 2], count / 2 % 2);
-      pass_turn(turn, mine + 1);
+      semaphore_release(turn, mine + 1);
     }
   }
 }

@@ -21,24 +21,24 @@ namespace flash_online::cuda {
 
 constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums at a time
 
-// How a mask reaches the scores where it does not come by MaskBlock: not at all, by TurnedBits, or in boxes as it lies in
-// memory.
-enum class TurnedMask { kNone, kBits, kBoxes };
+// How a mask reaches the scores where it does not come by MaskTile: not at all, by TransposedMaskBits, or in boxes as it lies
+// in memory.
+enum class TransposedMask { kNone, kBits, kBoxes };
 
 struct BackwardSm90Arguments {
-  HeadBoxes query, key, value, grad_out, mask;
+  TmaTensor query, key, value, grad_out, mask;
   AttentionProblem problem;
   AttentionGradients gradients;
-  BackwardSpace space;
-  TurnedMask turned_mask;
-  TurnedBits bits;
+  BackwardWorkspace space;
+  TransposedMask transposed_mask;
+  TransposedMaskBits bits;
   int section;  // heads whose blocks of keys run side by side
   bool halves;  // by_halves() decides
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
   int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
   unsigned* taken;  // of the list of keys' blocks, 0 at the start, where blocks of threads stay for several
-  BlockList list;  // of keys; heads are units
-  ScoreRule rule;
+  TileList list;  // of keys; its heads are the kv_grad_heads
+  ScoreMod rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
   float keep, keep_exponent;  // its inverse, and its logarithm to the base 2
   float added_scale;  // of what ALiBi and a mask add, for the units of products: 1 / scale
@@ -49,14 +49,15 @@ template <class T, class Tile>
 struct BackwardOnSm90 {
   static constexpr BackwardSm90 kTile = Tile::kTile;
   static constexpr bool kStays = Tile::kStays;
-  static constexpr int kWidth = kTile.width, kValueWidth = kTile.value_width;
-  static constexpr BackwardSm90With kWith = kTile.with;
-  static constexpr bool kEverything = kWith == BackwardSm90With::kEverything, kDrops = kWith == BackwardSm90With::kDropout;
-  static constexpr bool kWalks = kWith != BackwardSm90With::kNothing;  // there may be a mask that hides blocks
-  static constexpr bool kTurned = kWalks && !kEverything;  // masks come by TurnedMask, and not by MaskBlock
+  static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.head_dim_v;
+  static constexpr BackwardSm90Features kFeatures = kTile.with;
+  static constexpr bool kEverything = kFeatures == BackwardSm90Features::kEverything,
+                        kDrops = kFeatures == BackwardSm90Features::kDropout;
+  static constexpr bool kWalks = kFeatures != BackwardSm90Features::kNothing;  // there may be a mask that hides blocks
+  static constexpr bool kTransposed = kWalks && !kEverything;  // masks come by TransposedMask, and not by MaskTile
   static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarp;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarpSize;
   // What all warps take must be there: the block has what all threads were launched with, in eights, else they wait for good.
   static_assert(128 * (kTile.warpgroups * kTile.registers + kTile.loader_registers) +
                     (kThreads - 128 * (kTile.warpgroups + 1)) * kTile.others_registers <=
@@ -64,23 +65,23 @@ struct BackwardOnSm90 {
   static constexpr int kGroupKeys = 64;  // of a warpgroup
   static constexpr bool kLine = kTile.in_line(), kAlone = kTile.warpgroups == 1;
   static constexpr int boxes_of(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  static constexpr int kBoxes = boxes_of(kWidth), kValueBoxes = boxes_of(kValueWidth), kQueryBoxes = kQueries / kBoxColumns;
+  static constexpr int kBoxes = boxes_of(kHeadDim), kValueBoxes = boxes_of(kHeadDimV), kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   // The gradients of a block's queries are pieces of 64 x 64: one a warpgroup, side by side or one above the other; or all of
   // one's. Of the last there may be half.
   static constexpr bool kSideBySide = kQueries == 64;
-  static constexpr int kPieces = kLine ? kBoxes : 1, kPiece = kAlone ? kWidth : kSumPieceSm90;
+  static constexpr int kPieces = kLine ? kBoxes : 1, kPiece = kAlone ? kHeadDim : kSumPieceSm90;
   static_assert(kSideBySide ? kLine || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
-  static_assert(kQueries % kRowBlock == 0 && (!kEverything || kQueries * 2 <= 128));
-  static_assert(!kLine || (!kEverything && kSideBySide && kWidth % kBoxColumns == 0));
+  static_assert(kQueries % kStatsRows == 0 && (!kEverything || kQueries * 2 <= 128));
+  static_assert(!kLine || (!kEverything && kSideBySide && kHeadDim % kBoxColumns == 0));
   static constexpr int kSummers = kLine ? 4 : kWarps;  // warps that sum gradients of queries
   // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
   static constexpr bool kStaged = !kEverything && !kAlone;
   static_assert(!kStays || (kStaged && !kWalks && !kLine));
-  static constexpr int kScoreBuffers = kAlone || (kLine && kWidth > 192) ? 1 : 2;  // of blocks
-  static constexpr bool kLowAside = kTurned && kQueries == 128;  // boxes of a mask leave no room for lse's low part
-  static constexpr int kRowsKept = kRowBlock * (kLowAside ? 2 : 3);
+  static constexpr int kScoreBuffers = kAlone || (kLine && kHeadDim > 192) ? 1 : 2;  // of blocks
+  static constexpr bool kLowAside = kTransposed && kQueries == 128;  // boxes of a mask leave no room for lse's low part
+  static constexpr int kRowsKept = kStatsRows * (kLowAside ? 2 : 3);
 
   template <int kCount, int kRows>
   struct alignas(kBoxAlignment) Boxes {
@@ -128,7 +129,7 @@ struct BackwardOnSm90 {
     Scores scores[kScoreBuffers];  // their gradients
     uint4 weights[kLine ? 4 : 1][kLine ? 128 : 1];  // as a thread has them, for the one that has their gradients
     float sums[kStaged ? kSummers : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
-    alignas(16) float rows[kStages][kQueries / kRowBlock][kRowsKept];
+    alignas(16) float rows[kStages][kQueries / kStatsRows][kRowsKept];
     Place place[kStays ? 2 : 1];
     Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
     int sent, number;  // load_places: blocks so far, and places
@@ -136,22 +137,22 @@ struct BackwardOnSm90 {
         turn[2], added[2], scores_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
     uint64_t mask_full, mask_empty, drawn_full[kStages];
   };
-  // Behind that: a MaskBlock; or a mask's boxes, or its bits, and then dropout's.
-  static constexpr int kMaskAlignment = kTurned ? kBoxAlignment : kVectorBytes;
+  // Behind that: a MaskTile; or a mask's boxes, or its bits, and then dropout's.
+  static constexpr int kMaskAlignment = kTransposed ? kBoxAlignment : kVectorBytes;
   static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
   struct MaskBox {
     T value[kQueries][kBoxColumns];
   };
-  struct WeightBits {  // as in TurnedBits
-    unsigned word[kQueries / kRowBlock][kWarps][kWarp];
+  struct WeightBits {  // as in TransposedMaskBits
+    unsigned word[kQueries / kStatsRows][kWarps][kWarpSize];
   };
-  static_assert(!kTurned ||
-                sizeof(WeightBits) == kQueries / kMapBlock * (kKeys / kMapBlock) * sizeof(unsigned) * TurnedBits::kWords);
-  static_assert(!kTurned || kDrops || kAlone || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
-  static int shared_bytes(const AttentionProblem& problem, TurnedMask turned) {
-    if (kTurned)
-      return kMaskOffset + static_cast<int>((turned == TurnedMask::kBoxes ? 2 * sizeof(MaskBox) : 0) +
-                                            (turned == TurnedMask::kBits ? kStages * sizeof(WeightBits) : 0) +
+  static_assert(!kTransposed || sizeof(WeightBits) == kQueries / kMaskMapTile * (kKeys / kMaskMapTile) * sizeof(unsigned) *
+                                                          TransposedMaskBits::kWords);
+  static_assert(!kTransposed || kDrops || kAlone || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
+  static int shared_bytes(const AttentionProblem& problem, TransposedMask turned) {
+    if (kTransposed)
+      return kMaskOffset + static_cast<int>((turned == TransposedMask::kBoxes ? 2 * sizeof(MaskBox) : 0) +
+                                            (turned == TransposedMask::kBits ? kStages * sizeof(WeightBits) : 0) +
                                             (kDrops ? kStages * sizeof(WeightBits) : 0));
     const int rows = !kEverything || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
@@ -164,27 +165,29 @@ struct BackwardOnSm90 {
     return reinterpret_cast<WeightBits*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[stage];
   }
   __device__ __forceinline__ static WeightBits& kept_bits(const BackwardSm90Arguments& a, Shared& shared, int stage) {
-    return shown_bits(shared, stage + (a.turned_mask == TurnedMask::kBits ? kStages : 0));
+    return shown_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
   }
 
   template <int kColumns>
   using Sums = Accumulator<1, kColumns / 8>;
   using ScoreSums = Accumulator<1, kQueries / 8>;
-  using Mask = MaskBlock<kQueries, kKeys, kMathThreads>;
-  using OutTile = SharedTile<T, kWidth>;
+  using Mask = MaskTile<kQueries, kKeys, kMathThreads>;
+  using OutTile = SharedTile<T, kHeadDim>;
   static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kLine ? 1 : kStages) * sizeof(Stage)));
 
   static constexpr int kAllMath = 1, kTurn = 2;  // named barriers; kTurn + warpgroup
 
   // Columns that only the tile has are nobody's.
-  __device__ static int sum_width(const BackwardSpace& space) { return kFillsUp ? static_cast<int>(space.width) : kWidth; }
+  __device__ static int sum_width(const BackwardWorkspace& space) {
+    return kFillsUp ? static_cast<int>(space.head_dim) : kHeadDim;
+  }
 
   // A mask may show one half of a block's keys alone to many a block of queries: then blocks of threads that own 64 keys, two a
   // multiprocessor, make what one that owns 128 leaves. Both ask the map, so that one of them returns at once.
-  static constexpr bool kMayHalve = kAlone || (kWith == BackwardSm90With::kMasks && kQueries == 64);
+  static constexpr bool kMayHalve = kAlone || (kFeatures == BackwardSm90Features::kMasks && kQueries == 64);
 
   // Which keys a block of threads has, and what each of its warps is (backward_sm90.cuh).
-  __device__ static void clear_unowned(const BackwardSm90Arguments& a);
+  __device__ static void clear_padding(const BackwardSm90Arguments& a);
   __device__ static bool by_halves(const BackwardSm90Arguments& a, int64_t batch, int first_head, int heads_of_unit, int key);
   __device__ static bool find_place(const BackwardSm90Arguments& a, unsigned index, Place& place);
   __device__ static bool take_place(const BackwardSm90Arguments& a, Shared& shared);

@@ -8,38 +8,38 @@
 
 namespace flash_online::cuda {
 
-struct HeadBoxes {
+struct TmaTensor {
   CUtensorMap map;
   // Of a call's head and batch, the tensor's; a dimension that is broadcast has size 1 there.
-  int heads_a_head, batch_step;
+  int q_heads_per_head, batch_step;
 
-  __device__ __forceinline__ BoxPlace at(int64_t batch, int head, int row, int box) const {
-    return {box * kBoxColumns, row, head / heads_a_head, static_cast<int>(batch) * batch_step};
+  __device__ __forceinline__ TmaCoord at(int64_t batch, int head, int row, int box) const {
+    return {box * kBoxColumns, row, head / q_heads_per_head, static_cast<int>(batch) * batch_step};
   }
 };
 
 // A call of `batch` and `call_heads`, of which the tensor has `heads`; rows of all packed sequences together.
-inline HeadBoxes head_boxes(const ConstView4& view, BoxElement element, int64_t batch, int64_t call_heads, int64_t heads,
-                            int64_t rows, int64_t width, int box_rows) {
+inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int64_t batch, int64_t call_heads, int64_t heads,
+                                 int64_t rows, int64_t width, int box_rows) {
   constexpr uint64_t kAny = 16, kElementBytes = 2;
   const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(view.stride[i] == 0 ? 1 : n); };
   const auto step = [&](int i, int64_t n) {
     return n == 1 || view.stride[i] == 0 ? kAny : static_cast<uint64_t>(view.stride[i]) * kElementBytes;
   };
-  return {tensor_map(view.data, element,
-                     {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
-                     {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows)),
+  return {make_tensor_map(view.data, element,
+                          {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+                          {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows)),
           static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
 }
 
 // Of a problem's tensor of `heads`, over its keys or its queries.
 template <class T>
-HeadBoxes problem_boxes(const AttentionProblem& problem, const ConstView4& view, bool over_keys, int64_t heads, int64_t width,
+TmaTensor tma_tensor_of(const AttentionProblem& problem, const ConstView4& view, bool over_keys, int64_t heads, int64_t width,
                         int box_rows) {
-  constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
+  constexpr TmaElement kElement = std::is_same_v<T, __half> ? TmaElement::kHalf : TmaElement::kBFloat16;
   const int64_t rows = over_keys ? (problem.key_starts ? problem.total_keys : problem.keys)
                                  : (problem.query_starts ? problem.total_queries : problem.queries);
-  return head_boxes(view, kElement, problem.batch, problem.heads, heads, rows, width, box_rows);
+  return make_tma_tensor(view, kElement, problem.batch, problem.heads, heads, rows, width, box_rows);
 }
 
 // In packed tensors, what follows a sequence is another's: rows from `from` on become zeros, by kThreads threads of which this

@@ -22,7 +22,7 @@ namespace {
 // Calls f(std::integral_constant) with the smallest of these head dims that holds the problem's. False if there is none.
 template <int... kHeadDims, class F>
 bool visit_head_dim(std::integer_sequence<int, kHeadDims...>, const AttentionProblem& problem, F&& f) {
-  const int64_t width = std::max(problem.width, problem.value_width);
+  const int64_t width = std::max(problem.head_dim, problem.head_dim_v);
   return ((width <= kHeadDims && (f(std::integral_constant<int, kHeadDims>{}), true)) || ...);
 }
 
@@ -73,12 +73,12 @@ constexpr Forward kForwardOnSm80{
         },
     .run =
         [](const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
-          BlockMap map = block_map_of(problem);
+          MaskMap map = mask_map_of(problem);
           if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
-          fill_block_map(problem, map, stream);
+          fill_mask_map(problem, map, stream);
           visit_head_dim(HeadDims{}, problem, [&](auto width) { forward_sm80<width()>(problem, map, stream); });
         },
-    .workspace = [](const AttentionProblem& problem) { return block_map_of(problem).count(); },
+    .workspace = [](const AttentionProblem& problem) { return mask_map_of(problem).count(); },
 };
 
 struct Backward {
@@ -232,15 +232,15 @@ void attention_forward(const AttentionProblem& given, void* workspace, CUstream_
   if (!has_no_queries(problem)) choose(kForward, problem).run(problem, workspace, stream);
 }
 
-int64_t attention_backward_units(const AttentionProblem& problem) {
+int64_t attention_kv_grad_heads(const AttentionProblem& problem) {
   constexpr int64_t kKeys = 128;  // about what a block of threads takes
   const int64_t least = std::lcm(problem.key_heads, problem.value_heads),
                 blocks = problem.query_starts ? problem.total_keys / kKeys + problem.batch
                                               : problem.batch * ((problem.keys + kKeys - 1) / kKeys);
-  int64_t units = least;
-  for (int64_t more = least; units * blocks < multiprocessors() && more <= problem.heads; more += least)
-    if (problem.heads % more == 0) units = more;
-  return units;
+  int64_t kv_grad_heads = least;
+  for (int64_t more = least; kv_grad_heads * blocks < sm_count() && more <= problem.heads; more += least)
+    if (problem.heads % more == 0) kv_grad_heads = more;
+  return kv_grad_heads;
 }
 
 int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {

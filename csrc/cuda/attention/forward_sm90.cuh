@@ -22,43 +22,43 @@ __device__ void ForwardSm90Kernel<T, Tile>::run(const ForwardSm90Arguments& a, S
     constexpr int kReaders = 4 * kTile.warpgroups;  // warps
     const int drawers = kEverything && a.rng ? kTile.drawers : 0;
     for (int i = 0; i < kJobs; ++i) {
-      init_barrier(&shared.job_full[i], 1);
-      init_barrier(&shared.job_empty[i], kReaders + drawers + (kPacked || kSplit ? 2 : 1));
+      mbarrier_init(&shared.job_full[i], 1);
+      mbarrier_init(&shared.job_empty[i], kReaders + drawers + (kPacked || kSplit ? 2 : 1));
     }
     for (int i = 0; i < kQueries; ++i) {
-      init_barrier(&shared.query_full[i], 1);
-      init_barrier(&shared.query_empty[i], kReaders / kGroups);
+      mbarrier_init(&shared.query_full[i], 1);
+      mbarrier_init(&shared.query_empty[i], kReaders / kGroups);
     }
     for (int i = 0; i < kKeyStages; ++i) {
-      init_barrier(&shared.key_full[i], 1 + drawers);
-      init_barrier(&shared.key_empty[i], kReaders);
+      mbarrier_init(&shared.key_full[i], 1 + drawers);
+      mbarrier_init(&shared.key_empty[i], kReaders);
     }
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(&shared.value_full[i], 1);
-      init_barrier(&shared.value_empty[i], kReaders);
-      if constexpr (kPacked) init_barrier(&shared.packed.value_there[i], 1);
+      mbarrier_init(&shared.value_full[i], 1);
+      mbarrier_init(&shared.value_empty[i], kReaders);
+      if constexpr (kPacked) mbarrier_init(&shared.packed.value_there[i], 1);
     }
-    if constexpr (kPacked) init_barrier(&shared.packed.tile_wanted, 1);
-    publish_barriers();
+    if constexpr (kPacked) mbarrier_init(&shared.packed.tile_wanted, 1);
+    fence_barrier_init();
   }
   __syncthreads();
   if (warp < 4) {
-    shrink_registers<kTile.loader_registers>();
+    reg_dealloc<kTile.loader_registers>();
     if (threadIdx.x == 0) Loader{a, shared}.run();
     if (warp == 1) plan(a, shared, lane);
     if constexpr (kSplit)
       if (warp == 2 && lane == 0) load_values(a, shared);
     if constexpr (kPacked) {
       if (warp == 2) clear_tails(shared, lane);
-      if (warp == 3) clear_unowned(a, lane);
+      if (warp == 3) clear_padding(a, lane);
     }
   } else if (warp < 4 * (1 + kTile.warpgroups)) {
-    grow_registers<kTile.registers>();
+    reg_alloc<kTile.registers>();
     const int number = warp / 4 - 1;
     Group group{a, shared, kSplit ? 0 : number, kSplit ? number : 0, warp % 4, lane};
     group.run();
   } else if constexpr (kEverything) {
-    shrink_registers<kTile.drawer_registers>();
+    reg_dealloc<kTile.drawer_registers>();
     draw(a, shared, warp - 4 * (1 + kTile.warpgroups), lane);
   }
 }
@@ -74,9 +74,7 @@ __global__ void __launch_bounds__(Tile::kTile.threads(), Tile::kTile.blocks)
 #endif
 }
 
-inline bool wants_everything(const AttentionProblem& p) {
-  return p.softcap > 0 || p.alibi_slopes || p.mask.data || p.dropout != 0;
-}
+inline bool has_options(const AttentionProblem& p) { return p.softcap > 0 || p.alibi_slopes || p.mask.data || p.dropout != 0; }
 
 // Whether a row for little work is the better one; otherwise tiles are of `wide` queries.
 inline bool has_little_work(const AttentionProblem& p, const ForwardSm90& tile, int wide) {
@@ -84,7 +82,7 @@ inline bool has_little_work(const AttentionProblem& p, const ForwardSm90& tile, 
   if (p.query_starts) return false;
   const Visibility& v = p.visible;
   const bool narrow = v.left >= 0 && v.right >= 0 && v.left <= tile.most_window && v.left + v.right <= tile.most_window;
-  return narrow || 2 * p.batch * p.heads * ((p.queries + wide - 1) / wide) <= multiprocessors();
+  return narrow || 2 * p.batch * p.heads * ((p.queries + wide - 1) / wide) <= sm_count();
 }
 
 // How many of a head's tiles, the last ones, are about the same work: all, or those whose window begins behind the first key.
@@ -116,7 +114,7 @@ template <class T, class Tile>
 void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Tile>;
   constexpr ForwardSm90 kTile = Tile::kTile;
-  constexpr BoxElement kElement = std::is_same_v<T, __half> ? BoxElement::kHalf : BoxElement::kBFloat16;
+  constexpr TmaElement kElement = std::is_same_v<T, __half> ? TmaElement::kHalf : TmaElement::kBFloat16;
   // A dimension of stride 0 or size 1 gets size 1, and any stride.
   const auto map = [&](const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows, int64_t width,
                        int box_rows) {
@@ -124,19 +122,19 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
     const auto step = [&](int i, int64_t n) {
       return n == 1 || stride[i] == 0 ? uint64_t{16} : uint64_t(stride[i]) * sizeof(T);
     };
-    return tensor_map(data, kElement,
-                      {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
-                      {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
+    return make_tensor_map(data, kElement,
+                           {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
+                           {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows));
   };
   ForwardSm90Arguments a;
   constexpr bool kPacked = Tile::kPacked;
   const int64_t queries = kPacked ? p.total_queries : p.queries, keys = kPacked ? p.total_keys : p.keys;
   const int64_t batch = kPacked ? std::min(p.batch, int64_t{1}) : p.batch;  // 0: rows that no sequence owns, alone
-  a.query = map(p.query.data, p.query.stride, batch, p.heads, queries, p.width, Kernel::kRows);
-  a.key = map(p.key.data, p.key.stride, batch, p.key_heads, keys, p.width, Kernel::kKeys);
-  a.value = map(p.value.data, p.value.stride, batch, p.value_heads, keys, p.value_width, Kernel::kKeys);
+  a.query = map(p.query.data, p.query.stride, batch, p.heads, queries, p.head_dim, Kernel::kRows);
+  a.key = map(p.key.data, p.key.stride, batch, p.key_heads, keys, p.head_dim, Kernel::kKeys);
+  a.value = map(p.value.data, p.value.stride, batch, p.value_heads, keys, p.head_dim_v, Kernel::kKeys);
   if constexpr (kTile.staged_out)
-    a.out_map = map(p.out.data, p.out.stride, batch, p.heads, queries, p.value_width, Kernel::kOutRows);
+    a.out_map = map(p.out.data, p.out.stride, batch, p.heads, queries, p.head_dim_v, Kernel::kOutRows);
   const auto group = [&](const int64_t (&stride)[4], int64_t heads) {
     return static_cast<int>(stride[1] == 0 ? p.heads : p.heads / heads);
   };
@@ -150,10 +148,10 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   a.heads = static_cast<int>(p.heads);
   a.queries = static_cast<int>(p.queries);
   a.keys = static_cast<int>(p.keys);
-  a.value_width = static_cast<int>(p.value_width);
-  a.row_tiles = static_cast<int>(BlockList::of(p, false, p.heads, kTile.queries()).blocks);
+  a.head_dim_v = static_cast<int>(p.head_dim_v);
+  a.row_tiles = static_cast<int>(TileList::of(p, false, p.heads, kTile.queries()).blocks);
   a.batch_within = false;
-  const int64_t places = int64_t{multiprocessors()} * kTile.blocks;
+  const int64_t places = int64_t{sm_count()} * kTile.blocks;
   if constexpr (kPacked) {
     a.lower_right = p.lower_right;
     a.packed = {.query_starts = p.query_starts,
@@ -165,7 +163,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
                 .keys = a.keys,
                 .heads = a.heads,
                 .heads_a_key = a.heads_a_key,
-                .level_keys = taken ? a.keys / kWarp + 1 : 0,
+                .level_keys = taken ? a.keys / kWarpSize + 1 : 0,
                 .taken = taken};
     if (taken) check(cudaMemsetAsync(taken, 0, sizeof(*taken), stream), "cudaMemsetAsync");
   } else {
@@ -175,7 +173,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
     a.section_heads = static_cast<int>(heads);
     if (uneven > 0) {
       const int64_t seen = even > 0 ? std::min(keys, p.visible.left + std::min(p.visible.right, keys) + kTile.queries()) : keys,
-                    head_bytes = seen * (p.width + p.value_width) * int64_t{sizeof(T)};
+                    head_bytes = seen * (p.head_dim + p.head_dim_v) * int64_t{sizeof(T)};
       constexpr int kWindowRounds = 4;
       a.section_heads =
           static_cast<int>(section_heads(heads, a.heads_a_key, uneven, head_bytes / a.heads_a_key + 1, places,
@@ -184,7 +182,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
   }
   a.visible = p.visible;
   constexpr double kToBase2 = 1.4426950408889634;
-  a.bends = p.softcap > 0 || p.alibi_slopes;
+  a.has_score_mod = p.softcap > 0 || p.alibi_slopes;
   a.scale = p.softcap > 0 ? 1 : static_cast<float>(p.scale * kToBase2);
   a.added_scale = static_cast<float>(p.softcap > 0 ? kToBase2 : 1 / p.scale);
   a.softcap = static_cast<float>(p.softcap * kToBase2);
@@ -210,7 +208,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
     a.map_column_step = static_cast<int>(step(map_size, 3, 1));
     const auto& bits_size = tables.bits.size;
     a.bits = tables.bits.data;
-    a.bits_row_step = bits_size[3] * kWarp;
+    a.bits_row_step = bits_size[3] * kWarpSize;
     a.bits_batch_step = step(bits_size, 0, bits_size[1] * bits_size[2] * a.bits_row_step);
     a.bits_head_step = step(bits_size, 1, bits_size[2] * a.bits_row_step);
     a.bits_last_row = static_cast<int>(bits_size[2]) - 1;
@@ -243,32 +241,32 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
 
 template <class T, int kRow, bool kPacked>
 void launch_forward_sm90_row(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
-  using With = ForwardSm90With;
-  if constexpr (kForwardSm90[kRow].most_queries == 0 && kForwardSm90[kRow].width <= kWidestEverythingSm90) {
+  using With = ForwardSm90Features;
+  if constexpr (kForwardSm90[kRow].most_queries == 0 && kForwardSm90[kRow].head_dim <= kWidestEverythingSm90) {
     if constexpr (!kPacked)
       if (problem.mask.data && problem.mask_dtype != DType::kBool)
         return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kFloatMask, false>>(problem, tables, taken, stream);
-    if (wants_everything(problem))
+    if (has_options(problem))
       return launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kEverything, kPacked>>(problem, tables, taken, stream);
   }
   launch_forward_sm90<T, ForwardSm90Tile<kRow, With::kNothing, kPacked>>(problem, tables, taken, stream);
 }
 
 // In the first row of this width that is made for the problem, from kRow on.
-template <int kWidth, int kRow = 0>
+template <int kHeadDim, int kRow = 0>
 void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, cudaStream_t stream) {
   static_assert(kRow < kForwardSm90Rows, "no row in kForwardSm90");
   constexpr ForwardSm90 kTile = kForwardSm90[kRow];
-  if constexpr (kTile.width != kWidth) {
-    forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, taken, stream);
+  if constexpr (kTile.head_dim != kHeadDim) {
+    forward_sm90_in_row<kHeadDim, kRow + 1>(problem, tables, taken, stream);
   } else {
-    if constexpr (kTile.value_width < kWidth)
-      if (problem.value_width > kTile.value_width) return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, taken, stream);
+    if constexpr (kTile.head_dim_v < kHeadDim)
+      if (problem.head_dim_v > kTile.head_dim_v) return forward_sm90_in_row<kHeadDim, kRow + 1>(problem, tables, taken, stream);
     if constexpr (kTile.most_queries > 0)
-      if (wants_everything(problem) || !has_little_work(problem, kTile, kForwardSm90[kRow + 1].queries()))
-        return forward_sm90_in_row<kWidth, kRow + 1>(problem, tables, taken, stream);
+      if (has_options(problem) || !has_little_work(problem, kTile, kForwardSm90[kRow + 1].queries()))
+        return forward_sm90_in_row<kHeadDim, kRow + 1>(problem, tables, taken, stream);
     const auto visit = [&]<class T>(T) {
-      if constexpr (kWidth <= kWidestPackedSm90)
+      if constexpr (kHeadDim <= kWidestPackedSm90)
         if (problem.query_starts) return launch_forward_sm90_row<T, kRow, true>(problem, tables, taken, stream);
       launch_forward_sm90_row<T, kRow, false>(problem, tables, taken, stream);
     };
@@ -276,9 +274,9 @@ void forward_sm90_in_row(const AttentionProblem& problem, const MaskTables& tabl
   }
 }
 
-template <int kWidth>
+template <int kHeadDim>
 void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, CUstream_st* stream) {
-  forward_sm90_in_row<kWidth>(problem, tables, taken, stream);
+  forward_sm90_in_row<kHeadDim>(problem, tables, taken, stream);
 }
 
 }  // namespace flash_online::cuda

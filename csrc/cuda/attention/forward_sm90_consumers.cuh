@@ -27,10 +27,10 @@ struct ForwardSm90Kernel<T, Tile>::Group {
   int group;  // which 64 of the tile's queries: the warpgroup's number, or 0 where values are split
   int part;  // which of the values' columns: 0, or the warpgroup's number
   int warp, lane;
-  RingPlace<kJobs> next;
-  RingPlace<kQueries> query;
-  RingPlace<kKeyStages> key;
-  RingPlace<kStages> value;
+  PipelineState<kJobs> next;
+  PipelineState<kQueries> query;
+  PipelineState<kKeyStages> key;
+  PipelineState<kStages> value;
   int job;  // the tile's place among the jobs
   int block, end, whole_begin, whole_end;  // the block at hand, and this warpgroup's numbers in the job
   // Blocks that only other warpgroups see: before the next of this one's, and behind the tile's last.
@@ -67,7 +67,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
     if (lane == 0) arrive(barrier);
   }
 
-  // Where lane's 16 bytes of a 16 x 16 matrix stand in a box, the one for load_matrices and store_matrices.
+  // Where lane's 16 bytes of a 16 x 16 matrix stand in a box, the one for ldmatrix_x4 and stmatrix_x4.
   __device__ __forceinline__ unsigned matrix_place(int box_row, int chunk) const {
     const int r = box_row + lane % 16;
     return r * kRowBytes + ((chunk + lane / 16) ^ (r % 8)) * 16;
@@ -77,61 +77,59 @@ struct ForwardSm90Kernel<T, Tile>::Group {
     const unsigned base = shared_address(shared.query[query.stage].box);
 #pragma unroll
     for (int step = 0; step < kWidthSteps; ++step)
-      load_matrices(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
+      ldmatrix_x4(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
   }
 
   // In 64 bits there are three times the instructions between the first products; in 32 one more register is held.
   __device__ __forceinline__ static uint64_t further(uint64_t descriptor, unsigned bytes) {
-    return kEverything ? moved(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
+    return kEverything ? offset_descriptor(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
   }
 
   // Where keys come in two parts, the first is done and released behind it.
   __device__ __forceinline__ void start_scores() {
-    uint64_t keys = rows_descriptor(shared_address(shared.key[key.stage].box));
-    begin_products();
+    uint64_t keys = k_major_descriptor(shared_address(shared.key[key.stage].box));
+    wgmma_fence();
     if constexpr (kTile.held_query) {
 #pragma unroll
       for (int step = 0; step < kWidthSteps; ++step)
-        WarpgroupProduct<T, kKeys>::template registers_shared<false>(
-            score, held[step], further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
+        Wgmma<T, kKeys>::template rs<false>(score, held[step], further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32),
+                                            step > 0);
     } else {
-      uint64_t queries = rows_descriptor(shared_address(shared.query[query.stage].box));
-      if constexpr (kSplit) queries = made_anew(queries);
+      uint64_t queries = k_major_descriptor(shared_address(shared.query[query.stage].box));
+      if constexpr (kSplit) queries = opaque(queries);
       constexpr int kPartSteps = kWidthSteps / kKeyParts;
 #pragma unroll
       for (int step = 0; step < kWidthSteps; ++step) {
         if (step > 0 && step % kPartSteps == 0) {
-          commit_products();
-          RingPlace<kKeyStages> next_part = key;
+          wgmma_commit();
+          PipelineState<kKeyStages> next_part = key;
           next_part.advance();
           wait(&shared.key_full[next_part.stage], next_part.parity);
-          keys = rows_descriptor(shared_address(shared.key[next_part.stage].box));
-          begin_products();
+          keys = k_major_descriptor(shared_address(shared.key[next_part.stage].box));
+          wgmma_fence();
         }
-        WarpgroupProduct<T, kKeys>::template shared_shared<false>(
-            score, further(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
-            further(keys, step % kPartSteps / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
+        Wgmma<T, kKeys>::template ss<false>(score, further(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
+                                            further(keys, step % kPartSteps / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
       }
     }
-    commit_products();
+    wgmma_commit();
     if constexpr (kKeyParts == 2) {
-      wait_for_products<1>();
+      wgmma_wait<1>();
       release_key();
     }
   }
 
   __device__ __forceinline__ void start_out() {
     const unsigned first_box = shared_address(shared.value[value.stage].box[part * kOutColumns / kBoxColumns]);
-    uint64_t values = columns_descriptor(first_box, kKeys * kRowBytes);
-    if constexpr (kSplit) values = made_anew(values);
-    begin_products();
+    uint64_t values = mn_major_descriptor(first_box, kKeys * kRowBytes);
+    if constexpr (kSplit) values = opaque(values);
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
       const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
-      WarpgroupProduct<T, kOutColumns>::template registers_shared<true>(out, left, further(values, step * 16 * kRowBytes),
-                                                                        step > 0 || accumulate);
+      Wgmma<T, kOutColumns>::template rs<true>(out, left, further(values, step * 16 * kRowBytes), step > 0 || accumulate);
     }
-    commit_products();
+    wgmma_commit();
     accumulate = true;
   }
 
@@ -173,7 +171,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
   // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
   __device__ __forceinline__ void adjust() {
     if (a.softcap > 0) {
-      constexpr bool kSplitsSmall = kTile.width <= 128;  // beyond, the registers are too few for both ways
+      constexpr bool kSplitsSmall = kTile.head_dim <= 128;  // beyond, the registers are too few for both ways
       float squares = 0;
 #pragma unroll
       for (int i = 0; kSplitsSmall && i < kScores; ++i) squares = fmaf(score[i], score[i], squares);
@@ -223,7 +221,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
       walk.next_block = walk.from + __popc(below);
       walk.next_skipped += __popc(walk.read & below);
       walk.next.plain = walk.plain & lowest;
-      if (a.mask_way == MaskWay::kBits) walk.next.shown = __ldg(walk.bits + min(walk.next_block, a.bits_last_unit) * kWarp);
+      if (a.mask_way == MaskWay::kBits) walk.next.shown = __ldg(walk.bits + min(walk.next_block, a.bits_last_unit) * kWarpSize);
       walk.taken ^= lowest;
       walk.read &= ~(lowest | below);
     }
@@ -251,7 +249,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
       unsigned words[4];
-      load_matrices(words, base + (a.mask_rows == 1 ? (2 * step + lane / 16) * 16 : matrix_place(16 * warp, 2 * step)));
+      ldmatrix_x4(words, base + (a.mask_rows == 1 ? (2 * step + lane / 16) * 16 : matrix_place(16 * warp, 2 * step)));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 values = unpair<Element>(words[i]);
@@ -273,7 +271,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
 
   __device__ __forceinline__ void settle_scores() {
     if constexpr (kEverything) {
-      if (a.bends) [[unlikely]]
+      if (a.has_score_mod) [[unlikely]]
         adjust();
     }
     if constexpr (kMasked) {
@@ -296,7 +294,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
       float all = fmaxf(most[0], most[1]);
       all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
       all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-      factor[r] = kSplit ? row[r].raise_beyond(kSlack, all * a.scale) : row[r].raise(all * a.scale);
+      factor[r] = kSplit ? row[r].raise_max_lazily(kSlack, all * a.scale) : row[r].raise_max(all * a.scale);
     }
   }
 
@@ -350,11 +348,11 @@ struct ForwardSm90Kernel<T, Tile>::Group {
                         (!kEverything && (row[0].max == -INFINITY || row[1].max == -INFINITY));
     // Asked before the wait, or the compiler puts the weights' work behind it.
     const bool any_astray = any_named(kVote + group, 128, astray);
-    wait_for_products<0>();
+    wgmma_wait<0>();
     release_value();
     if (any_astray) [[unlikely]] {
       start_scores();
-      wait_for_products<0>();
+      wgmma_wait<0>();
       settle_scores();
       float factor[2];
       raise(factor);
@@ -372,11 +370,11 @@ struct ForwardSm90Kernel<T, Tile>::Group {
     raise(factor);
     weigh(sum);
     // Asked before the wait and of the weights too, or the compiler puts their work behind it.
-    const bool moved =
+    const bool offset_descriptor =
         any_named(kVote + part, 128, factor[0] != 1 || factor[1] != 1 || !(sum[0] < kLargestSum && sum[1] < kLargestSum));
-    wait_for_products<0>();
+    wgmma_wait<0>();
     release_value();
-    if (moved) {
+    if (offset_descriptor) {
 #pragma unroll
       for (int i = 0; i < kOuts; ++i) out[i] *= factor[i / 2 % 2];
     }
@@ -394,7 +392,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
       float factor = 1;
       if (a.sinks) {
         const float sink = a.sinks[tile.head] * kLog2E;
-        factor = row[r].raise(sink);
+        factor = row[r].raise_max(sink);
         row[r].add(row[r].weight(sink));
       }
       inverse[r] = row[r].sum == 0 ? 0 : factor * reciprocal(row[r].sum);
@@ -423,7 +421,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
     const Job& tile = shared.job[of_job];
     const int first = tile.first_query + group * kRows + 16 * warp;
     if constexpr (kTile.staged_out) {
-      if (lane == 0) wait_for_store_reads();
+      if (lane == 0) tma_store_wait_read();
       __syncwarp();
 #pragma unroll
       for (int step = 0; step < kOuts / 8; ++step) {
@@ -431,27 +429,27 @@ struct ForwardSm90Kernel<T, Tile>::Group {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
-        store_matrices(words, shared_address(shared.out.box[4 * group + warp][step / 4]) + matrix_place(0, step % 4 * 2));
+        stmatrix_x4(words, shared_address(shared.out.box[4 * group + warp][step / 4]) + matrix_place(0, step % 4 * 2));
       }
       if (const int rows = queries(a, tile) - first; kPacked && rows < kOutRows) {
         // The next rows are another sequence's.
         __syncwarp();
-        const int chunks = a.value_width / kPerVector<T>;
+        const int chunks = a.head_dim_v / kPerVector<T>;
         T* const to = static_cast<T*>(a.out) + tile.head * a.out_stride[1] + (query_begin(tile) + first) * a.out_stride[2];
-        for (int n = lane; n < rows * chunks; n += kWarp) {
+        for (int n = lane; n < rows * chunks; n += kWarpSize) {
           const int r = n / chunks, chunk = n % chunks;
           *reinterpret_cast<uint4*>(to + r * a.out_stride[2] + chunk * kPerVector<T>) =
               reinterpret_cast<const uint4*>(shared.out.box[4 * group + warp][chunk / 8][r])[(chunk ^ r) % 8];
         }
       } else {
-        publish_to_engines();
+        fence_async_proxy();
         __syncwarp();
         if (lane == 0) {
 #pragma unroll
           for (int box = 0; box < kValueBoxes; ++box)
-            store_box(a.out_map, {box * kBoxColumns, query_begin(tile) + first, tile.head, kPacked ? 0 : tile.batch},
+            tma_store(a.out_map, {box * kBoxColumns, query_begin(tile) + first, tile.head, kPacked ? 0 : tile.batch},
                       shared.out.box[4 * group + warp][box]);
-          commit_stores();
+          tma_store_commit();
         }
       }
       __syncwarp();
@@ -481,7 +479,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
           swap(upper, words[0], words[2], 2);
           swap(upper, words[1], words[3], 2);
           const int column = part * kOutColumns + 32 * i + lane % 4 * 8;
-          if (at_row < queries(a, tile) && column < a.value_width)
+          if (at_row < queries(a, tile) && column < a.head_dim_v)
             *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
         }
       }
@@ -586,7 +584,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
     if (kTile.in_turn && group + part == kTile.warpgroups - 1) pass_turn();
     if (!fetch()) return;
     start_tile();
-    wait_for_products<0>();
+    wgmma_wait<0>();
     first_weights();
     while (true) {
 #pragma unroll 1
@@ -601,7 +599,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
         start_out();
         pass_turn();
         fetch_kept();
-        wait_for_products<1>();
+        wgmma_wait<1>();
         if constexpr (kSplit) {
           release_scores();
           settle_scores();
@@ -622,7 +620,7 @@ struct ForwardSm90Kernel<T, Tile>::Group {
       if (!more) {
         start_out();
         finish_rows(last, inverse);
-        wait_for_products<0>();
+        wgmma_wait<0>();
         store_out(last, inverse);
         release(&shared.value_empty[value.stage]);
         value.advance();
@@ -635,20 +633,20 @@ struct ForwardSm90Kernel<T, Tile>::Group {
       value.advance();
       const bool skips = skipped > kSkips;  // then others' values may need this one's buffer
       if (skips) {
-        wait_for_products<0>();
+        wgmma_wait<0>();
         release(last_value);
       }
       start_tile();
-      wait_for_products<1>();
-      settle(out);
+      wgmma_wait<1>();
+      fence_registers(out);
       if (!skips) release(last_value);
       store_out(last, inverse);
       release(&shared.job_empty[last]);
-      wait_for_products<0>();
+      wgmma_wait<0>();
       first_weights();
     }
     if constexpr (kTile.staged_out)
-      if (lane == 0) wait_for_stores();
+      if (lane == 0) tma_store_wait();
   }
 
   __device__ __forceinline__ void release_key() {

@@ -25,7 +25,7 @@ __device__ void ForwardSm90Kernel<T, Tile>::plan_mask(const ForwardSm90Arguments
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
       const int begin = max(block, job.group[group].begin), end = min(block + (1 << shift), job.group[group].end);
-      const int row_block = min(job.first_query / kMapBlock + group, (a.queries - 1) / kMapBlock);
+      const int row_block = min(job.first_query / kMaskMapTile + group, (a.queries - 1) / kMaskMapTile);
       const uint8_t* const row = kinds + int64_t{row_block} * a.map_row_step;
       bool seen = false, plain = begin >= job.group[group].whole_begin && end <= job.group[group].whole_end &&
                                  (a.map || a.mask_way == MaskWay::kNone);
@@ -55,7 +55,7 @@ __device__ void ForwardSm90Kernel<T, Tile>::plan_mask(const ForwardSm90Arguments
     }
   }
   __syncwarp();
-  for (int word = lane; word < words; word += kWarp) {
+  for (int word = lane; word < words; word += kWarpSize) {
     unsigned read = 0;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) read |= job.map.group[group].taken[word];
@@ -87,7 +87,7 @@ __device__ void ForwardSm90Kernel<T, Tile>::plan_mask(const ForwardSm90Arguments
 
 template <class T, class Tile>
 __device__ void ForwardSm90Kernel<T, Tile>::plan(const ForwardSm90Arguments& a, Shared& shared, int lane) {
-  RingPlace<kJobs> place;
+  PipelineState<kJobs> place;
   Walk walk = [&] {
     if constexpr (kPacked)
       return Walk(a.packed, shared.packed.walk);
@@ -170,9 +170,9 @@ struct ForwardSm90Kernel<T, Tile>::Loader {
   const ForwardSm90Arguments& a;
   Shared& shared;
   static constexpr bool kHoldsJob = kEverything || kPacked;  // to the end of its tile
-  RingPlace<kJobs> next;
-  RingPlace<kQueries> query;
-  RingPlace<kKeyStages> place;
+  PipelineState<kJobs> next;
+  PipelineState<kQueries> query;
+  PipelineState<kKeyStages> place;
   int batch, head, first_query, begin, end, stage;  // of the tile whose queries are loaded or being loaded
   int group;  // the first whose queries are not
 
@@ -193,12 +193,12 @@ struct ForwardSm90Kernel<T, Tile>::Loader {
   __device__ void load_queries(bool all) {
 #pragma unroll 1
     for (; group < kGroups; ++group) {
-      if (!all && !is_over(&shared.query_empty[query.stage], query.parity ^ 1)) return;
+      if (!all && !test_wait(&shared.query_empty[query.stage], query.parity ^ 1)) return;
       wait(&shared.query_empty[query.stage], query.parity ^ 1);
-      arrive_and_expect(&shared.query_full[query.stage], sizeof(Query));
+      arrive_expect_tx(&shared.query_full[query.stage], sizeof(Query));
 #pragma unroll
       for (int box = 0; box < kWidthBoxes; ++box)
-        load_box(shared.query[query.stage].box[box], a.query,
+        tma_load(shared.query[query.stage].box[box], a.query,
                  {box * kBoxColumns, first_query + group * kRows, head / a.heads_a_query, batch * a.query_batch_step},
                  &shared.query_full[query.stage]);
       query.advance();
@@ -228,24 +228,24 @@ struct ForwardSm90Kernel<T, Tile>::Loader {
           unsigned bytes = sizeof(Key);
 #pragma unroll 1
           for (int g = 0; g < kGroups; ++g) bytes += wants_mask(job, g, block) ? kRowBytes * a.mask_rows : 0;
-          arrive_and_expect(&shared.key_full[place.stage], bytes);
+          arrive_expect_tx(&shared.key_full[place.stage], bytes);
 #pragma unroll 1
           for (int g = 0; g < kGroups; ++g)
             if (wants_mask(job, g, block))
-              load_box(shared.mask.stage[place.stage].box[g], a.mask_boxes,
+              tma_load(shared.mask.stage[place.stage].box[g], a.mask_boxes,
                        {block * kKeys, a.mask_rows == 1 ? 0 : mask_query + g * kRows, mask_head, mask_batch},
                        &shared.key_full[place.stage]);
         } else {
-          arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+          arrive_expect_tx(&shared.key_full[place.stage], sizeof(Key));
         }
 #pragma unroll
         for (int box = 0; box < kWidthBoxes; ++box) {
           if (box > 0 && box % kKeyBoxes == 0) {  // the next part
             place.advance();
             wait(&shared.key_empty[place.stage], place.parity ^ 1);
-            arrive_and_expect(&shared.key_full[place.stage], sizeof(Key));
+            arrive_expect_tx(&shared.key_full[place.stage], sizeof(Key));
           }
-          load_box(shared.key[place.stage].box[box % kKeyBoxes], a.key,
+          tma_load(shared.key[place.stage].box[box % kKeyBoxes], a.key,
                    {box * kBoxColumns, key_row + block * kKeys, key_head, key_batch}, &shared.key_full[place.stage]);
         }
         // This tile's queries behind its first keys, the next tile's as early as they find a buffer.
@@ -265,7 +265,8 @@ struct ForwardSm90Kernel<T, Tile>::Loader {
           load_value(a, shared.value[place.stage], key_row + block * kKeys, value_head, value_batch, value_there);
         }
         place.advance();
-        if (kPacked && stage == tile && (block + 1 == end_block || is_over(&shared.job_full[next.stage], next.parity))) fetch();
+        if (kPacked && stage == tile && (block + 1 == end_block || test_wait(&shared.job_full[next.stage], next.parity)))
+          fetch();
       }
       if (kHoldsJob) arrive(&shared.job_empty[tile]);
     }
@@ -277,13 +278,13 @@ struct ForwardSm90Kernel<T, Tile>::Loader {
 template <class T, class Tile>
 __device__ void ForwardSm90Kernel<T, Tile>::draw(const ForwardSm90Arguments& a, Shared& shared, int warp, int lane) {
   if (!a.rng) return;
-  RingPlace<kJobs> next;
-  RingPlace<kStages> place;
+  PipelineState<kJobs> next;
+  PipelineState<kStages> place;
   // The same in all lanes, in the compiler's eyes too: what follows from these and the keys alone is made once for a warp.
   const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
   const Philox random(shared_by_lanes(a.rng[0]), shared_by_lanes(a.rng[1]));
   const int part = warp % kParts;
-  const auto row = [&](int set) { return (warp / kParts + 2 * set) * kWarp + lane; };
+  const auto row = [&](int set) { return (warp / kParts + 2 * set) * kWarpSize + lane; };
   while (true) {
     wait(&shared.job_full[next.stage], next.parity);
     const Job& job = shared.job[next.stage];
@@ -327,8 +328,8 @@ __device__ void ForwardSm90Kernel<T, Tile>::draw(const ForwardSm90Arguments& a, 
 
 template <class T, class Tile>
 __device__ void ForwardSm90Kernel<T, Tile>::load_values(const ForwardSm90Arguments& a, Shared& shared) {
-  RingPlace<kJobs> next;
-  RingPlace<kStages> place;
+  PipelineState<kJobs> next;
+  PipelineState<kStages> place;
   while (true) {
     wait(&shared.job_full[next.stage], next.parity);
     const Job& job = shared.job[next.stage];
@@ -349,7 +350,7 @@ __device__ void ForwardSm90Kernel<T, Tile>::load_values(const ForwardSm90Argumen
 
 template <class T, class Tile>
 __device__ void ForwardSm90Kernel<T, Tile>::clear_tails(Shared& shared, int lane) {
-  RingPlace<kJobs> next;
+  PipelineState<kJobs> next;
   int blocks = 0;  // loaded before this tile
   unsigned parities = 0;  // of value_there, a bit a stage
   while (true) {
@@ -370,9 +371,9 @@ __device__ void ForwardSm90Kernel<T, Tile>::clear_tails(Shared& shared, int lane
 #pragma unroll
     for (int box = 0; box < kValueBoxes; ++box) {
       uint4* const chunks = reinterpret_cast<uint4*>(shared.value[stage].box[box]);
-      for (int n = first + lane; n < kKeys * kChunks; n += kWarp) chunks[n] = {};
+      for (int n = first + lane; n < kKeys * kChunks; n += kWarpSize) chunks[n] = {};
     }
-    publish_to_engines();
+    fence_async_proxy();
     __syncwarp();
     if (lane == 0) arrive(&shared.value_full[stage]);
   }
@@ -381,10 +382,10 @@ __device__ void ForwardSm90Kernel<T, Tile>::clear_tails(Shared& shared, int lane
 // ---- packed: a warp for the rows that no sequence owns: 0, and an lse of -inf
 
 template <class T, class Tile>
-__device__ void ForwardSm90Kernel<T, Tile>::clear_unowned(const ForwardSm90Arguments& a, int lane) {
+__device__ void ForwardSm90Kernel<T, Tile>::clear_padding(const ForwardSm90Arguments& a, int lane) {
 #pragma unroll 1
   for (int n = static_cast<int>(blockIdx.x); n <= a.packed.sequences; n += static_cast<int>(gridDim.x)) {
-    const Rows rows = unowned_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries);
+    const Rows rows = padding_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries);
     const int begin = static_cast<int>(rows.begin), end = begin + static_cast<int>(rows.count);
 #pragma unroll 1
     for (int row = begin; row < end; ++row)
@@ -392,7 +393,7 @@ __device__ void ForwardSm90Kernel<T, Tile>::clear_unowned(const ForwardSm90Argum
       for (int head = 0; head < a.heads; ++head) {
         T* const to = static_cast<T*>(a.out) + head * a.out_stride[1] + row * a.out_stride[2];
         const int column = lane * kPerVector<T>;
-        if (column < a.value_width) *reinterpret_cast<uint4*>(to + column) = {};
+        if (column < a.head_dim_v) *reinterpret_cast<uint4*>(to + column) = {};
         if (lane == 0 && a.lse) {
           const int64_t at = head * a.lse_stride[1] + row;
           a.lse[at] = -INFINITY;

@@ -31,7 +31,7 @@ struct ForwardSm90Arguments {
   // Boxes start at (0, row, head / heads_a_..., batch * ..._batch_step): a broadcast dimension has size 1 in its map.
   int heads_a_query, heads_a_key, heads_a_value;
   int query_batch_step, key_batch_step, value_batch_step, mask_batch_step, mask_head_step;
-  int batch, heads, queries, keys, value_width;
+  int batch, heads, queries, keys, head_dim_v;
   int row_tiles;  // of a head
   int even_row_tiles;  // the last so many of them, which are the same work
   bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
@@ -48,7 +48,7 @@ struct ForwardSm90Arguments {
   void* out;
   int64_t out_stride[3];
   MaskWay mask_way;
-  bool bends;  // scores are more than products and a mask: adjust()
+  bool has_score_mod;  // scores are more than products and a mask: adjust()
   int mask_rows;  // of a box: 64, or 1 that all queries share
   // Bytes from one block of the map to the next, 0 where it is broadcast.
   const uint8_t* map;
@@ -115,10 +115,10 @@ struct ForwardSm90Kernel {
   static_assert(!kSplit || (!kEverything && !kPacked && !kTile.held_query && !kTile.staged_out));
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kQueries = kTile.query_buffers;
-  static constexpr int kWidthBoxes = (kTile.width + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kValueBoxes = (kTile.value_width + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kWidthSteps = kTile.width / 16, kKeySteps = kKeys / 16;
-  static constexpr int kOutColumns = kTile.value_width / (kTile.warpgroups / kGroups);  // of a warpgroup
+  static constexpr int kWidthBoxes = (kTile.head_dim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kValueBoxes = (kTile.head_dim_v + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kWidthSteps = kTile.head_dim / 16, kKeySteps = kKeys / 16;
+  static constexpr int kOutColumns = kTile.head_dim_v / (kTile.warpgroups / kGroups);  // of a warpgroup
   static constexpr int kScores = kKeys / 2, kOuts = kOutColumns / 2;  // registers of a thread
   static constexpr int kKeyParts = kTile.key_parts(), kKeyStages = kTile.key_stages(), kKeyBoxes = kWidthBoxes / kKeyParts;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
@@ -127,8 +127,8 @@ struct ForwardSm90Kernel {
   // good.
   static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers + kTile.drawers / 4 * kTile.drawer_registers <=
                 (65536 / (kTile.threads() * kTile.blocks) / 8 * 8) * (kTile.threads() / 128));
-  static_assert(!kPacked || kTile.value_width <= kWarp * kPerVector<T>);
-  static_assert(kTile.width % 16 == 0 && kTile.value_width % 16 == 0 && kKeys % 16 == 0);
+  static_assert(!kPacked || kTile.head_dim_v <= kWarpSize * kPerVector<T>);
+  static_assert(kTile.head_dim % 16 == 0 && kTile.head_dim_v % 16 == 0 && kKeys % 16 == 0);
 
   struct alignas(kBoxAlignment) Query {
     T box[kWidthBoxes][kRows][kBoxColumns];
@@ -142,7 +142,7 @@ struct ForwardSm90Kernel {
   struct alignas(kBoxAlignment) Out {
     T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
   };
-  static_assert(!kEverything || (kKeys == kMapBlock && kRows == kMapBlock && kKeys == kBoxColumns));
+  static_assert(!kEverything || (kKeys == kMaskMapTile && kRows == kMaskMapTile && kKeys == kBoxColumns));
   struct alignas(kBoxAlignment) Mask {
     uint16_t box[kGroups][kRows][kBoxColumns];
   };
@@ -264,9 +264,9 @@ struct ForwardSm90Kernel {
 
   __device__ __forceinline__ static void load_value(const ForwardSm90Arguments& a, Value& to, int row, int head, int batch,
                                                     uint64_t* there) {
-    arrive_and_expect(there, sizeof(Value));
+    arrive_expect_tx(there, sizeof(Value));
 #pragma unroll
-    for (int box = 0; box < kValueBoxes; ++box) load_box(to.box[box], a.value, {box * kBoxColumns, row, head, batch}, there);
+    for (int box = 0; box < kValueBoxes; ++box) tma_load(to.box[box], a.value, {box * kBoxColumns, row, head, batch}, there);
   }
 
   // The warps that bring things (forward_sm90_producers.cuh).
@@ -276,7 +276,7 @@ struct ForwardSm90Kernel {
   __device__ static void draw(const ForwardSm90Arguments& a, Shared& shared, int warp, int lane);
   __device__ static void load_values(const ForwardSm90Arguments& a, Shared& shared);
   __device__ static void clear_tails(Shared& shared, int lane);
-  __device__ static void clear_unowned(const ForwardSm90Arguments& a, int lane);
+  __device__ static void clear_padding(const ForwardSm90Arguments& a, int lane);
 
   struct Group;  // a warpgroup that computes (forward_sm90_consumers.cuh)
 

@@ -13,17 +13,18 @@ template <class Element>
 struct HeadRows {
   const Element* data;
   int64_t row_stride, column_stride;
-  int width;
+  int columns;
   bool vectors;  // whether every row starts at a multiple of 16 bytes, its columns side by side
 
-  __device__ HeadRows(const ConstView4& view, int64_t batch, int64_t head, int64_t first_row, int64_t columns,
+  __device__ HeadRows(const ConstView4& view, int64_t batch, int64_t head, int64_t first_row, int64_t all_columns,
                       int64_t first_column = 0)
       : data(static_cast<const Element*>(view.data) + batch * view.stride[0] + head * view.stride[1] +
              first_row * view.stride[2] + first_column * view.stride[3]),
         row_stride(view.stride[2]),
         column_stride(view.stride[3]),
-        width(static_cast<int>(columns - first_column)),
-        vectors((column_stride == 1 || columns <= 1) && misalignment(data) == 0 && row_stride * sizeof(Element) % 16 == 0) {}
+        columns(static_cast<int>(all_columns - first_column)),
+        vectors((column_stride == 1 || all_columns <= 1) && misalignment(data) == 0 && row_stride * sizeof(Element) % 16 == 0) {
+  }
 };
 
 // Whole vectors of floats on their way into a tile of their pieces: kCount of them a thread, from its `first`-th on.
@@ -32,7 +33,7 @@ struct FloatsInRegisters {
   static constexpr unsigned kAcross = kWidth / 4, kVectors = kRows * kAcross;
   float4 values[kCount];
 
-  __device__ static bool take(const HeadRows<Element>& from) { return from.vectors && from.width % 4 == 0; }
+  __device__ static bool take(const HeadRows<Element>& from) { return from.vectors && from.columns % 4 == 0; }
 
   __device__ __forceinline__ void fetch(const HeadRows<Element>& from, int row, int rows, int first = 0) {
     // Where a thread keeps to its column, there is one address, moved on by a constant number of rows.
@@ -47,7 +48,7 @@ struct FloatsInRegisters {
         at = from.data + (row + r) * from.row_stride + c;
       else
         at += kThreads / kAcross * from.row_stride;
-      values[n] = r < left && c < from.width ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
+      values[n] = r < left && c < from.columns ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
     }
   }
   // Times `factor`.
@@ -90,8 +91,8 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
       const float* const at = reinterpret_cast<const float*>(from.data + (row + r) * from.row_stride + c * from.column_stride);
       const bool there = row + r < rows;
       unsigned words[F::kPieces];
-      F::split(words, there && c < from.width ? at[0] * factor : 0,
-               there && c + 1 < from.width ? at[from.column_stride] * factor : 0);
+      F::split(words, there && c < from.columns ? at[0] * factor : 0,
+               there && c + 1 < from.columns ? at[from.column_stride] * factor : 0);
 #pragma unroll
       for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
     }
@@ -99,7 +100,7 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
 }
 
 // Copies the rows [row, row + kRows) into a tile; zeros stand for what is past `rows` or past the columns. Seen after
-// commit_copies, wait_for_copies and a barrier.
+// cp_async_commit, cp_async_wait and a barrier.
 template <int kRows, int kThreads, class Element, int kWidth>
   requires(Fragments<Element>::kPieces == 1)
 __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows) {
@@ -113,26 +114,27 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
     const int first = thread / kAcross;
     if (!kExact && first >= kDown) return;
     const int64_t step = kDown * from.row_stride;
-    const bool whole = left >= kRows && from.width >= kWidth;
+    const bool whole = left >= kRows && from.columns >= kWidth;
 #pragma unroll(kExact ? kChunks / kAcross : 1)
     for (int c = thread % kAcross * kPer; c < kWidth; c += kAcross * kPer) {
       const Element* source = data + first * from.row_stride + c;
       if (whole) {
 #pragma unroll
         for (int r = 0; r < kRows; r += kDown, source += step)
-          if (kExact || first + r < kRows) copy_async(reinterpret_cast<uint4*>(tile.row(first + r) + c), source);
+          if (kExact || first + r < kRows) cp_async(reinterpret_cast<uint4*>(tile.row(first + r) + c), source);
       } else {
-        const int bytes = max(0, min(kVectorBytes, (from.width - c) * static_cast<int>(sizeof(Element))));
+        const int bytes = max(0, min(kVectorBytes, (from.columns - c) * static_cast<int>(sizeof(Element))));
 #pragma unroll 1
         for (int r = first; r < kRows; r += kDown, source += step)
-          copy_async(reinterpret_cast<uint4*>(tile.row(r) + c), source, r < left ? bytes : 0);
+          cp_async(reinterpret_cast<uint4*>(tile.row(r) + c), source, r < left ? bytes : 0);
       }
     }
   } else {
 #pragma unroll 1
     for (int index = thread; index < kRows * kWidth; index += kThreads) {
       const int r = index / kWidth, c = index % kWidth;
-      tile.row(r)[c] = r < left && c < from.width ? data[r * from.row_stride + c * from.column_stride] : narrow<Element>(0.0f);
+      tile.row(r)[c] =
+          r < left && c < from.columns ? data[r * from.row_stride + c * from.column_stride] : narrow<Element>(0.0f);
     }
   }
 }
@@ -191,7 +193,7 @@ __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& 
     for (int j = 0; j < kColumns; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Element* const to = at.elements(row + 16 * i + 8 * half + lane_group()) + place + 8 * j + 2 * lane_place();
+        Element* const to = at.elements(row + 16 * i + 8 * half + quad()) + place + 8 * j + 2 * lane_in_quad();
         if constexpr (sizeof(Element) == 2)
           *reinterpret_cast<unsigned*>(to) = Fragments<Element>::pair(d[i][j][2 * half], d[i][j][2 * half + 1]);
         else
@@ -213,8 +215,8 @@ __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& 
 }
 
 // The same of 16 rows and without shared memory, times `scale`: four neighbouring lanes have pairs of columns of the same rows
-// and exchange them, so that each writes eight columns. A caller that stands in a loop may give its lane anew (forget): what
-// follows from it is not kept over the loop then.
+// and exchange them, so that each writes eight columns. A caller that stands in a loop may give its lane anew (make_opaque):
+// what follows from it is not kept over the loop then.
 template <class Element, int kColumns>
 __device__ __forceinline__ void store_rows(const Accumulator<1, kColumns>& d, float scale, int row, Element* data,
                                            int64_t row_stride, int64_t column_stride, int left, int width,
@@ -235,7 +237,7 @@ __device__ __forceinline__ void store_rows(const Accumulator<1, kColumns>& d, fl
 #pragma unroll
           for (int t = 0; t < 4; ++t)
             words[t] = Fragments<Element>::pair(scale * d[0][first + t][2 * half], scale * d[0][first + t][2 * half + 1]);
-          transpose_places(words);
+          transpose_quad(words);
           const int column = (first + lane % 4) * 8;
           if (r < left && column < width)
             *reinterpret_cast<uint4*>(at + column) = make_uint4(words[0], words[1], words[2], words[3]);

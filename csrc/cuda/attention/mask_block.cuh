@@ -43,19 +43,19 @@ struct HeadMask {
 FLASH_ONLINE_HD constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + kVectorBytes; }
 
 template <int kQueries, int kKeys, int kThreads>
-class MaskBlock {
+class MaskTile {
  public:
-  __device__ explicit MaskBlock(char* shared, int thread = static_cast<int>(threadIdx.x)) : shared_(shared), thread_(thread) {}
+  __device__ explicit MaskTile(char* shared, int thread = static_cast<int>(threadIdx.x)) : shared_(shared), thread_(thread) {}
 
   // The same block elsewhere in shared memory.
-  __device__ __forceinline__ MaskBlock moved_to(char* shared) const {
-    MaskBlock moved = *this;
+  __device__ __forceinline__ MaskTile moved_to(char* shared) const {
+    MaskTile moved = *this;
     moved.shared_ = shared;
     return moved;
   }
 
   // Starts copying the values of queries [query, queries) and keys [key, keys), as many as the block has. They are seen after
-  // commit_copies, wait_for_copies and a barrier; what is past either end is unknown.
+  // cp_async_commit, cp_async_wait and a barrier; what is past either end is unknown.
   __device__ __forceinline__ void load(const HeadMask& mask, int query, int queries, int key, int keys) {
     const int rows = mask.row_stride == 0 ? 1 : min(queries - query, kQueries);
     const int columns = min(keys - key, kKeys);
@@ -72,7 +72,7 @@ class MaskBlock {
           const char* const row = data + r * mask.row_stride;
           const int before = static_cast<int>(misalignment(row));
           if (c < before + columns * static_cast<int>(sizeof(T)))
-            copy_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
+            cp_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
         }
       } else {
         first_ = step_ = 0;
@@ -110,7 +110,7 @@ class MaskBlock {
   // `group` and the queries 2 place, 2 place + 1 out of the first and the last eight, the others of the key `group` + 8.
   __device__ __forceinline__ void transposed(unsigned (&words)[4], int query, int key) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices_transposed(words, shared_address(shared_ + (query + lane % 16) * pitch_ + (key + lane / 16 * 8) * 2));
+    ldmatrix_x4_trans(words, shared_address(shared_ + (query + lane % 16) * pitch_ + (key + lane / 16 * 8) * 2));
   }
 
  private:

@@ -12,7 +12,7 @@ namespace flash_online::cuda {
 
 namespace {
 
-constexpr int kMaskTile = 64, kMaskWarps = 4, kMaskThreads = kMaskWarps * kWarp;
+constexpr int kMaskTile = 64, kMaskWarps = 4, kMaskThreads = kMaskWarps * kWarpSize;
 
 // What a tile of the mask is broadcast over: an extent of 1 where it is not.
 struct Extents {
@@ -29,8 +29,8 @@ struct Extents {
 struct MaskGradientArguments {
   AttentionProblem problem;
   AttentionGradients gradients;
-  BackwardSpace space;
-  ScoreRule rule;
+  BackwardWorkspace space;
+  ScoreMod rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
   Extents extents;
   int splits;  // of the sum over them
@@ -46,7 +46,7 @@ struct MaskGradient {
   static constexpr int kTiles = kByTurns ? 2 : 4, kChunk = kByTurns ? 32 : 64;  // of a stage; of the head dim
   using Tile = SharedTile<Element, kChunk>;
   using Sums = Accumulator<1, kMaskTile / 8>;
-  using Rest = RestOfSums<Element, 1, kMaskTile / 8>;
+  using Rest = CompensatedAccumulator<Element, 1, kMaskTile / 8>;
   static constexpr int kTileBytes = Tile::bytes(kMaskTile), kStageBytes = kTiles * kTileBytes, kStages = 2;
   static constexpr int kSumBytes = kMaskWarps * kMaskTile * static_cast<int>(sizeof(float));
   static constexpr int kBytes = kStages * kStageBytes + kSumBytes;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void MaskGradient<Element>::finish(const MaskGradient
                                                               int row_tile, int column_tile) {
   const AttentionGradients& gradients = arguments.gradients;
   const int64_t* const size = gradients.mask_size;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   bool mine = true;  // whether the thread has anything to write
   if (size[2] == 1) {  // over rows: sixteen of a warp, then the warps'
 #pragma unroll
@@ -74,8 +74,8 @@ __device__ __forceinline__ void MaskGradient<Element>::finish(const MaskGradient
       for (int e = 0; e < 2; ++e) {
         float x = sum[0][j][e] + sum[0][j][e + 2];
 #pragma unroll
-        for (int step = 4; step < kWarp; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-        if (lane_group() == 0) column_sums[warp * kMaskTile + 8 * j + 2 * lane_place() + e] = x;
+        for (int step = 4; step < kWarpSize; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+        if (quad() == 0) column_sums[warp * kMaskTile + 8 * j + 2 * lane_in_quad() + e] = x;
       }
     __syncthreads();
 #pragma unroll
@@ -83,11 +83,11 @@ __device__ __forceinline__ void MaskGradient<Element>::finish(const MaskGradient
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float x = 0;
-        for (int w = 0; w < kMaskWarps; ++w) x += column_sums[w * kMaskTile + 8 * j + 2 * lane_place() + e];
+        for (int w = 0; w < kMaskWarps; ++w) x += column_sums[w * kMaskTile + 8 * j + 2 * lane_in_quad() + e];
         sum[0][j][e] = x;
       }
     __syncthreads();  // they have been read
-    mine = warp == 0 && lane_group() == 0;
+    mine = warp == 0 && quad() == 0;
   }
   if (size[3] == 1) {  // over columns
 #pragma unroll
@@ -98,14 +98,14 @@ __device__ __forceinline__ void MaskGradient<Element>::finish(const MaskGradient
       x += __shfl_xor_sync(~0u, x, 1);
       sum[0][0][2 * half] = x + __shfl_xor_sync(~0u, x, 2);
     }
-    mine &= lane_place() == 0;
+    mine &= lane_in_quad() == 0;
   }
   if (!mine) return;
 
   const int64_t first_row = int64_t{row_tile} * kMaskTile, first_column = int64_t{column_tile} * kMaskTile;
   const int rows = static_cast<int>(min(size[2] - first_row, int64_t{kMaskTile})),
             columns = static_cast<int>(min(size[3] - first_column, int64_t{kMaskTile}));
-  const int row = warp * 16 + lane_group(), column = 2 * lane_place();
+  const int row = warp * 16 + quad(), column = 2 * lane_in_quad();
   const auto store = [&]<class T>(T* data, int64_t row_stride, int64_t column_stride, bool add) {
     const bool pairs =
         !add && column_stride == 1 && row_stride % 2 == 0 && reinterpret_cast<uintptr_t>(data) % (2 * sizeof(T)) == 0;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
   const AttentionGradients& gradients = arguments.gradients;
-  const BlockMap& map = arguments.space.map;
+  const MaskMap& map = arguments.space.map;
   const Extents& extents = arguments.extents;
   const int queries = static_cast<int>(problem.queries), keys = static_cast<int>(problem.keys);
 
@@ -189,7 +189,7 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
                             MaskKind::kHidden;
   };
   // The first from `step` on that is visible; past the last tile if there is none.
-  const auto settle = [&](Step& step) {
+  const auto fence_registers = [&](Step& step) {
     for (; step.tile < last_tile; ++step.tile, step.item = first_item)
       for (; step.item < last_item; ++step.item) {
         decode(step);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
     return Tile{reinterpret_cast<typename Tile::Piece*>(shared + stage * kStageBytes + n * kTileBytes)};
   };
   const auto chunks_of = [](int64_t width) { return max(1, static_cast<int>((width + kChunk - 1) / kChunk)); };
-  const int score_chunks = chunks_of(problem.width), grad_chunks = chunks_of(problem.value_width),
+  const int score_chunks = chunks_of(problem.head_dim), grad_chunks = chunks_of(problem.head_dim_v),
             chunks = kByTurns ? score_chunks + grad_chunks : max(score_chunks, grad_chunks);
   // The chunk of gradients of outputs and of values that is loaded with that of queries and keys, or behind all of those.
   const auto grad_chunk = [&](int chunk) { return kByTurns ? chunk - score_chunks : chunk; };
@@ -216,31 +216,31 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
                                              row, rows, factor);
     };
     const int of = grad_chunk(chunk);
-    one(0, problem.query, step.head, step.query, queries, problem.width, chunk, 1);
-    one(1, problem.key, step.head / key_share, step.key, keys, problem.width, chunk, 1);
-    one(kTiles - 2, gradients.grad_out, step.head, step.query, queries, problem.value_width, of, 1);
-    one(kTiles - 1, problem.value, step.head / value_share, step.key, keys, problem.value_width, of, arguments.keep_scale);
+    one(0, problem.query, step.head, step.query, queries, problem.head_dim, chunk, 1);
+    one(1, problem.key, step.head / key_share, step.key, keys, problem.head_dim, chunk, 1);
+    one(kTiles - 2, gradients.grad_out, step.head, step.query, queries, problem.head_dim_v, of, 1);
+    one(kTiles - 1, problem.value, step.head / value_share, step.key, keys, problem.head_dim_v, of, arguments.keep_scale);
   };
 
   // All that a tile is broadcast over sees the same values of the mask; the first block along a dimension has as many as any.
   const HeadMask mask(problem, mask_batch, mask_head);
   const int mask_bytes = (mask.row_stride == 0 ? 1 : kMaskTile) * mask_pitch(kMaskTile, mask.bytes);
   // Two buffers; the values lie alike in both, as a tile's width is a multiple of 16 bytes.
-  MaskBlock<kMaskTile, kMaskTile, kMaskThreads> mask_block(shared + kBytes);
+  MaskTile<kMaskTile, kMaskTile, kMaskThreads> mask_tile(shared + kBytes);
   const auto load_mask = [&](int buffer, int of_tile) {
-    mask_block = mask_block.moved_to(shared + kBytes + buffer * mask_bytes);
-    mask_block.load(mask, row_tile * kMaskTile, queries, of_tile * kMaskTile, keys);
+    mask_tile = mask_tile.moved_to(shared + kBytes + buffer * mask_bytes);
+    mask_tile.load(mask, row_tile * kMaskTile, queries, of_tile * kMaskTile, keys);
   };
 
-  const int row = static_cast<int>(threadIdx.x) / kWarp * 16;
+  const int row = static_cast<int>(threadIdx.x) / kWarpSize * 16;
   Step step{first_tile, first_item, 0, 0, 0, 0};
-  settle(step);
+  fence_registers(step);
   int stage = 0, buffer = 0;
   if (step.tile < last_tile) {
     load_mask(0, step.tile);
     load_chunk(0, step, 0);
   }
-  commit_copies();
+  cp_async_commit();
 
   for (int now = first_tile; now < last_tile; ++now) {
     Sums sum;
@@ -248,19 +248,19 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
     while (step.tile == now) {
       Step next = step;
       ++next.item;
-      settle(next);
+      fence_registers(next);
       const int64_t first_block = first_row_block(problem, arguments.space.list, step.batch, step.head);
       float high[2], low[2], delta[2], delta_low[2] = {};  // of the lane's two queries
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = step.query + row + 8 * half + lane_group();
-        const float* const numbers = arguments.space.rows + (first_block + at / kRowBlock) * kRowNumbers + at % kRowBlock;
-        high[half] = numbers[0], low[half] = numbers[kRowBlock], delta[half] = numbers[2 * kRowBlock];
-        if (Rest::kKept) delta_low[half] = arguments.space.rest_of_delta(first_block + at / kRowBlock)[at % kRowBlock];
+        const int at = step.query + row + 8 * half + quad();
+        const float* const numbers = arguments.space.rows + (first_block + at / kStatsRows) * kRowStats + at % kStatsRows;
+        high[half] = numbers[0], low[half] = numbers[kStatsRows], delta[half] = numbers[2 * kStatsRows];
+        if (Rest::kCompensated) delta_low[half] = arguments.space.rest_of_delta(first_block + at / kStatsRows)[at % kStatsRows];
       }
       const auto for_chunks = [&](int begin, int end, auto&& multiply) {
         for (int chunk = begin; chunk < end; ++chunk, stage ^= 1) {
-          wait_for_copies();
+          cp_async_wait();
           __syncthreads();  // this chunk is there, and all have done with the one before
           if (chunk + 1 < chunks) {
             load_chunk(stage ^ 1, step, chunk + 1);
@@ -268,17 +268,17 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
             if (next.tile != now) load_mask(buffer ^ 1, next.tile);
             load_chunk(stage ^ 1, next, 0);
           }
-          commit_copies();
+          cp_async_commit();
           multiply(chunk);
         }
       };
       Sums scores, grads;
       const auto add_scores = [&](int chunk, Rest& rest) {
-        if (has_chunk(chunk, problem.width))
+        if (has_chunk(chunk, problem.head_dim))
           multiply_rows_apart<Element, kChunk>(scores, rest, tile(stage, 0), row, tile(stage, 1));
       };
       const auto add_grads = [&](int chunk, Rest& rest) {
-        if (has_chunk(grad_chunk(chunk), problem.value_width))
+        if (has_chunk(grad_chunk(chunk), problem.head_dim_v))
           // delta is of values by gradients
           multiply_rows_apart<Element, kChunk, true>(grads, rest, tile(stage, kTiles - 2), row, tile(stage, kTiles - 1));
       };
@@ -289,9 +289,9 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
       };
       const auto weigh = [&](Rest& rest, const ScoreBlock& block) {
         add_rest_unless_kept(scores, rest);
-        const auto rule = rule_of_head<Element>(arguments.rule, problem, step.batch, step.head);
-        bend_scores<false>(scores, row, rule, block, problem.visible, nullptr, &rest);
-        mask_scores<false>(scores, row, mask.dtype, mask_block.moved_to(shared + kBytes + buffer * mask_bytes), &rest);
+        const auto rule = score_mod_of_head<Element>(arguments.rule, problem, step.batch, step.head);
+        apply_score_mod<false>(scores, row, rule, block, problem.visible, nullptr, &rest);
+        mask_scores<false>(scores, row, mask.dtype, mask_tile.moved_to(shared + kBytes + buffer * mask_bytes), &rest);
         round_to_sum(scores, rest);
         if (!block.whole) hide_scores<false>(scores, row, block, problem.visible);
         for_each(scores, [&](float& x, int, int j, int e) {
@@ -325,7 +325,7 @@ __device__ __forceinline__ void MaskGradient<Element>::run(const MaskGradientArg
         const float grad =
             scores[0][j][e] * less_delta<Rest>(grads[0][j][e], grads_rest.sums[0][j][e], delta[e / 2], delta_low[e / 2]);
         // What a row past the end holds may be NaN.
-        x += step.query + row + e / 2 * 8 + lane_group() < queries ? grad : 0;
+        x += step.query + row + e / 2 * 8 + quad() < queries ? grad : 0;
       });
       if (next.tile != now) buffer ^= 1;
       step = next;
@@ -374,8 +374,7 @@ int64_t mask_tiles(const AttentionGradients& gradients) {
 
 // How many parts the sum over all that the mask is broadcast along is cut into, so that there is work for the whole device.
 int64_t splits_of(const AttentionProblem& problem, const AttentionGradients& gradients) {
-  const int64_t tiles = mask_tiles(gradients), wanted = 4 * int64_t{multiprocessors()},
-                items = Extents(problem, gradients).count();
+  const int64_t tiles = mask_tiles(gradients), wanted = 4 * int64_t{sm_count()}, items = Extents(problem, gradients).count();
   if (tiles == 0 || items == 0) return 1;
   const int64_t splits = 2 * tiles > wanted ? 1 : wanted / tiles;
   return splits < items ? splits : items;
@@ -389,7 +388,7 @@ int64_t mask_gradient_parts(const AttentionProblem& problem, const AttentionGrad
   return splits > 1 ? splits * size[0] * size[1] * size[2] * size[3] : 0;
 }
 
-void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                    CUstream_st* stream) {
   const int64_t tiles = mask_tiles(gradients), *size = gradients.mask_size;
   if (tiles == 0) return;
@@ -401,13 +400,13 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
     constexpr int64_t kMostTiles = 16;
     const bool room =
         MaskGradient<Element>::kBytes + 2 * mask_bytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
-    const int64_t spare = tiles / (16 * int64_t{multiprocessors()}),
+    const int64_t spare = tiles / (16 * int64_t{sm_count()}),
                   columns = room ? std::clamp<int64_t>(std::min<int64_t>(spare, column_tiles), 1, kMostTiles) : 1,
                   column_blocks = (column_tiles + columns - 1) / columns;
     const MaskGradientArguments arguments{problem,
                                           gradients,
                                           space,
-                                          ScoreRule(problem),
+                                          ScoreMod(problem),
                                           problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
                                           Extents(problem, gradients),
                                           static_cast<int>(splits_of(problem, gradients)),

@@ -18,11 +18,11 @@
 namespace flash_online::cuda {
 
 struct MaskGradientSm90Arguments {
-  HeadBoxes query, key, value, grad_out;
+  TmaTensor query, key, value, grad_out;
   AttentionProblem problem;
   AttentionGradients gradients;
-  BackwardSpace space;
-  ScoreRule rule;
+  BackwardWorkspace space;
+  ScoreMod rule;
   float keep_scale;  // of dropout: 1 / (1 - p)
   int batches, heads;  // that share a tile
   int row_tiles, column_tiles, tiles;
@@ -44,15 +44,15 @@ struct MaskTilesSm90 {
 inline const char* mask_gradient_sm90_refusal(const AttentionGradients& gradients) {
   const int64_t (&size)[4] = gradients.mask_size;
   if (size[2] == 1 || size[3] == 1) return "the mask is broadcast along queries or keys: sums across lanes";
-  if (MaskTilesSm90(size).count < multiprocessors()) return "the mask has too few tiles for the whole device";
+  if (MaskTilesSm90(size).count < sm_count()) return "the mask has too few tiles for the whole device";
   return nullptr;
 }
 
-template <class T, int kWidth>
+template <class T, int kHeadDim>
 struct MaskGradientOnSm90 {
-  static constexpr int kQueries = MaskTilesSm90::kQueries, kKeys = MaskTilesSm90::kKeys, kStages = kWidth > 64 ? 1 : 2;
+  static constexpr int kQueries = MaskTilesSm90::kQueries, kKeys = MaskTilesSm90::kKeys, kStages = kHeadDim > 64 ? 1 : 2;
   static constexpr int kThreads = 384, kWarps = 8, kMaskWarps = 3;  // that compute; that bring the mask
-  static constexpr int kBoxes = kWidth / kBoxColumns;
+  static constexpr int kBoxes = kHeadDim / kBoxColumns;
   static constexpr int kRegisters = 224, kLoaderRegisters = 56;
 
   template <int kRows>
@@ -70,10 +70,10 @@ struct MaskGradientOnSm90 {
     bool whole = false;  // all queries see all keys by arithmetic, as far as both exist
   };
   using Sums = Accumulator<1, kKeys / 8>;
-  using Mask = MaskBlock<kQueries, kKeys, kMaskWarps * kWarp>;
+  using Mask = MaskTile<kQueries, kKeys, kMaskWarps * kWarpSize>;
   struct Shared {
     Stage stage[kStages];
-    alignas(16) float rows[kStages][kQueries / kRowBlock][kRowNumbers];
+    alignas(16) float rows[kStages][kQueries / kStatsRows][kRowStats];
     uint64_t scores_full[kStages], scores_empty[kStages], grads_full[kStages], grads_empty[kStages];
     Tile tile[2];
     Mask mask[2];  // where the values of a tile lie
@@ -93,10 +93,10 @@ struct MaskGradientOnSm90 {
   __device__ static bool sees(const MaskGradientSm90Arguments& a, const Tile& tile, int last_query) {
     const KeyRange range = keys_of_any(a.problem.visible, tile.query, last_query, a.problem.keys);
     if (range.end <= range.begin || range.end <= tile.key || range.begin >= tile.key + kKeys) return false;
-    const BlockMap& map = a.space.map;
+    const MaskMap& map = a.space.map;
     if (!map.data) return true;
     const auto last = [&](int i, int first) { return map.size[i] == 1 ? 0 : min(map.size[i] - 1, int64_t{first + 1}); };
-    const int row = tile.query / kMapBlock, column = tile.key / kMapBlock;
+    const int row = tile.query / kMaskMapTile, column = tile.key / kMaskMapTile;
     for (int64_t r = map.size[2] == 1 ? 0 : row; r <= last(2, row); ++r)
       for (int64_t c = map.size[3] == 1 ? 0 : column; c <= last(3, column); ++c)
         if (static_cast<MaskKind>(map.row(tile.batch, tile.head, r)[c]) != MaskKind::kHidden) return true;
@@ -131,31 +131,31 @@ struct MaskGradientOnSm90 {
   // ---- the loading warp, by one thread
 
   __device__ static void load(const MaskGradientSm90Arguments& a, Shared& shared) {
-    const auto load_block = [](auto& to, const HeadBoxes& from, int batch, int head, int row, uint64_t* full) {
+    const auto load_block = [](auto& to, const TmaTensor& from, int batch, int head, int row, uint64_t* full) {
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) load_box(to.box[box], from.map, from.at(batch, head, row, box), full);
+      for (int box = 0; box < kBoxes; ++box) tma_load(to.box[box], from.map, from.at(batch, head, row, box), full);
     };
-    const int last_rows = static_cast<int>((a.problem.queries - 1) / kRowBlock);
-    RingPlace<kStages> at;
+    const int last_rows = static_cast<int>((a.problem.queries - 1) / kStatsRows);
+    PipelineState<kStages> at;
     for_each_tile(a, [&](const Tile& tile) {
       if (!tile.seen) return;
       for_each_head(a, tile, [&](int batch, int head) {
         Stage& stage = shared.stage[at.stage];
         uint64_t *const scores = &shared.scores_full[at.stage], *const grads = &shared.grads_full[at.stage];
         wait(&shared.scores_empty[at.stage], at.parity ^ 1);
-        arrive_and_expect(scores, sizeof(stage.query) + sizeof(stage.key));
+        arrive_expect_tx(scores, sizeof(stage.query) + sizeof(stage.key));
         load_block(stage.query, a.query, batch, head, tile.query, scores);
         load_block(stage.key, a.key, batch, head, tile.key, scores);
         wait(&shared.grads_empty[at.stage], at.parity ^ 1);
-        arrive_and_expect(grads, sizeof(stage.grad_out) + sizeof(stage.value) + sizeof(shared.rows[0]));
+        arrive_expect_tx(grads, sizeof(stage.grad_out) + sizeof(stage.value) + sizeof(shared.rows[0]));
         load_block(stage.grad_out, a.grad_out, batch, head, tile.query, grads);
         load_block(stage.value, a.value, batch, head, tile.key, grads);
         // Rows that do not exist are nobody's: those of a block that does will do.
-        const float* const rows = a.space.rows + first_row_block(a.problem, a.space.list, batch, head) * kRowNumbers;
+        const float* const rows = a.space.rows + first_row_block(a.problem, a.space.list, batch, head) * kRowStats;
 #pragma unroll
-        for (int n = 0; n < kQueries / kRowBlock; ++n)
-          load_bytes(shared.rows[at.stage][n], rows + int64_t{min(tile.query / kRowBlock + n, last_rows)} * kRowNumbers,
-                     sizeof(shared.rows[at.stage][n]), grads);
+        for (int n = 0; n < kQueries / kStatsRows; ++n)
+          bulk_load(shared.rows[at.stage][n], rows + int64_t{min(tile.query / kStatsRows + n, last_rows)} * kRowStats,
+                    sizeof(shared.rows[at.stage][n]), grads);
         at.advance();
       });
     });
@@ -173,8 +173,8 @@ struct MaskGradientOnSm90 {
         Mask mask(mask_buffer(a, shared, buffer), thread);
         mask.load(HeadMask(a.problem, tile.batch, tile.head), tile.query, static_cast<int>(a.problem.queries), tile.key,
                   static_cast<int>(a.problem.keys));
-        commit_copies();
-        wait_for_copies();
+        cp_async_commit();
+        cp_async_wait();
         if (thread == 0) shared.mask[buffer] = mask;
       }
       __syncwarp();
@@ -194,28 +194,28 @@ struct MaskGradientOnSm90 {
   // Adds a batch entry's and head's part to a tile's sums. `row`: this warp's first of the tile.
   __device__ __forceinline__ static void add_head(const MaskGradientSm90Arguments& a, Shared& shared, Sums& sum,
                                                   const Tile& tile, const Mask& mask, int row, int batch, int head,
-                                                  RingPlace<kStages> at) {
+                                                  PipelineState<kStages> at) {
     const AttentionProblem& problem = a.problem;
     Stage& stage = shared.stage[at.stage];
     const unsigned first = row / 64 * 64 * kBoxColumns * sizeof(T);  // of the warpgroup's queries
     Sums scores, grads;
     wait(&shared.scores_full[at.stage], at.parity);
-    start_row_products<T, kWidth / 16, kQueries, kKeys>(scores, shared_address(stage.query.box) + first,
-                                                        shared_address(stage.key.box));
+    start_row_products<T, kHeadDim / 16, kQueries, kKeys>(scores, shared_address(stage.query.box) + first,
+                                                          shared_address(stage.key.box));
     wait(&shared.grads_full[at.stage], at.parity);
-    start_row_products<T, kWidth / 16, kQueries, kKeys>(grads, shared_address(stage.grad_out.box) + first,
-                                                        shared_address(stage.value.box));
-    wait_for_products<1>();
-    settle(flat(scores));
+    start_row_products<T, kHeadDim / 16, kQueries, kKeys>(grads, shared_address(stage.grad_out.box) + first,
+                                                          shared_address(stage.value.box));
+    wgmma_wait<1>();
+    fence_registers(flat(scores));
     release(&shared.scores_empty[at.stage]);
 
-    const float* const numbers = shared.rows[at.stage][row / kRowBlock] + row % kRowBlock + lane_group();
-    const float high[] = {numbers[0], numbers[8]}, low[] = {numbers[kRowBlock], numbers[kRowBlock + 8]},
-                delta[] = {numbers[2 * kRowBlock], numbers[2 * kRowBlock + 8]};
+    const float* const numbers = shared.rows[at.stage][row / kStatsRows] + row % kStatsRows + quad();
+    const float high[] = {numbers[0], numbers[8]}, low[] = {numbers[kStatsRows], numbers[kStatsRows + 8]},
+                delta[] = {numbers[2 * kStatsRows], numbers[2 * kStatsRows + 8]};
     const ScoreBlock here{tile.query, tile.key, static_cast<int>(problem.queries), static_cast<int>(problem.keys), tile.whole};
-    const ScoreRule rule = a.rule.of_head(problem, batch, head);
+    const ScoreMod rule = a.rule.of_head(problem, batch, head);
     const bool bent = rule.cap > 0 || rule.slope != 0;
-    if (bent) bend_scores<false>(scores, row, rule, here, problem.visible);
+    if (bent) apply_score_mod<false>(scores, row, rule, here, problem.visible);
     const float scale = bent ? 1.0f : rule.scale;
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
@@ -227,8 +227,8 @@ struct MaskGradientOnSm90 {
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp(scores[0][j][e] - low[e / 2]);
-    wait_for_products<0>();
-    settle(flat(grads));
+    wgmma_wait<0>();
+    fence_registers(flat(grads));
     __syncwarp();  // all lanes have read their numbers
     release(&shared.grads_empty[at.stage]);
     const Dropout dropout(problem, batch, head);
@@ -257,23 +257,23 @@ struct MaskGradientOnSm90 {
                          row_stride % kPerVector<Value> == 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row + 8 * half + lane_group();
+      const int r = row + 8 * half + quad();
       Value* line = data + r * row_stride;
       if (!vectors) {
-        line += 2 * lane_place() * column_stride;
+        line += 2 * lane_in_quad() * column_stride;
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j, line += 8 * column_stride)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             Value& at = line[e * column_stride];
-            if (r < rows && 8 * j + 2 * lane_place() + e < columns)
+            if (r < rows && 8 * j + 2 * lane_in_quad() + e < columns)
               at = narrow<Value>(sum[0][j][2 * half + e] + (gradients.add_to_grad_mask ? widen(at) : 0));
           }
       } else if constexpr (sizeof(Value) == 4) {
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j)
           if (r < rows)
-            *reinterpret_cast<float2*>(line + 8 * j + 2 * lane_place()) =
+            *reinterpret_cast<float2*>(line + 8 * j + 2 * lane_in_quad()) =
                 make_float2(sum[0][j][2 * half], sum[0][j][2 * half + 1]);
       } else {
 #pragma unroll
@@ -281,9 +281,9 @@ struct MaskGradientOnSm90 {
           unsigned words[4];
 #pragma unroll
           for (int n = 0; n < 4; ++n) words[n] = Fragments<Value>::pair(sum[0][j + n][2 * half], sum[0][j + n][2 * half + 1]);
-          transpose_places(words);
+          transpose_quad(words);
           if (r < rows)
-            *reinterpret_cast<uint4*>(line + 8 * (j + lane_place())) = make_uint4(words[0], words[1], words[2], words[3]);
+            *reinterpret_cast<uint4*>(line + 8 * (j + lane_in_quad())) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
     }
@@ -291,7 +291,7 @@ struct MaskGradientOnSm90 {
 
   __device__ static void compute(const MaskGradientSm90Arguments& a, Shared& shared, int warp) {
     const int row = warp * 16;
-    RingPlace<kStages> at;
+    PipelineState<kStages> at;
 #pragma unroll 1
     for (int count = 0;; ++count) {
       const int buffer = count % 2;
@@ -319,66 +319,66 @@ struct MaskGradientOnSm90 {
   __device__ static void run(const MaskGradientSm90Arguments& a, Shared& shared) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        init_barrier(&shared.scores_full[i], 1);
-        init_barrier(&shared.scores_empty[i], kWarps);
-        init_barrier(&shared.grads_full[i], 1);
-        init_barrier(&shared.grads_empty[i], kWarps);
+        mbarrier_init(&shared.scores_full[i], 1);
+        mbarrier_init(&shared.scores_empty[i], kWarps);
+        mbarrier_init(&shared.grads_full[i], 1);
+        mbarrier_init(&shared.grads_empty[i], kWarps);
       }
       for (int i = 0; i < 2; ++i) {
-        init_barrier(&shared.tile_full[i], kMaskWarps);
-        init_barrier(&shared.tile_empty[i], kWarps);
+        mbarrier_init(&shared.tile_full[i], kMaskWarps);
+        mbarrier_init(&shared.tile_empty[i], kWarps);
       }
-      publish_barriers();
+      fence_barrier_init();
     }
     __syncthreads();
-    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
     if (warp < 4) {
-      shrink_registers<kLoaderRegisters>();
+      reg_dealloc<kLoaderRegisters>();
       if (threadIdx.x == 0) load(a, shared);
-      if (warp > 0) load_masks(a, shared, static_cast<int>(threadIdx.x) - kWarp);
+      if (warp > 0) load_masks(a, shared, static_cast<int>(threadIdx.x) - kWarpSize);
     } else {
-      grow_registers<kRegisters>();
+      reg_alloc<kRegisters>();
       compute(a, shared, warp - 4);
     }
   }
 };
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(MaskGradientOnSm90<T, kWidth>::kThreads, 1)
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(MaskGradientOnSm90<T, kHeadDim>::kThreads, 1)
     mask_gradient_tiles_sm90(const __grid_constant__ MaskGradientSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = MaskGradientOnSm90<T, kWidth>;
+  using Body = MaskGradientOnSm90<T, kHeadDim>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Body::run(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes));
 #endif
 }
 
-// Head dims are at most kWidth; the refusal lets the problem pass.
-template <class T, int kWidth>
-void mask_gradient_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardSpace& space,
+// Head dims are at most kHeadDim; the refusal lets the problem pass.
+template <class T, int kHeadDim>
+void mask_gradient_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                         CUstream_st* stream) {
-  using Body = MaskGradientOnSm90<T, kWidth>;
+  using Body = MaskGradientOnSm90<T, kHeadDim>;
   const int64_t (&size)[4] = gradients.mask_size;
   const auto boxes = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
-    return problem_boxes<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
+    return tma_tensor_of<T>(problem, view, over_keys, heads, width, over_keys ? Body::kKeys : Body::kQueries);
   };
   const MaskTilesSm90 tiles(size);
-  const MaskGradientSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.width),
-                                            boxes(problem.key, true, problem.key_heads, problem.width),
-                                            boxes(problem.value, true, problem.value_heads, problem.value_width),
-                                            boxes(gradients.grad_out, false, problem.heads, problem.value_width),
+  const MaskGradientSm90Arguments arguments{boxes(problem.query, false, problem.heads, problem.head_dim),
+                                            boxes(problem.key, true, problem.key_heads, problem.head_dim),
+                                            boxes(problem.value, true, problem.value_heads, problem.head_dim_v),
+                                            boxes(gradients.grad_out, false, problem.heads, problem.head_dim_v),
                                             problem,
                                             gradients,
                                             space,
-                                            ScoreRule(problem),
+                                            ScoreMod(problem),
                                             problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
                                             size[0] == 1 ? static_cast<int>(problem.batch) : 1,
                                             size[1] == 1 ? static_cast<int>(problem.heads) : 1,
                                             tiles.rows,
                                             tiles.columns,
                                             static_cast<int>(tiles.count)};
-  launch<mask_gradient_tiles_sm90<T, kWidth>>(arguments, std::min(arguments.tiles, multiprocessors()), Body::kThreads,
-                                              Body::kMaskOffset + 2 * Body::mask_bytes(problem), stream);
+  launch<mask_gradient_tiles_sm90<T, kHeadDim>>(arguments, std::min(arguments.tiles, sm_count()), Body::kThreads,
+                                                Body::kMaskOffset + 2 * Body::mask_bytes(problem), stream);
 }
 
 }  // namespace flash_online::cuda

@@ -27,11 +27,11 @@ struct PackedList {
 template <int kTileRows>
 class PackedWalk {
  public:
-  static constexpr int kChunk = 4 * kWarp;  // sequences
+  static constexpr int kChunk = 4 * kWarpSize;  // sequences
 
   struct Shared {
     int end[kChunk];  // in the order of tiles: those of a head up to and with each sequence's
-    int level[kWarp];
+    int level[kWarpSize];
     uint8_t order[kChunk];  // which sequence of the chunk
   };
   struct Place {
@@ -39,7 +39,7 @@ class PackedWalk {
   };
 
   __device__ PackedWalk(const PackedList& list, Shared& shared)
-      : list_(list), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarp), number_(blockIdx.x) {}
+      : list_(list), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarpSize), number_(blockIdx.x) {}
 
   __device__ Place next() {
     const unsigned number = number_, heads = static_cast<unsigned>(list_.heads);
@@ -51,7 +51,7 @@ class PackedWalk {
     while (true) {
       const int n = at_ + lane_;
       const unsigned found = __ballot_sync(~0u, n >= kChunk || before_ + shared_.end[n] > tile);
-      at_ += found ? __ffs(found) - 1 : kWarp;
+      at_ += found ? __ffs(found) - 1 : kWarpSize;
       if (found) break;
     }
     const int begin = at_ > 0 ? shared_.end[at_ - 1] : 0;
@@ -82,7 +82,7 @@ class PackedWalk {
  private:
   __device__ static int inclusive_sum(int x, int lane) {
 #pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
+    for (int step = 1; step < kWarpSize; step *= 2) {
       const int other = __shfl_up_sync(~0u, x, step);
       if (lane >= step) x += other;
     }
@@ -97,7 +97,7 @@ class PackedWalk {
       tiles = (static_cast<int>(packed_rows(list_.query_starts, n, list_.queries, list_.total_queries).count) + kTileRows - 1) /
               kTileRows;
     if (list_.level_keys == 0) return;
-    level = kWarp - 1;
+    level = kWarpSize - 1;
     if (tiles > 0)
       level -= static_cast<int>(packed_rows(list_.key_starts, n, list_.keys, list_.total_keys).count) / list_.level_keys;
   }
@@ -123,13 +123,13 @@ class PackedWalk {
       shared_.level[lane_] = 0;
       __syncwarp();
 #pragma unroll 1
-      for (int n = lane_; n - lane_ < of_this; n += kWarp) look(n, tiles, level), count(level);
+      for (int n = lane_; n - lane_ < of_this; n += kWarpSize) look(n, tiles, level), count(level);
       const int of_level = shared_.level[lane_];
       shared_.level[lane_] = inclusive_sum(of_level, lane_) - of_level;
       __syncwarp();
     }
 #pragma unroll 1
-    for (int n = lane_; n - lane_ < of_this; n += kWarp) {
+    for (int n = lane_; n - lane_ < of_this; n += kWarpSize) {
       look(n, tiles, level);
       const int place = list_.level_keys != 0 ? count(level) : n;
       shared_.order[place] = static_cast<uint8_t>(n);
@@ -138,10 +138,10 @@ class PackedWalk {
     __syncwarp();
     of_chunk_ = 0;
 #pragma unroll 1
-    for (int n = lane_; n - lane_ < of_this; n += kWarp) {
+    for (int n = lane_; n - lane_ < of_this; n += kWarpSize) {
       const int end = of_chunk_ + inclusive_sum(n < of_this ? shared_.end[n] : 0, lane_);
       shared_.end[n] = end;
-      of_chunk_ = __shfl_sync(~0u, end, kWarp - 1);
+      of_chunk_ = __shfl_sync(~0u, end, kWarpSize - 1);
     }
     __syncwarp();
   }

@@ -17,14 +17,14 @@ __device__ __forceinline__ float (&flat(Accumulator<1, kColumns>& d))[4 * kColum
 template <class T, int kSteps, int kLeftRows, int kRightRows, bool kAdd = false, int kColumns>
 __device__ __forceinline__ void start_row_products(Accumulator<1, kColumns>& d, unsigned left, unsigned right) {
   constexpr unsigned kRowBytes = 128, kStepBytes = 32, kBoxSteps = kRowBytes / kStepBytes;
-  const uint64_t a = rows_descriptor(left), b = rows_descriptor(right);
-  begin_products();
+  const uint64_t a = k_major_descriptor(left), b = k_major_descriptor(right);
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
-    WarpgroupProduct<T, 8 * kColumns>::template shared_shared<false>(
-        flat(d), moved(a, step / kBoxSteps * kLeftRows * kRowBytes + step % kBoxSteps * kStepBytes),
-        moved(b, step / kBoxSteps * kRightRows * kRowBytes + step % kBoxSteps * kStepBytes), kAdd || step > 0);
-  commit_products();
+    Wgmma<T, 8 * kColumns>::template ss<false>(
+        flat(d), offset_descriptor(a, step / kBoxSteps * kLeftRows * kRowBytes + step % kBoxSteps * kStepBytes),
+        offset_descriptor(b, step / kBoxSteps * kRightRows * kRowBytes + step % kBoxSteps * kStepBytes), kAdd || step > 0);
+  wgmma_commit();
 }
 
 }  // namespace flash_online::cuda

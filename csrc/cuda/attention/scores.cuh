@@ -27,7 +27,7 @@ struct FastBinary {
 using ScoreState = OnlineSoftmax<float, FastBinary>;
 
 // How far above its point of reference a row's maximum may grow before sums and outputs are moved: weights reach 2^8.
-constexpr float kScoreSlack = 8;
+constexpr float kRescaleThreshold = 8;
 
 // Calls f(i, j, e, query, key) for every accumulator of a warp, whose rows (of 16 * kRows) begin at `row` of the block.
 template <bool kTransposed, int kRows, int kColumns, class F>
@@ -38,29 +38,29 @@ __device__ __forceinline__ void for_each_score(const Accumulator<kRows, kColumns
     for (int j = 0; j < kColumns; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int r = row + 16 * i + lane_group() + e / 2 * 8, c = 8 * j + 2 * lane_place() + e % 2;
+        const int r = row + 16 * i + quad() + e / 2 * 8, c = 8 * j + 2 * lane_in_quad() + e % 2;
         f(i, j, e, kTransposed ? c : r, kTransposed ? r : c);
       }
 }
 
 // What a head's scores are made by.
-struct ScoreRule {
+struct ScoreMod {
   float scale;  // of a product, log2(e) included; of one under a softcap, that over the softcap
   float cap;  // softcap * log2(e), 0: none
   float slope;  // ALiBi's, times log2(e), 0: none
-  bool bends;  // whether scores are made, or the product and its scale stand for them (scale > 0)
+  bool has_score_mod;  // whether scores are made, or the product and its scale stand for them (scale > 0)
 
   // What all heads share; on the host, since it takes doubles.
-  explicit ScoreRule(const AttentionProblem& problem)
+  explicit ScoreMod(const AttentionProblem& problem)
       : scale(static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * kLog2EInDouble)),
         cap(static_cast<float>(problem.softcap * kLog2EInDouble)),
         slope(0),
         // A scale of 0, NaN or below would turn the order of the products.
-        bends(problem.softcap > 0 || problem.alibi_slopes || (problem.mask.data && problem.mask_dtype != DType::kBool) ||
-              !(scale > 0 && scale < 1e30f)) {}
+        has_score_mod(problem.softcap > 0 || problem.alibi_slopes ||
+                      (problem.mask.data && problem.mask_dtype != DType::kBool) || !(scale > 0 && scale < 1e30f)) {}
 
-  __device__ ScoreRule of_head(const AttentionProblem& problem, int64_t batch, int64_t head) const {
-    ScoreRule rule = *this;
+  __device__ ScoreMod of_head(const AttentionProblem& problem, int64_t batch, int64_t head) const {
+    ScoreMod rule = *this;
     if (problem.alibi_slopes)
       rule.slope = kLog2E * static_cast<const float*>(
                                 problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
@@ -68,15 +68,15 @@ struct ScoreRule {
   }
 
   // What a score that came out of this rule is multiplied by.
-  __device__ float remaining_scale() const { return bends ? 1.0f : scale; }
+  __device__ float remaining_scale() const { return has_score_mod ? 1.0f : scale; }
 };
 
 // The same with what float leaves of its factors, for scores that are sums of two floats.
-struct PreciseScoreRule : ScoreRule {
+struct PreciseScoreMod : ScoreMod {
   float scale_low, slope_low = 0;
 
-  __device__ PreciseScoreRule(const ScoreRule& rule, const AttentionProblem& problem, int64_t batch, int64_t head)
-      : ScoreRule(rule.of_head(problem, batch, head)),
+  __device__ PreciseScoreMod(const ScoreMod& rule, const AttentionProblem& problem, int64_t batch, int64_t head)
+      : ScoreMod(rule.of_head(problem, batch, head)),
         scale_low(static_cast<float>(problem.scale * kLog2EInDouble - static_cast<double>(scale))) {
     if (!problem.alibi_slopes) return;
     const float natural =
@@ -88,17 +88,17 @@ struct PreciseScoreRule : ScoreRule {
 
 // What the scores of a head of these elements are made by.
 template <class Element>
-__device__ __forceinline__ auto rule_of_head(const ScoreRule& rule, const AttentionProblem& problem, int64_t batch,
-                                             int64_t head) {
-  if constexpr (RestOfSums<Element, 1, 1>::kKept)
-    return PreciseScoreRule(rule, problem, batch, head);
+__device__ __forceinline__ auto score_mod_of_head(const ScoreMod& rule, const AttentionProblem& problem, int64_t batch,
+                                                  int64_t head) {
+  if constexpr (CompensatedAccumulator<Element, 1, 1>::kCompensated)
+    return PreciseScoreMod(rule, problem, batch, head);
   else
     return rule.of_head(problem, batch, head);
 }
 
 // For scores that are one float each.
-struct NoRest {
-  static constexpr bool kKept = false;
+struct NotCompensated {
+  static constexpr bool kCompensated = false;
 };
 
 // A block of scores, [queries from `query` on][keys from `key` on] of a sequence.
@@ -116,13 +116,13 @@ __device__ __forceinline__ void add_in_two_floats(float& x, float& rest, float b
 }
 
 // Softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative of a softcap.
-template <bool kTransposed, int kRows, int kColumns, class Rule, class Rest = NoRest>
-__device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int row, const Rule& rule, const ScoreBlock& block,
-                                            const Visibility& visible,
-                                            std::type_identity_t<Accumulator<kRows, kColumns>>* gradients = nullptr,
-                                            Rest* rest = nullptr) {
+template <bool kTransposed, int kRows, int kColumns, class Rule, class Rest = NotCompensated>
+__device__ __forceinline__ void apply_score_mod(Accumulator<kRows, kColumns>& d, int row, const Rule& rule,
+                                                const ScoreBlock& block, const Visibility& visible,
+                                                std::type_identity_t<Accumulator<kRows, kColumns>>* gradients = nullptr,
+                                                Rest* rest = nullptr) {
   if (rule.cap > 0) {
-    if constexpr (Rest::kKept) {
+    if constexpr (Rest::kCompensated) {
       add_rest(d, *rest);
       clear(rest->sums);
     }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
           if (gradients) (*gradients)[i][j][e] *= 1 - bent * bent;
           d[i][j][e] = rule.cap * bent;
         }
-  } else if constexpr (Rest::kKept) {
+  } else if constexpr (Rest::kCompensated) {
     for_each(d, [&](float& x, int i, int j, int e) {
       float &low = rest->sums[i][j][e], rounded;
       const float whole = x;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
     for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
       float& x = d[i][j][e];
       const float distance = fabsf(static_cast<float>(between + query - key));
-      if constexpr (Rest::kKept) {
+      if constexpr (Rest::kCompensated) {
         add_in_two_floats(x, rest->sums[i][j][e], distance, -rule.slope, -rule.slope_low);
       } else {
         x -= rule.slope * distance;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void bend_scores(Accumulator<kRows, kColumns>& d, int
 }
 
 // Adds a float mask, hides by a bool one.
-template <bool kTransposed, int kRows, int kColumns, class Mask, class Rest = NoRest>
+template <bool kTransposed, int kRows, int kColumns, class Mask, class Rest = NotCompensated>
 __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, const Mask& mask,
                                             Rest* rest = nullptr) {
   visit_mask(dtype, [&]<class T>(T) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
       float& x = d[i][j][e];
       if constexpr (std::is_same_v<T, bool>) {
         x = value ? x : lowest<float>();
-      } else if constexpr (Rest::kKept) {
+      } else if constexpr (Rest::kCompensated) {
         add_in_two_floats(x, rest->sums[i][j][e], widen(value), kLog2E, kLog2ELow);
       } else {
         x = fmaf(widen(value), kLog2E, x);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
           for (int j = 0; j < kColumns; ++j)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              const auto pair = mask.template pair_at<Value>(row + 16 * i + 8 * half + lane_group(), 8 * j + 2 * lane_place());
+              const auto pair = mask.template pair_at<Value>(row + 16 * i + 8 * half + quad(), 8 * j + 2 * lane_in_quad());
               apply(i, j, 2 * half, pair.value[0]);
               apply(i, j, 2 * half + 1, pair.value[1]);
             }
@@ -223,14 +223,14 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const KeyRange range = keys_of(visible, block.query + row + 16 * i + 8 * half + lane_group(), block.keys);
+        const KeyRange range = keys_of(visible, block.query + row + 16 * i + 8 * half + quad(), block.keys);
         const int begin = static_cast<int>(max(range.begin - block.key, int64_t{0})),
                   end = static_cast<int>(max(min(range.end - block.key, int64_t{kColumns * 8}), int64_t{0}));
 #pragma unroll
         for (int j = 0; j < kColumns; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int key = 8 * j + 2 * lane_place() + e;
+            const int key = 8 * j + 2 * lane_in_quad() + e;
             float& x = d[i][j][2 * half + e];
             x = key >= begin && key < end ? x : lowest<float>();
           }
@@ -242,7 +242,7 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t key = block.key + row + 16 * i + 8 * half + lane_group(), at = key - visible.offset - block.query;
+        const int64_t key = block.key + row + 16 * i + 8 * half + quad(), at = key - visible.offset - block.query;
         const int begin =
             visible.right < 0 || visible.right >= at ? 0 : static_cast<int>(min(at - visible.right, int64_t{kColumns * 8}));
         const int64_t last = visible.left < 0 || visible.left >= queries - 1 - at ? queries - 1 : at + visible.left;
@@ -251,7 +251,7 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
         for (int j = 0; j < kColumns; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int query = 8 * j + 2 * lane_place() + e;
+            const int query = 8 * j + 2 * lane_in_quad() + e;
             float& x = d[i][j][2 * half + e];
             x = query >= begin && query < end ? x : lowest<float>();
           }
@@ -264,23 +264,25 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
 template <class Rest>
 __device__ __forceinline__ float exponent_of(float x, float rest, float scale, float high, float low) {
   const float whole = fmaf(x, scale, -high) - low;
-  return Rest::kKept ? fmaf(rest, scale, whole) : whole;
+  return Rest::kCompensated ? fmaf(rest, scale, whole) : whole;
 }
 
 // A weight's gradient less delta, both the sum of two floats where the rest is kept.
 template <class Rest>
 __device__ __forceinline__ float less_delta(float x, float rest, float high, float low) {
-  return Rest::kKept ? (x - high) + (rest - low) : x - high;
+  return Rest::kCompensated ? (x - high) + (rest - low) : x - high;
 }
 
 // What dropout leaves of weights' gradients, as draw_weights' bits tell; those of load_values().
 template <class Element, int kRows, int kColumns>
-__device__ __forceinline__ void drop_gradients(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
-                                               unsigned kept, float keep_scale) {
+__device__ __forceinline__ void drop_gradients(Accumulator<kRows, kColumns>& d,
+                                               CompensatedAccumulator<Element, kRows, kColumns>& rest, unsigned kept,
+                                               float keep_scale) {
   for_each(d, [&](float& x, int i, int j, int e) {
     const bool keep = kept >> (4 * (i * kColumns + j) + e) & 1;
     if constexpr (Fragments<Element>::kPieces == 1) x *= keep_scale;
-    if constexpr (RestOfSums<Element, kRows, kColumns>::kKept) rest.sums[i][j][e] = keep ? rest.sums[i][j][e] : 0;
+    if constexpr (CompensatedAccumulator<Element, kRows, kColumns>::kCompensated)
+      rest.sums[i][j][e] = keep ? rest.sums[i][j][e] : 0;
     x = keep ? x : 0;
   });
 }
@@ -288,8 +290,8 @@ __device__ __forceinline__ void drop_gradients(Accumulator<kRows, kColumns>& d, 
 // Transposed products, [key][query], of a rule that does not bend them, into weights: 2^(product * rule.scale - high - low),
 // also in 16 bits, as a left operand has them. read_lse(j, high, low) sets the two for the queries 8 j + 2 place and the next.
 template <class T, int kColumns, class Read>
-__device__ __forceinline__ void weigh_products(Accumulator<1, kColumns>& d, const ScoreRule& rule, Read&& read_lse,
-                                               unsigned (&weight)[kColumns / 2][4]) {
+__device__ __forceinline__ void exp_products(Accumulator<1, kColumns>& d, const ScoreMod& rule, Read&& read_lse,
+                                             unsigned (&weight)[kColumns / 2][4]) {
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
     float2 high, low;
@@ -332,18 +334,19 @@ __device__ __forceinline__ unsigned kept_weights(int row, int column, const Drop
   static_assert(Philox::kKeys == 8);
   if constexpr (!kTransposed) {
     // The four lanes of a `group` hold eight keys of each piece, of the rows `group` and `group` + 8: a byte of each lane.
-    const int upper = lane_place() & 1, piece = lane_place() / 2, below = kStacked ? piece : 0, beside = kStacked ? 0 : piece;
-    unsigned drawn = dropout.kept(block.query + row + 16 * below + lane_group() + 8 * upper, (block.key + column) / 8 + beside)
-                     << 8 * lane_place();
+    const int upper = lane_in_quad() & 1, piece = lane_in_quad() / 2, below = kStacked ? piece : 0,
+              beside = kStacked ? 0 : piece;
+    unsigned drawn = dropout.kept(block.query + row + 16 * below + quad() + 8 * upper, (block.key + column) / 8 + beside)
+                     << 8 * lane_in_quad();
     drawn |= __shfl_xor_sync(~0u, drawn, 1);
     drawn |= __shfl_xor_sync(~0u, drawn, 2);
-    const unsigned own = drawn >> 2 * lane_place() & 0x03030303u;
+    const unsigned own = drawn >> 2 * lane_in_quad() & 0x03030303u;
     return (own | own >> 6 | own >> 12 | own >> 18) & 0xffu;
   } else {
     // The eight lanes of a `place` hold 16 keys of four queries: the draw of number `group` has bit 0 of it for the query's
     // parity, bit 1 for the upper keys and bit 2 for the piece, and is of one bit to each of the eight lanes.
-    const int number = lane_group(), below = kStacked ? number / 4 : 0, beside = kStacked ? 0 : number / 4;
-    unsigned bits = dropout.kept(block.query + column + 8 * beside + 2 * lane_place() + number % 2,
+    const int number = quad(), below = kStacked ? number / 4 : 0, beside = kStacked ? 0 : number / 4;
+    unsigned bits = dropout.kept(block.query + column + 8 * beside + 2 * lane_in_quad() + number % 2,
                                  (block.key + row) / 8 + 2 * below + number / 2 % 2);
     // Eight lanes' bytes, as a square of bits, are turned over.
 #pragma unroll

@@ -17,18 +17,18 @@ enum class Variant : signed char {
 inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kEverything, kSmall = Variant::kSmall;
 
 template <class Tile, int kCount>
-constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int width, Variant variant) {
+constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int head_dim, Variant variant) {
   for (const Tile& tile : tiles)
-    if (tile.bytes == bytes && tile.width == width && tile.variant == variant) return &tile;
+    if (tile.bytes == bytes && tile.head_dim == head_dim && tile.variant == variant) return &tile;
   return nullptr;
 }
 
 // forward_sm80.cuh: a block of threads takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
 struct ForwardSm80 {
   // Of an element in shared memory: 2; of a float in three pieces 6, in two 4. The head dim, of queries and keys.
-  int bytes, width;
+  int bytes, head_dim;
   Variant variant;  // what all options need of registers leaves a warp 16 rows
-  int value_width;  // of the values' columns that one block of threads sums
+  int head_dim_v;  // of the values' columns that one block of threads sums
   int row_tiles, warps, keys;
   int blocks;  // on a multiprocessor at a time, for the compiler's budget of registers
   constexpr int threads() const { return 32 * warps; }
@@ -52,12 +52,12 @@ inline constexpr ForwardSm80 kForwardSm80[] = {
     {4, 128, kAll, 128, 1, 8, 32, 1},   {4, 192, kAll, 192, 1, 4, 32, 1},   {4, 256, kAll, 256, 1, 4, 32, 1},
 };
 
-constexpr bool has_forward_sm80_tile(int bytes, int width, Variant variant) {
-  return find_tile(kForwardSm80, bytes, width, variant) != nullptr;
+constexpr bool has_forward_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return find_tile(kForwardSm80, bytes, head_dim, variant) != nullptr;
 }
 
-consteval ForwardSm80 forward_sm80_tile(int bytes, int width, Variant variant) {
-  return *find_tile(kForwardSm80, bytes, width, variant);
+consteval ForwardSm80 forward_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return *find_tile(kForwardSm80, bytes, head_dim, variant);
 }
 
 // backward_sm80.cuh: a block of threads takes `keys` keys and passes over the queries, `queries` at a time. Each product's
@@ -65,7 +65,7 @@ consteval ForwardSm80 forward_sm80_tile(int bytes, int width, Variant variant) {
 // rest along the queries; the gradients of keys and values, and of queries, into so many pieces along their rows times the rest
 // along columns.
 struct BackwardSm80 {
-  int bytes, width;  // as above
+  int bytes, head_dim;  // as above
   Variant variant;
   int keys, queries, warps;
   int score_warps;  // along the keys
@@ -106,7 +106,7 @@ inline constexpr BackwardSm80 kBackwardSm80[] = {
 
 // backward_queries_sm80.cuh: a block of threads takes `warps` * 16 queries and sums `columns` of their gradients' columns.
 struct BackwardQueriesSm80 {
-  int bytes, width, columns, warps, keys;
+  int bytes, head_dim, columns, warps, keys;
 };
 
 inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
@@ -115,17 +115,17 @@ inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
     {6, 128, 128, 2, 16}, {6, 192, 192, 4, 16}, {6, 256, 256, 2, 32}, {6, 512, 256, 1, 16},
 };
 
-constexpr bool has_backward_sm80_tile(int bytes, int width, Variant variant) {
-  return find_tile(kBackwardSm80, bytes, width, variant) != nullptr;
+constexpr bool has_backward_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return find_tile(kBackwardSm80, bytes, head_dim, variant) != nullptr;
 }
 
-consteval BackwardSm80 backward_sm80_tile(int bytes, int width, Variant variant) {
-  return *find_tile(kBackwardSm80, bytes, width, variant);
+consteval BackwardSm80 backward_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return *find_tile(kBackwardSm80, bytes, head_dim, variant);
 }
 
-consteval BackwardQueriesSm80 backward_queries_sm80_tile(int bytes, int width) {
+consteval BackwardQueriesSm80 backward_queries_sm80_tile(int bytes, int head_dim) {
   for (const BackwardQueriesSm80& tile : kBackwardQueriesSm80)
-    if (tile.bytes == bytes && tile.width == width) return tile;
+    if (tile.bytes == bytes && tile.head_dim == head_dim) return tile;
   throw "no row in kBackwardQueriesSm80";
 }
 

@@ -7,7 +7,7 @@ namespace flash_online::cuda {
 // A block of threads: `warpgroups` that compute, 64 queries each (or all the same: split_values), and one that loads, `keys` at
 // a time.
 struct ForwardSm90 {
-  int width, value_width;
+  int head_dim, head_dim_v;
   int warpgroups, keys;
   int stages;  // buffers of keys, and as many of values
   int query_buffers;  // of 64 queries each
@@ -21,7 +21,7 @@ struct ForwardSm90 {
   bool split_values = false;
   int blocks = 1;  // of threads, on a multiprocessor at a time
   // Of a row for little work, without everything: it takes sequences of up to so many queries, windows of up to so many keys,
-  // and what would leave half of the multiprocessors without a tile of the next row's. 0: a row for all.
+  // and what would leave half of the sm_count without a tile of the next row's. 0: a row for all.
   int most_queries = 0, most_window = 0;
   int drawers = 0, drawer_registers = 0;  // warps that draw what dropout keeps
 
@@ -51,30 +51,31 @@ inline constexpr int kWidestEverythingSm90 = 192, kWidestPackedSm90 = 256;
 
 // What a kernel has besides plain attention: nothing, everything (softcap, ALiBi, bool masks, dropout) but a float mask, or
 // that too, whose tiles take shared memory.
-enum class ForwardSm90With { kNothing, kEverything, kFloatMask };
+enum class ForwardSm90Features { kNothing, kEverything, kFloatMask };
 
 // A row, and what with. Masks are known by blocks of 64 keys, so these are what is read or passed over.
-template <int kRow, ForwardSm90With kWith, bool kOfPacked>
+template <int kRow, ForwardSm90Features kFeatures, bool kOfPacked>
 struct ForwardSm90Tile {
-  static constexpr bool kEverything = kWith != ForwardSm90With::kNothing, kFloatMask = kWith == ForwardSm90With::kFloatMask;
+  static constexpr bool kEverything = kFeatures != ForwardSm90Features::kNothing,
+                        kFloatMask = kFeatures == ForwardSm90Features::kFloatMask;
   static constexpr bool kPacked = kOfPacked;
   static constexpr ForwardSm90 kTile = [] {
     ForwardSm90 tile = kForwardSm90[kRow];
     if (kEverything) {
       tile.keys = 64;
-      tile.stages = tile.width > 128 ? 3 : tile.width > 64 ? 4 : 6;
-      if (kFloatMask) tile.stages = tile.width > 128 ? 2 : 3;
+      tile.stages = tile.head_dim > 128 ? 3 : tile.head_dim > 64 ? 4 : 6;
+      if (kFloatMask) tile.stages = tile.head_dim > 128 ? 2 : 3;
       tile.in_turn = false;
-      tile.drawers = tile.width > 128 || kFloatMask ? 4 : 8;
+      tile.drawers = tile.head_dim > 128 || kFloatMask ? 4 : 8;
       const bool many = tile.drawers == 8;
-      tile.registers = tile.warpgroups == 3 ? (many ? 120 : 128) : many ? 184 : tile.width > 128 ? 216 : 208;
-      tile.loader_registers = tile.width > 128 ? 40 : 48;
+      tile.registers = tile.warpgroups == 3 ? (many ? 120 : 128) : many ? 184 : tile.head_dim > 128 ? 216 : 208;
+      tile.loader_registers = tile.head_dim > 128 ? 40 : 48;
       tile.drawer_registers = many ? 32 : tile.loader_registers;
     } else if (kPacked && tile.warpgroups == 1) {  // there is more to plan
       tile.blocks = 2;
       tile.registers = 200;
       tile.loader_registers = 56;
-    } else if (kPacked && tile.width <= 192) {
+    } else if (kPacked && tile.head_dim <= 192) {
       if (tile.warpgroups == 3 && tile.keys > 96) tile.keys = 96;
       tile.registers = tile.warpgroups == 3 ? 152 : 224;
       tile.loader_registers = 56;
@@ -85,13 +86,13 @@ struct ForwardSm90Tile {
 
 // What a kernel of backward_sm90.cuh has besides plain attention: nothing; a bool mask, a mask of 16 bits, ALiBi (in halves:
 // where a bool mask hides much); dropout, a bool mask, ALiBi; softcap, any mask, ALiBi, dropout, any scale.
-enum class BackwardSm90With { kNothing, kMasks, kMaskHalves, kDropout, kEverything };
+enum class BackwardSm90Features { kNothing, kMasks, kMaskHalves, kDropout, kEverything };
 
 // backward_sm90.cuh: a block of threads is warpgroups of 64 keys each and a warp that loads, `queries` at a time. Where there
 // are 64 keys in all, three warpgroups stand in line, or one is alone.
 struct BackwardSm90 {
-  int width, value_width;
-  BackwardSm90With with;
+  int head_dim, head_dim_v;
+  BackwardSm90Features with;
   int keys, queries;
   // Not with everything, nor in line.
   bool lse_ahead;  // a block's lse is read into registers before its scores are there
@@ -110,32 +111,32 @@ struct BackwardSm90 {
 };
 
 inline constexpr BackwardSm90 kBackwardSm90[] = {
-    {64, 64, BackwardSm90With::kNothing, 128, 128, false, false, true, 240, 24, 0, 0, 2, 1, 1 << 28},
-    {64, 64, BackwardSm90With::kMasks, 128, 128, false, false, true, 232, 40},
-    {96, 96, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24},
-    {128, 128, BackwardSm90With::kNothing, 128, 64, true, true, false, 240, 24, 0, 0, 2, 1, 1024},
-    {128, 128, BackwardSm90With::kMasks, 128, 64, true, false, false, 240, 24},
-    {128, 128, BackwardSm90With::kMaskHalves, 64, 64, false, false, false, 232, 24, 0, 0, 1, 2},
-    {128, 128, BackwardSm90With::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},
-    {128, 128, BackwardSm90With::kEverything, 128, 64, false, false, false, 240, 24},
-    {192, 128, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
-    {192, 192, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
-    {256, 256, BackwardSm90With::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
+    {64, 64, BackwardSm90Features::kNothing, 128, 128, false, false, true, 240, 24, 0, 0, 2, 1, 1 << 28},
+    {64, 64, BackwardSm90Features::kMasks, 128, 128, false, false, true, 232, 40},
+    {96, 96, BackwardSm90Features::kNothing, 128, 64, true, true, false, 240, 24},
+    {128, 128, BackwardSm90Features::kNothing, 128, 64, true, true, false, 240, 24, 0, 0, 2, 1, 1024},
+    {128, 128, BackwardSm90Features::kMasks, 128, 64, true, false, false, 240, 24},
+    {128, 128, BackwardSm90Features::kMaskHalves, 64, 64, false, false, false, 232, 24, 0, 0, 1, 2},
+    {128, 128, BackwardSm90Features::kDropout, 128, 64, false, false, false, 224, 24, 4, 40},
+    {128, 128, BackwardSm90Features::kEverything, 128, 64, false, false, false, 240, 24},
+    {192, 128, BackwardSm90Features::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
+    {192, 192, BackwardSm90Features::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
+    {256, 256, BackwardSm90Features::kNothing, 64, 64, false, false, false, 208, 24, 0, 72},
 };
 
 inline constexpr int kWidestEverythingBackwardSm90 = 128;
 
-consteval BackwardSm90 backward_sm90_tile(int width, int value_width, BackwardSm90With with) {
+consteval BackwardSm90 backward_sm90_tile(int head_dim, int head_dim_v, BackwardSm90Features with) {
   for (const BackwardSm90& tile : kBackwardSm90)
-    if (tile.width == width && tile.value_width == value_width && tile.with == with) return tile;
+    if (tile.head_dim == head_dim && tile.head_dim_v == head_dim_v && tile.with == with) return tile;
   throw "no row in kBackwardSm90";
 }
 
 // A row. kThatStays: a block of threads takes one block of keys after another: while the gradients of one's keys are stored,
 // the next one's queries, keys and values are on their way.
-template <int kWidth, int kValueWidth, BackwardSm90With kWith, bool kThatStays>
+template <int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kThatStays>
 struct BackwardSm90Tile {
-  static constexpr BackwardSm90 kTile = backward_sm90_tile(kWidth, kValueWidth, kWith);
+  static constexpr BackwardSm90 kTile = backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures);
   static constexpr bool kStays = kThatStays;
 };
 

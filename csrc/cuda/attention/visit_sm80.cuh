@@ -10,9 +10,9 @@
 namespace flash_online::cuda {
 
 // Calls f(Type<Element>, std::integral_constant<Variant>) with what a problem needs and a GPU with so much shared memory for a
-// block has room for. For a problem that finds no room it is the last one. Body<Element, kWidth, variant> is the kernel,
+// block has room for. For a problem that finds no room it is the last one. Body<Element, kHeadDim, variant> is the kernel,
 // kHasTile(bytes of an element, width, variant) whether there is one.
-template <template <class, int, Variant> class Body, auto kHasTile, int kWidth, class F>
+template <template <class, int, Variant> class Body, auto kHasTile, int kHeadDim, class F>
 void visit_sm80(const AttentionProblem& problem, F&& f,
                 int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
   using Everything = std::integral_constant<Variant, Variant::kEverything>;
@@ -20,15 +20,15 @@ void visit_sm80(const AttentionProblem& problem, F&& f,
     using Plain = std::integral_constant<Variant, Variant::kPlain>;
     using Small = std::integral_constant<Variant, Variant::kSmall>;
     constexpr int kBytes = kSplitBytes<Element>;
-    if constexpr (kHasTile(kBytes, kWidth, Plain::value))
-      if (!ScoreRule(problem).bends && !problem.mask.data && problem.dropout == 0 &&
-          Body<Element, kWidth, Plain::value>::shared_bytes(problem) <= room)
+    if constexpr (kHasTile(kBytes, kHeadDim, Plain::value))
+      if (!ScoreMod(problem).has_score_mod && !problem.mask.data && problem.dropout == 0 &&
+          Body<Element, kHeadDim, Plain::value>::shared_bytes(problem) <= room)
         return f(element, Plain{}), true;
-    if constexpr (kHasTile(kBytes, kWidth, Small::value))
-      if (Body<Element, kWidth, Everything::value>::shared_bytes(problem) > room) return f(element, Small{}), true;
-    constexpr bool kLast = !std::is_same_v<Element, CoarseFloat>;  // which may yet fit as float, by kSmall
-    if constexpr (kHasTile(kBytes, kWidth, Everything::value))
-      if (kLast || Body<Element, kWidth, Everything::value>::shared_bytes(problem) <= room)
+    if constexpr (kHasTile(kBytes, kHeadDim, Small::value))
+      if (Body<Element, kHeadDim, Everything::value>::shared_bytes(problem) > room) return f(element, Small{}), true;
+    constexpr bool kLast = !std::is_same_v<Element, Bf16x2Float>;  // which may yet fit as float, by kSmall
+    if constexpr (kHasTile(kBytes, kHeadDim, Everything::value))
+      if (kLast || Body<Element, kHeadDim, Everything::value>::shared_bytes(problem) <= room)
         return f(element, Everything{}), true;
     return false;
   };
@@ -36,7 +36,7 @@ void visit_sm80(const AttentionProblem& problem, F&& f,
     case DType::kFloat16: visit(Type<__half>{}); break;
     case DType::kBFloat16: visit(Type<__nv_bfloat16>{}); break;
     default:
-      if (!problem.tf32 || !visit(Type<CoarseFloat>{})) visit(Type<float>{});
+      if (!problem.tf32 || !visit(Type<Bf16x2Float>{})) visit(Type<float>{});
   }
 }
 

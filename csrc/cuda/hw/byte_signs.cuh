@@ -4,7 +4,7 @@
 namespace flash_online::cuda {
 
 // Each 16 bits all ones where they were negative as a number, else zeros. (__byte_perm drops what asks for signs.)
-__device__ __forceinline__ unsigned signs_of_halves(unsigned x) {
+__device__ __forceinline__ unsigned sign_mask_16x2(unsigned x) {
   unsigned signs;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(x));
   return signs;

@@ -34,15 +34,15 @@ __device__ __forceinline__ T* in_block(T* shared, int rank) {
 
 // By one thread of each block, before the cluster's threads meet to learn that all have begun.
 __device__ __forceinline__ void open_mailbox(uint64_t* barrier) {
-  init_barrier(barrier, 1);
-  publish_barriers();
+  mbarrier_init(barrier, 1);
+  fence_barrier_init();
 }
 // That all have begun: nothing that was written before is shown by it but mailboxes.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 // By one thread of each block: how much it is going to get. Messages may be there already.
-__device__ __forceinline__ void expect_messages(uint64_t* barrier, unsigned bytes) { arrive_and_expect(barrier, bytes); }
+__device__ __forceinline__ void expect_messages(uint64_t* barrier, unsigned bytes) { arrive_expect_tx(barrier, bytes); }
 __device__ __forceinline__ void wait_for_messages(uint64_t* barrier) { wait(barrier, 0); }
 
 // 4 or 8 bytes to where `to` is in block `rank`.

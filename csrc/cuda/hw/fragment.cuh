@@ -12,7 +12,7 @@
 namespace flash_online::cuda {
 
 // A float of which 16 of 24 digits are worked with.
-struct CoarseFloat {
+struct Bf16x2Float {
   float value;
 };
 
@@ -28,7 +28,7 @@ struct Split<float> {
   static constexpr int kPieces = 3;
 };
 template <>
-struct Split<CoarseFloat> {
+struct Split<Bf16x2Float> {
   using Piece = __nv_bfloat16;
   static constexpr int kPieces = 2;
 };
@@ -83,14 +83,14 @@ struct SharedTile {
 };
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ __forceinline__ int lane_group() { return lane() / 4; }
-__device__ __forceinline__ int lane_place() { return lane() % 4; }
+__device__ __forceinline__ int quad() { return lane() / 4; }
+__device__ __forceinline__ int lane_in_quad() { return lane() % 4; }
 
 // Of four lanes of a group: the lane of place p gets the words number p of all four, in the order of their places.
-__device__ __forceinline__ void transpose_places(unsigned (&x)[4]) {
+__device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) {
 #pragma unroll
   for (int step = 2; step > 0; step /= 2) {
-    const bool upper = lane_place() & step;
+    const bool upper = lane_in_quad() & step;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
@@ -120,13 +120,13 @@ struct Fragments {
   __device__ static void left_rows(Left& a, SharedTile<Element, kWidth> tile, int m, int k) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)
-      load_matrices(a.words[piece], tile.address(m + lane() % 16, k + lane() / 16 * 8, piece));
+      ldmatrix_x4(a.words[piece], tile.address(m + lane() % 16, k + lane() / 16 * 8, piece));
   }
   template <int kWidth>
   __device__ static void left_columns(Left& a, SharedTile<Element, kWidth> tile, int m, int k) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)
-      load_matrices_transposed(a.words[piece], tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8, piece));
+      ldmatrix_x4_trans(a.words[piece], tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8, piece));
   }
   // Neighbouring blocks of eight columns.
   template <int kCount, int kWidth>
@@ -137,7 +137,7 @@ struct Fragments {
       for (int piece = 0; piece < kPieces; ++piece) {
         unsigned x[4];
         const int row = n + 8 * j + (kCount > 1 ? lane() / 16 * 8 : 0) + lane() % 8;
-        load_matrices(x, tile.address(row, k + lane() / 8 % 2 * 8, piece));
+        ldmatrix_x4(x, tile.address(row, k + lane() / 8 % 2 * 8, piece));
         put(b, j, piece, x);
       }
   }
@@ -149,7 +149,7 @@ struct Fragments {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         unsigned x[4];
-        load_matrices_transposed(x, tile.address(k + lane() % 16, n + 8 * j + lane() / 16 * 8, piece));
+        ldmatrix_x4_trans(x, tile.address(k + lane() % 16, n + 8 * j + lane() / 16 * 8, piece));
         put(b, j, piece, x);
       }
   }
@@ -194,13 +194,13 @@ __device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const 
 // Sums of products of floats, kept apart by size: those of the leading pieces are rounded each time that one is added, unless
 // fewer digits are asked for; the others are so small that what the tensor cores cut off of their sum does not count.
 template <class Element, int kRows, int kColumns>
-struct RestOfSums {
+struct CompensatedAccumulator {
   using F = Fragments<Element>;
   // Whether a result is better left as the sum of the two: rounding it to one float is most of its error.
-  static constexpr bool kKept = F::kPieces == 3;
+  static constexpr bool kCompensated = F::kPieces == 3;
   Accumulator<kRows, kColumns> sums;
 
-  __device__ __forceinline__ RestOfSums() {
+  __device__ __forceinline__ CompensatedAccumulator() {
     if constexpr (F::kPieces > 1) clear(sums);
   }
 
@@ -238,7 +238,8 @@ __device__ __forceinline__ float add_if_finite(float leading, float rest) {
 // With kRounded 16-bit elements' sums, too, are cut off by the tensor cores in pairs of steps alone, and rounded.
 template <class Element, int kDepthInAll, bool kTurned = false, bool kRounded = false, int kRows, int kColumns, int kWidthLeft,
           int kWidthRight>
-__device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
+__device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>& d,
+                                                    CompensatedAccumulator<Element, kRows, kColumns>& rest,
                                                     SharedTile<Element, kWidthLeft> left, int m,
                                                     SharedTile<Element, kWidthRight> right) {
   using F = Fragments<Element>;
@@ -290,7 +291,8 @@ __device__ __forceinline__ void multiply_rows_apart(Accumulator<kRows, kColumns>
 }
 
 template <class Element, int kRows, int kColumns>
-__device__ __forceinline__ void add_rest(Accumulator<kRows, kColumns>& d, const RestOfSums<Element, kRows, kColumns>& rest) {
+__device__ __forceinline__ void add_rest(Accumulator<kRows, kColumns>& d,
+                                         const CompensatedAccumulator<Element, kRows, kColumns>& rest) {
   if constexpr (Fragments<Element>::kPieces > 1)
     for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, rest.sums[i][j][e]); });
 }
@@ -298,20 +300,21 @@ __device__ __forceinline__ void add_rest(Accumulator<kRows, kColumns>& d, const 
 // d is the whole result then, unless the rest is kept: see without_infinite and round_to_sum.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void add_rest_unless_kept(Accumulator<kRows, kColumns>& d,
-                                                     const RestOfSums<Element, kRows, kColumns>& rest) {
-  if constexpr (!RestOfSums<Element, kRows, kColumns>::kKept) add_rest(d, rest);
+                                                     const CompensatedAccumulator<Element, kRows, kColumns>& rest) {
+  if constexpr (!CompensatedAccumulator<Element, kRows, kColumns>::kCompensated) add_rest(d, rest);
 }
 // Leaves no rest where d is not finite.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void without_infinite(const Accumulator<kRows, kColumns>& d,
-                                                 RestOfSums<Element, kRows, kColumns>& rest) {
-  if constexpr (RestOfSums<Element, kRows, kColumns>::kKept)
+                                                 CompensatedAccumulator<Element, kRows, kColumns>& rest) {
+  if constexpr (CompensatedAccumulator<Element, kRows, kColumns>::kCompensated)
     for_each(rest.sums, [&](float& x, int i, int j, int e) { x = fabsf(d[i][j][e]) < INFINITY ? x : 0; });
 }
 // Makes d the sum rounded to float, and the rest what that leaves, 0 where d is not finite.
 template <class Element, int kRows, int kColumns>
-__device__ __forceinline__ void round_to_sum(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest) {
-  if constexpr (RestOfSums<Element, kRows, kColumns>::kKept)
+__device__ __forceinline__ void round_to_sum(Accumulator<kRows, kColumns>& d,
+                                             CompensatedAccumulator<Element, kRows, kColumns>& rest) {
+  if constexpr (CompensatedAccumulator<Element, kRows, kColumns>::kCompensated)
     for_each(d, [&](float& x, int i, int j, int e) {
       float& low = rest.sums[i][j][e];
       const bool finite = fabsf(x) < INFINITY;
@@ -324,7 +327,8 @@ __device__ __forceinline__ void round_to_sum(Accumulator<kRows, kColumns>& d, Re
 // All of a product in one call; as add_rest_unless_kept leaves it.
 template <class Element, int kDepthInAll, bool kTurned = false, bool kRounded = false, int kRows, int kColumns, int kWidthLeft,
           int kWidthRight>
-__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d, RestOfSums<Element, kRows, kColumns>& rest,
+__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d,
+                                              CompensatedAccumulator<Element, kRows, kColumns>& rest,
                                               SharedTile<Element, kWidthLeft> left, int m,
                                               SharedTile<Element, kWidthRight> right) {
   multiply_rows_apart<Element, kDepthInAll, kTurned, kRounded>(d, rest, left, m, right);
@@ -363,8 +367,8 @@ struct LeftOperand {
         for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int piece = 0; piece < F::kPieces; ++piece)
-            *reinterpret_cast<unsigned*>(to.row(row + 16 * i + 8 * half + lane_group(), piece) + column + 8 * j +
-                                         2 * lane_place()) = words[i][j][half][piece];
+            *reinterpret_cast<unsigned*>(to.row(row + 16 * i + 8 * half + quad(), piece) + column + 8 * j +
+                                         2 * lane_in_quad()) = words[i][j][half][piece];
   }
 };
 
@@ -402,7 +406,7 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
 #pragma unroll
       for (int j = 0; j < kColumns; j += kCount) {
         Accumulator<kRows, kCount> leading;
-        RestOfSums<Element, kRows, kCount> rest;
+        CompensatedAccumulator<Element, kRows, kCount> rest;
         clear(leading);
 #pragma unroll
         for (int step = 0; step < kGroup; ++step) {

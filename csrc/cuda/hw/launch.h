@@ -11,7 +11,7 @@
 
 namespace flash_online::cuda {
 
-constexpr int kWarp = 32;  // threads
+constexpr int kWarpSize = 32;  // threads
 
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
@@ -40,7 +40,7 @@ int device_attribute() {
   return value;
 }
 
-inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
+inline int sm_count() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 // The most blocks of a cluster on the current device; 1 where there are no clusters. More than 8 are not portable.
 inline int largest_cluster() {
@@ -74,8 +74,8 @@ void allow_cluster(Kernel kernel, int cluster) {
 }
 
 // The attribute of a launch whose blocks may start once those of the kernel before it in the stream are gone or have all
-// called let_next_kernel_start(); they call wait_for_kernel_before() (stream_order.cuh) before they touch any tensor.
-inline void start_early(cudaLaunchConfig_t& config, cudaLaunchAttribute& attribute) {
+// called launch_dependents(); they call grid_dependency_wait() (stream_order.cuh) before they touch any tensor.
+inline void allow_early_start(cudaLaunchConfig_t& config, cudaLaunchAttribute& attribute) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
@@ -84,31 +84,31 @@ inline void start_early(cudaLaunchConfig_t& config, cudaLaunchAttribute& attribu
 
 // Queues kernel(problem), which starts early: its launch does not show behind another kernel.
 template <class Problem>
-void launch_behind(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, cudaStream_t stream,
-                   unsigned shared_bytes = 0) {
+void launch_dependent(void (*kernel)(Problem), const Problem& problem, unsigned blocks, unsigned threads, cudaStream_t stream,
+                      unsigned shared_bytes = 0) {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  start_early(config, attribute);
+  allow_early_start(config, attribute);
   check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
 }
 
 // A kernel whose clusters of blocks stay for several pieces of work each. One static object a kernel.
 template <class Problem>
-class StayingKernel {
+class PersistentKernel {
  public:
-  StayingKernel(void (*kernel)(Problem), unsigned threads, unsigned shared_bytes)
+  PersistentKernel(void (*kernel)(Problem), unsigned threads, unsigned shared_bytes)
       : kernel_(kernel), threads_(threads), shared_bytes_(shared_bytes) {}
 
   // Queues kernel(problem) with a block for each piece of the work, as far as all are on the device at once. `early`: see
-  // start_early.
+  // allow_early_start.
   void launch_all(const Problem& problem, int64_t work, bool early, cudaStream_t stream) {
     ClusterConfig made(1, threads_, shared_bytes_, stream);
     made.config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(work, resident(made.config, 1))));
-    if (early) start_early(made.config, made.attribute);
+    if (early) allow_early_start(made.config, made.attribute);
     check(cudaLaunchKernelEx(&made.config, kernel_, problem), "cudaLaunchKernelEx");
   }
 
@@ -138,7 +138,7 @@ class StayingKernel {
     } else {
       check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel_, static_cast<int>(threads_), shared_bytes_),
             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-      clusters *= multiprocessors();
+      clusters *= sm_count();
     }
     if (clusters == 0) throw std::runtime_error("CUDA: this device has no room for a kernel's cluster of blocks");
     if (known != nullptr) known->store(clusters, std::memory_order_relaxed);
@@ -152,7 +152,7 @@ class StayingKernel {
 };
 
 // Queues kKernel(arguments) with dynamic shared memory, whose limit is raised where a launch first asks for more. `behind`: as
-// launch_behind does.
+// launch_dependent does.
 template <auto kKernel, class Arguments>
 void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
             bool behind = false) {
@@ -167,16 +167,16 @@ void launch(const Arguments& arguments, int64_t blocks, int threads, int shared_
   }
   if (blocks > 0x7fffffff) throw std::runtime_error("CUDA: a grid has at most 2^31 - 1 blocks, got " + std::to_string(blocks));
   if (behind)
-    return launch_behind(kKernel, arguments, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), stream,
-                         static_cast<unsigned>(shared_bytes));
+    return launch_dependent(kKernel, arguments, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), stream,
+                            static_cast<unsigned>(shared_bytes));
   kKernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments);
   check_launch("launch");
 }
 
 // Blocks for work that each of them takes by striding over the grid: as many as there is work for, a few for each place on
 // the device, and never more than a grid may have.
-inline unsigned grid_for(int64_t work, int blocks_a_multiprocessor) {
-  const int64_t most = int64_t{multiprocessors()} * blocks_a_multiprocessor;
+inline unsigned grid_for(int64_t work, int ctas_per_sm) {
+  const int64_t most = int64_t{sm_count()} * ctas_per_sm;
   return static_cast<unsigned>(work < most ? work : most);
 }
 

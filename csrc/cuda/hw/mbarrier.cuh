@@ -8,19 +8,19 @@
 
 namespace flash_online::cuda {
 
-__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// After the last init_barrier, and before the block's barrier that lets others use them: shows them to the copy engine.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// After the last mbarrier_init, and before the block's barrier that lets others use them: shows them to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // Arrives, and lets the phase last until `bytes` more have been copied.
-__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, unsigned bytes) {
+__device__ __forceinline__ void arrive_expect_tx(uint64_t* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
 }
 
 // Whether the phase of this parity is over, without waiting.
-__device__ __forceinline__ bool is_over(uint64_t* barrier, unsigned parity) {
+__device__ __forceinline__ bool test_wait(uint64_t* barrier, unsigned parity) {
   unsigned over;
   asm volatile(
       "{.reg .pred over;\n"
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool is_over(uint64_t* barrier, unsigned parity) {
 
 // The place in a ring of kStages buffers, each with its barriers.
 template <int kStages>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
   unsigned parity = 0;
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ void mma_16x8x16_rounded(float (&d)[4], const unsigne
 
 // Four matrices of 8 rows of 16 bytes; lane l names the address of row l % 8 of matrix l / 8, and receives of each matrix the
 // word `place` of row `group`.
-__device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned shared_address) {
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&words)[4], unsigned shared_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared_address)
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned sha
 }
 
 // The same of matrices of 16-bit elements, each transposed on the way.
-__device__ __forceinline__ void load_matrices_transposed(unsigned (&words)[4], unsigned shared_address) {
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&words)[4], unsigned shared_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared_address)

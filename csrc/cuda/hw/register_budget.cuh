@@ -5,20 +5,20 @@
 namespace flash_online::cuda {
 
 template <int kRegisters>
-__device__ __forceinline__ void shrink_registers() {
+__device__ __forceinline__ void reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void grow_registers() {
+__device__ __forceinline__ void reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // The compiler forgets what it knows of x: what follows from it is computed where it is used, and not kept in registers from
 // before.
-__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 // The words have their values here, and not later.
 template <int kRows>
-__device__ __forceinline__ void settle(unsigned (&x)[kRows][4]) {
+__device__ __forceinline__ void fence_registers(unsigned (&x)[kRows][4]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll

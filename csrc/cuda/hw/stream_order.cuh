@@ -7,14 +7,14 @@
 namespace flash_online::cuda {
 
 // From when all blocks have called this, or are gone, those of the next kernel may take free places.
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void launch_dependents() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
 // Until the kernel before has ended and all it wrote is seen.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void grid_dependency_wait() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif

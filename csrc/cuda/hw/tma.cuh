@@ -18,13 +18,13 @@ namespace flash_online::cuda {
 // box's place there is aligned to kBoxAlignment.
 constexpr int kBoxColumns = 64, kBoxAlignment = 1024;
 
-enum class BoxElement { kHalf, kBFloat16 };
+enum class TmaElement { kHalf, kBFloat16 };
 
 // A tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements, stride[i] bytes from one index of dimension i + 1 to the
 // next, a multiple of 16 as `data` is, in boxes of [box_rows][kBoxColumns]. The function comes from the driver, so that the
 // library does not link to it and loads where there is none.
-inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
-                              uint32_t box_rows) {
+inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
+                                   uint32_t box_rows) {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -36,7 +36,7 @@ inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64
   CUtensorMap map;
   const cuuint64_t sizes[4] = {size[0], size[1], size[2], size[3]}, strides[3] = {stride[0], stride[1], stride[2]};
   const cuuint32_t box[4] = {kBoxColumns, box_rows, 1, 1}, step[4] = {1, 1, 1, 1};
-  const auto type = element == BoxElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type = element == TmaElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto make = [&] {
     return encode(&map, type, 4, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -53,12 +53,12 @@ inline CUtensorMap tensor_map(const void* data, BoxElement element, const uint64
   return map;
 }
 
-struct BoxPlace {
+struct TmaCoord {
   int column, row, head, batch;
 };
 
 // The box from `at` on, into shared memory; its bytes, those outside the tensor too, count on the barrier.
-__device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, BoxPlace at, uint64_t* barrier) {
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, TmaCoord at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
           shared_address(shared)),
@@ -67,24 +67,24 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, B
 }
 
 // Shared memory that the thread's ordinary stores wrote becomes readable for the copy engine and the tensor cores.
-__device__ __forceinline__ void publish_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void store_box(const CUtensorMap& map, BoxPlace at, const void* shared) {
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, TmaCoord at, const void* shared) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared_address(shared)), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
                : "memory");
 }
 // Adds `bytes` of floats in a row, a multiple of 16 as both ends are, to those in global memory, likewise.
-__device__ __forceinline__ void add_floats(float* global, const void* shared, unsigned bytes) {
+__device__ __forceinline__ void bulk_reduce_add(float* global, const void* shared, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 // The thread's stores so far become a group.
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // The thread's groups have read their shared memory, which may be written again.
-__device__ __forceinline__ void wait_for_store_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // They are done.
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flash_online::cuda

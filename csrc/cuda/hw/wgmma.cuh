@@ -16,18 +16,18 @@
 namespace flash_online::cuda {
 
 // Before the first product of a sequence: the registers that it reads and adds to have been written.
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // The products since the last commit become a group.
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // All but the last kPending groups are done: their accumulators may be read and their operands written.
 template <int kPending>
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // Accumulators of products that have been waited for: the compiler moves no use of them to before this place.
 template <int kRegisters>
-__device__ __forceinline__ void settle(float (&d)[kRegisters]) {
+__device__ __forceinline__ void fence_registers(float (&d)[kRegisters]) {
 #pragma unroll
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -35,33 +35,33 @@ __device__ __forceinline__ void settle(float (&d)[kRegisters]) {
 // Operands in shared memory are named by a descriptor; adding bytes / 16 to it moves its start.
 // Element (row, k) of the operand: rows of boxes are its rows, k runs along them. 16 further in k are 32 bytes, a box's width
 // further is the next box.
-__device__ __forceinline__ uint64_t rows_descriptor(unsigned shared_address) {
+__device__ __forceinline__ uint64_t k_major_descriptor(unsigned shared_address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32, kUnused = uint64_t{1} << 16;
   return kSwizzle128 | kEightRows | kUnused | ((shared_address & 0x3ffff) >> 4);
 }
 // The right operand's element (column, k): rows of boxes are k, columns run along them and on in the box that starts
 // `box_bytes` later. 16 further in k are 16 rows, 2048 bytes.
-__device__ __forceinline__ uint64_t columns_descriptor(unsigned shared_address, unsigned box_bytes) {
+__device__ __forceinline__ uint64_t mn_major_descriptor(unsigned shared_address, unsigned box_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
 }
 constexpr uint64_t kDescriptorStep = 16;  // bytes
 // The same, but nothing that is derived from it is kept in registers from one use to the next: of a buffer that stands where it
 // stands the compiler would keep the descriptors of all steps.
-__device__ __forceinline__ uint64_t made_anew(uint64_t descriptor) {
+__device__ __forceinline__ uint64_t opaque(uint64_t descriptor) {
   asm volatile("" : "+l"(descriptor));
   return descriptor;
 }
 // An operand that starts `bytes` further on, in 32 bits: a start is in a descriptor's low word and does not leave it.
-__device__ __forceinline__ uint64_t moved(uint64_t descriptor, unsigned bytes) {
+__device__ __forceinline__ uint64_t offset_descriptor(uint64_t descriptor, unsigned bytes) {
   const uint64_t rest = descriptor >> 32 << 32;
   return rest | (static_cast<unsigned>(descriptor) + bytes / static_cast<unsigned>(kDescriptorStep));
 }
 
-// Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kColumnsAlong says which descriptor b is;
-// kLeftRowsAlong that a's is as b's would be: rows of a box are k, the 64 rows of the operand run along them.
+// Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kRightMnMajor says which descriptor b is;
+// kLeftMnMajor that a's is as b's would be: rows of a box are k, the 64 rows of the operand run along them.
 template <class T, int kN>
-struct WarpgroupProduct;
+struct Wgmma;
 
 // clang-format off
 #define FO_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -90,23 +90,23 @@ struct WarpgroupProduct;
 // i0 to i6: the numbers of the operands behind the accumulators.
 #define FO_PRODUCT(T, TYPE, N, LAST, i0, i1, i2, i3, i4, i5, i6)                                                              \
   template <>                                                                                                                 \
-  struct WarpgroupProduct<T, N> {                                                                                             \
-    template <bool kColumnsAlong>                                                                                             \
-    __device__ __forceinline__ static void registers_shared(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b,            \
+  struct Wgmma<T, N> {                                                                                             \
+    template <bool kRightMnMajor>                                                                                             \
+    __device__ __forceinline__ static void rs(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b,            \
                                                             bool accumulate) {                                                \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0;\n"                                                             \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
                    "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1, %" #i6 ";}"                                  \
                    : FO_D##LAST                                                                                               \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}));      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kRightMnMajor}));      \
     }                                                                                                                         \
-    template <bool kColumnsAlong, bool kLeftRowsAlong = false>                                                                \
-    __device__ __forceinline__ static void shared_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {        \
+    template <bool kRightMnMajor, bool kLeftMnMajor = false>                                                                \
+    __device__ __forceinline__ static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {        \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0;\n"                                                             \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
                    "%" #i0 ", %" #i1 ", p, 1, 1, %" #i4 ", %" #i3 ";}"                                                        \
                    : FO_D##LAST                                                                                               \
-                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kColumnsAlong}), "n"(int{kLeftRowsAlong}));                \
+                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kRightMnMajor}), "n"(int{kLeftMnMajor}));                \
     }                                                                                                                         \
   };
 #define FO_PRODUCTS(T, TYPE)                                             \

@@ -264,8 +264,8 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
   using Team = HeldTeam<kReduceThreads, kReduceThreads>;
   const int64_t begin = blockIdx.x * reduction.rows_a_block, end = min(begin + reduction.rows_a_block, reduction.rows);
   Sum loss, weight;
-  let_next_kernel_start();
-  wait_for_kernel_before();
+  launch_dependents();
+  grid_dependency_wait();
   constexpr int kAtOnce = 8;
   for (int64_t i = begin + threadIdx.x; i < end; i += kAtOnce * kReduceThreads) {
     float of_loss[kAtOnce], of_weight[kAtOnce];
@@ -278,8 +278,8 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) loss.add(of_loss[n]), weight.add(of_weight[n]);
   }
-  loss = Team::merge_warps<0>(merge_lanes<kWarp>(loss));
-  weight = Team::merge_warps<1>(merge_lanes<kWarp>(weight));
+  loss = Team::merge_warps<0>(merge_lanes<kWarpSize>(loss));
+  weight = Team::merge_warps<1>(merge_lanes<kWarpSize>(weight));
   if (threadIdx.x != 0) return;
   if (reduction.partial != nullptr) {
     reduction.partial[blockIdx.x] = {loss.value, weight.value};
@@ -333,7 +333,7 @@ void reduce_losses(const RowProblem& problem, bool mean, void* result, void* div
                       mean,
                       result,
                       static_cast<float*>(divisor)};
-  launch_behind(reduce_kernel, reduction, static_cast<unsigned>(blocks), kReduceThreads, stream);
+  launch_dependent(reduce_kernel, reduction, static_cast<unsigned>(blocks), kReduceThreads, stream);
   if (blocks == 1) return;
   const Pair* partial = reduction.partial;
   reduction.loss = &partial->loss;
@@ -341,7 +341,7 @@ void reduce_losses(const RowProblem& problem, bool mean, void* result, void* div
   reduction.stride = sizeof(Pair) / sizeof(float);
   reduction.rows = reduction.rows_a_block = blocks;
   reduction.partial = nullptr;
-  launch_behind(reduce_kernel, reduction, 1, kReduceThreads, stream);
+  launch_dependent(reduce_kernel, reduction, 1, kReduceThreads, stream);
 }
 
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {

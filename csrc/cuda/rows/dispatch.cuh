@@ -119,7 +119,7 @@ constexpr int kHeldBlocks =
 template <class Op, class Team, int kVectors, class T, class R>
 __global__ void __launch_bounds__(Team::kThreads, kHeldBlocks<Op, Team>)
     held_kernel(const __grid_constant__ RowProblem problem) {
-  if constexpr (Op::kReduces) let_next_kernel_start();  // the sum of what rows leave
+  if constexpr (Op::kReduces) launch_dependents();  // the sum of what rows leave
   Op::template run<R>(problem, HeldRows<Team, kVectors, T>{problem, held_place<Team>(problem)});
 }
 
@@ -146,21 +146,21 @@ template <class Op, class T>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ PiecedRows pieced) {
   const RowProblem& problem = pieced.problem;
   const int64_t rows = problem.outer * problem.inner, pieces = pieced.pieces;
-  const int64_t number = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarp;
+  const int64_t number = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarpSize;
   if (number >= rows) return;
   const Partial* partials = static_cast<const Partial*>(problem.workspace);
-  wait_for_kernel_before();
+  grid_dependency_wait();
   const Whole whole = merge_pieces(partials + number * pieces, pieces);
   const float sum = Op::kSumsAgain ? merge_pieces(partials + (rows + number) * pieces, pieces).extra : 0.0f;
-  if (threadIdx.x % kWarp == 0)
+  if (threadIdx.x % kWarpSize == 0)
     Op::template finish<T>(problem, RowPlace{number / problem.inner, number % problem.inner, number, true}, whole, sum);
 }
 
 template <class Op, class T>
 void launch_finish(const PiecedRows& pieced, cudaStream_t stream) {
-  constexpr int kRows = kFinishThreads / kWarp;
+  constexpr int kRows = kFinishThreads / kWarpSize;
   const int64_t rows = pieced.problem.outer * pieced.problem.inner;
-  launch_behind(finish_kernel<Op, T>, pieced, static_cast<unsigned>((rows + kRows - 1) / kRows), kFinishThreads, stream);
+  launch_dependent(finish_kernel<Op, T>, pieced, static_cast<unsigned>((rows + kRows - 1) / kRows), kFinishThreads, stream);
 }
 
 // Queues the kernels of rows that are only summed up, once, and that no block's registers hold; false if this is none of them.

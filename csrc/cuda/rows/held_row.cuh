@@ -14,7 +14,7 @@ template <int kLanes_, int kThreads_>
 struct HeldTeam {
   static constexpr int kLanes = kLanes_, kThreads = kThreads_, kRows = kThreads / kLanes;
   static constexpr int kBlocks = 1024 / kThreads;  // to be resident on a multiprocessor: 64 registers a thread
-  static_assert(kRows == 1 || kLanes <= kWarp);
+  static_assert(kRows == 1 || kLanes <= kWarpSize);
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kLanes; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kLanes; }
@@ -23,15 +23,15 @@ struct HeldTeam {
   // Joins what the lanes of each warp agree on (short rows: have agreed on, there is nothing left to do).
   template <int kSlot, class State>
   __device__ __forceinline__ static State merge_warps(State state) {
-    if constexpr (kLanes <= kWarp) {
+    if constexpr (kLanes <= kWarpSize) {
       return state;
     } else {
-      constexpr int kWarps = kThreads / kWarp;
+      constexpr int kWarps = kThreads / kWarpSize;
       __shared__ SharedStates<State, kWarps> partial;
-      const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+      const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
       if (lane == 0) partial[warp] = state;
       __syncthreads();
-      return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
+      return merge_lanes<kWarpSize>(lane < kWarps ? partial[lane] : State{});
     }
   }
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_row(uint4 (&v)[kVectors], const T* row, int
       bool has_next = false;
       if constexpr (kTogether) {
         next = neighbor<1>(v[i]);
-        has_next = threadIdx.x % kWarp != kWarp - 1 && c + kElements < classes;
+        has_next = threadIdx.x % kWarpSize != kWarpSize - 1 && c + kElements < classes;
       }
       if (c < classes) {
         const bool more = (classes - c) * static_cast<int>(sizeof(T)) > kVectorBytes - static_cast<int>(skip);
@@ -107,9 +107,9 @@ __device__ __forceinline__ void store_vector(Result* row, int c, int classes, co
     const unsigned skip = misalignment(row);
     if (skip != 0) {
       const uint4 own = pack<Result>(y), before = neighbor<-1>(own);
-      const int lane = static_cast<int>(threadIdx.x) % kWarp, rest = kElements - static_cast<int>(skip / sizeof(Result));
+      const int lane = static_cast<int>(threadIdx.x) % kWarpSize, rest = kElements - static_cast<int>(skip / sizeof(Result));
       const bool joined = lane != 0 && c + kElements <= classes;
-      const bool next_joins = lane != kWarp - 1 && c + 2 * kElements <= classes;
+      const bool next_joins = lane != kWarpSize - 1 && c + 2 * kElements <= classes;
       if (joined) store_streaming(reinterpret_cast<char*>(at) - skip, bytes_from(before, own, kVectorBytes - skip));
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
@@ -162,7 +162,7 @@ class InRegisters {
   using Team = Team_;
   static constexpr int kVectors = kVectors_, kUnroll = kVectors;  // of loops over them
   __device__ __forceinline__ InRegisters(const T* row, int classes) {
-    load_row<T, Team::kLanes >= kWarp>(v_, row, Team::lane(), Team::lanes(), classes, lowest_vector<T>());
+    load_row<T, Team::kLanes >= kWarpSize>(v_, row, Team::lane(), Team::lanes(), classes, lowest_vector<T>());
   }
   __device__ __forceinline__ void wait() const {}  // until the vectors are there
   __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
@@ -190,13 +190,13 @@ class HeldRow {
       : vectors_(vectors), place_(place), classes_(classes) {}
 
   __device__ __forceinline__ RowState state() {
-    constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
+    constexpr int kLanes = Team::kLanes < kWarpSize ? Team::kLanes : kWarpSize;
     vectors_.wait();
     float max = -INFINITY;
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < kVectors; ++i) max = fmaxf(max, max_of<T>(vectors_[i]));
     RowState state;
-    state.raise(lanes_max<kLanes>(max));
+    state.raise_max(lanes_max<kLanes>(max));
     float sum = 0;
     if (NearWeights::serve(state.max)) {
       const NearWeights weights(state.max);
@@ -239,7 +239,7 @@ class HeldRow {
   // The same of f(class, element, the other row's element).
   template <int kSlot = 1, class F>
   __device__ __forceinline__ float sum_with(const HeldRow& other, const F& f) const {
-    constexpr int kLanes = Team::kLanes < kWarp ? Team::kLanes : kWarp;
+    constexpr int kLanes = Team::kLanes < kWarpSize ? Team::kLanes : kWarpSize;
     vectors_.wait();
     float sum = 0;
     each_with(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
@@ -302,7 +302,7 @@ class HeldRow {
     for (int i = 0; i < kVectors; ++i) {
       float z[kElements] = {};
       with_vector(i, other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) { f(c, x, y, z); });
-      store_vector<Team::kLanes >= kWarp>(result, class_of(i), classes_, z);
+      store_vector<Team::kLanes >= kWarpSize>(result, class_of(i), classes_, z);
     }
   }
   template <class F>

@@ -64,7 +64,7 @@ struct RingChunk {
   __device__ __forceinline__ static int thread() { return threadIdx.x % Shape::kThreads; }
   __device__ __forceinline__ static int first_of(int i) { return (thread() + i * Shape::kThreads) * kElements; }
   __device__ __forceinline__ void read(uint4 (&v)[kVectors]) const {
-    if constexpr (!kCopiesBytes) {
+    if constexpr (!kHasBulkCopy) {
       load_row<T, true>(v, data, thread(), Shape::kThreads, classes, lowest_vector<T>());
       return;
     }
@@ -92,7 +92,7 @@ struct RingChunk {
   }
   // One of them again, as long as the stage is not filled anew.
   __device__ __forceinline__ uint4 any(const uint4 (&v)[kVectors], int i) const {
-    if constexpr (kCopiesBytes)
+    if constexpr (kHasBulkCopy)
       return staged(i);
     else
       return any_of(v, i);
@@ -119,8 +119,8 @@ class RingLoader {
       : rows_(rows), stages_(stages), full_(full), next_(first), step_(step), end_(static_cast<unsigned>(rows.all_pieces)) {}
   // Once, before the ring's threads wait for a chunk.
   __device__ __forceinline__ void begin() const {
-    for (int stage = 0; stage < Shape::kStages; ++stage) init_barrier(&full_[stage], 1);
-    publish_barriers();
+    for (int stage = 0; stage < Shape::kStages; ++stage) mbarrier_init(&full_[stage], 1);
+    fence_barrier_init();
   }
   __device__ __forceinline__ void fill() {
     for (int stage = 0; stage < Shape::kStages; ++stage) load(stage);
@@ -135,8 +135,8 @@ class RingLoader {
     const int classes = left_ < Shape::kClasses ? left_ : Shape::kClasses;
     const unsigned skip = misalignment(data_);
     const unsigned bytes = (skip + classes * sizeof(T) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
-    arrive_and_expect(&full_[stage], bytes);
-    load_bytes(stages_ + stage * Shape::kStageVectors, reinterpret_cast<const char*>(data_) - skip, bytes, &full_[stage]);
+    arrive_expect_tx(&full_[stage], bytes);
+    bulk_load(stages_ + stage * Shape::kStageVectors, reinterpret_cast<const char*>(data_) - skip, bytes, &full_[stage]);
     data_ += Shape::kClasses, left_ -= Shape::kClasses;
   }
 

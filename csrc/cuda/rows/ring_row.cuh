@@ -10,7 +10,7 @@ namespace flash_online::cuda {
 
 constexpr int kRowRingWarps = 4, kRowRingBlocks = 4;
 template <class T>
-using RowShape = RingShape<T, kWarp, 8, 3>;
+using RowShape = RingShape<T, kWarpSize, 8, 3>;
 
 // Whether the current device has what a ring needs.
 inline bool copies_bytes() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
@@ -28,7 +28,7 @@ class RowRing {
  public:
   __device__ __forceinline__ RowRing(const PiecedRows& rows, uint4* stages, uint64_t* full, unsigned first, unsigned step)
       : stages_(stages), full_(full), loader_(rows, stages, full, first, step) {
-    if (threadIdx.x % kWarp == 0) {
+    if (threadIdx.x % kWarpSize == 0) {
       loader_.begin();
       loader_.fill();
     }
@@ -40,27 +40,27 @@ class RowRing {
     wait(&full_[at_.stage], at_.parity);
     chunk.read(v);
     __syncwarp();  // all have read
-    if (threadIdx.x % kWarp == 0) loader_.load(at_.stage);
+    if (threadIdx.x % kWarpSize == 0) loader_.load(at_.stage);
     at_.advance();
   }
 
  private:
   uint4* stages_;
   uint64_t* full_;
-  RingPlace<Shape::kStages> at_;
+  PipelineState<Shape::kStages> at_;
   RingLoader<Shape> loader_;
 };
 
 // Leaves each piece's part of its row's state in the workspace.
 template <class T>
-__global__ void __launch_bounds__(kRowRingWarps* kWarp, kRowRingBlocks)
+__global__ void __launch_bounds__(kRowRingWarps* kWarpSize, kRowRingBlocks)
     ring_part_kernel(const __grid_constant__ PiecedRows rows) {
-  if constexpr (kCopiesBytes) {
+  if constexpr (kHasBulkCopy) {
     using Shape = RowShape<T>;
     extern __shared__ __align__(128) uint4 all_shared[];
     __shared__ uint64_t full[kRowRingWarps][Shape::kStages];
-    let_next_kernel_start();
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    launch_dependents();
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const unsigned first = warp * gridDim.x + blockIdx.x, step = gridDim.x * kRowRingWarps;
     RowRing<Shape> ring(rows, all_shared + warp * (Shape::kBytes / kVectorBytes), full[warp], first, step);
     const unsigned all = static_cast<unsigned>(rows.all_pieces);
@@ -74,18 +74,18 @@ __global__ void __launch_bounds__(kRowRingWarps* kWarp, kRowRingBlocks)
         float max = -INFINITY;
 #pragma unroll
         for (int i = 0; i < Shape::kVectors; ++i) max = fmaxf(max, max_of<T>(v[i]));
-        state.raise_beyond(kSlack, max);
+        state.raise_max_lazily(kSlack, max);
         add_weights<T>(state, v);
       }
-      state = merge_lanes<kWarp>(state);
+      state = merge_lanes<kWarpSize>(state);
       float nan = state.sum != state.sum ? 1.0f : 0.0f;
       if (state.max == INFINITY) {  // rare: see settled()
         nan = 0;
-        for (int c = lane; c < piece.classes; c += kWarp) {
+        for (int c = lane; c < piece.classes; c += kWarpSize) {
           const float x = widen(piece.data[c]);
           nan += x != x ? 1.0f : 0.0f;
         }
-        nan = lanes_sum<kWarp>(nan);
+        nan = lanes_sum<kWarpSize>(nan);
       }
       if (lane == 0) static_cast<Partial*>(rows.problem.workspace)[number] = {state.max, state.sum, 0, nan};
     }
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRowRingWarps* kWarp, kRowRingBlocks)
 
 template <class T>
 void launch_ring_part(const PiecedRows& rows, cudaStream_t stream) {
-  static StayingKernel kernel(ring_part_kernel<T>, kRowRingWarps * kWarp, kRowRingWarps * RowShape<T>::kBytes);
+  static PersistentKernel kernel(ring_part_kernel<T>, kRowRingWarps * kWarpSize, kRowRingWarps * RowShape<T>::kBytes);
   kernel.launch_all(rows, (rows.all_pieces + kRowRingWarps - 1) / kRowRingWarps, false, stream);
 }
 

@@ -126,10 +126,10 @@ class Compensation {
 
 template <int kLanes>
 __device__ __forceinline__ unsigned lanes_mask() {
-  if constexpr (kLanes == kWarp)
+  if constexpr (kLanes == kWarpSize)
     return ~0u;
   else
-    return ((1u << kLanes) - 1) << (threadIdx.x % kWarp / kLanes * kLanes);
+    return ((1u << kLanes) - 1) << (threadIdx.x % kWarpSize / kLanes * kLanes);
 }
 
 // Butterflies, which give every lane the same bits: a maximum is exact, and a sum of two commutes.
@@ -148,7 +148,7 @@ __device__ __forceinline__ float lanes_sum(float x) {
 
 template <int kLanes>
 __device__ __forceinline__ RowState merge_lanes(RowState state) {
-  state.raise(lanes_max<kLanes>(state.max));
+  state.raise_max(lanes_max<kLanes>(state.max));
   state.sum = lanes_sum<kLanes>(state.sum);
   return state;
 }
@@ -172,13 +172,13 @@ struct SharedStates {
 
 // Short rows: one row a warp.
 struct WarpPerRow {
-  static constexpr int kThreads = 128, kUnitsPerBlock = kThreads / kWarp, kRows = 1, kStep = kWarp;
-  __device__ __forceinline__ static int unit() { return threadIdx.x / kWarp; }
+  static constexpr int kThreads = 128, kUnitsPerBlock = kThreads / kWarpSize, kRows = 1, kStep = kWarpSize;
+  __device__ __forceinline__ static int unit() { return threadIdx.x / kWarpSize; }
   __device__ __forceinline__ static int row() { return 0; }
-  __device__ __forceinline__ static int first() { return threadIdx.x % kWarp; }
+  __device__ __forceinline__ static int first() { return threadIdx.x % kWarpSize; }
   template <class State>
   __device__ __forceinline__ static State merge(State state) {
-    return merge_lanes<kWarp>(state);
+    return merge_lanes<kWarpSize>(state);
   }
 };
 
@@ -190,24 +190,24 @@ struct BlockPerRow {
   __device__ __forceinline__ static int first() { return threadIdx.x; }
   template <class State>
   __device__ __forceinline__ static State merge(State state) {
-    constexpr int kWarps = kThreads / kWarp;
+    constexpr int kWarps = kThreads / kWarpSize;
     __shared__ SharedStates<State, kWarps> partial;
-    const int lane = threadIdx.x % kWarp;
-    state = merge_lanes<kWarp>(state);
+    const int lane = threadIdx.x % kWarpSize;
+    state = merge_lanes<kWarpSize>(state);
     __syncthreads();  // the previous row's have been read
-    if (lane == 0) partial[threadIdx.x / kWarp] = state;
+    if (lane == 0) partial[threadIdx.x / kWarpSize] = state;
     __syncthreads();
-    return merge_lanes<kWarp>(lane < kWarps ? partial[lane] : State{});
+    return merge_lanes<kWarpSize>(lane < kWarps ? partial[lane] : State{});
   }
 };
 
 // Rows that lie side by side in memory: a lane has a row, so that a warp reads neighbouring addresses, and each warp of the
 // block has its share of the classes.
 struct LanePerRow {
-  static constexpr int kThreads = 256, kUnitsPerBlock = 1, kRows = kWarp, kStep = kThreads / kWarp;
+  static constexpr int kThreads = 256, kUnitsPerBlock = 1, kRows = kWarpSize, kStep = kThreads / kWarpSize;
   __device__ __forceinline__ static int unit() { return 0; }
-  __device__ __forceinline__ static int row() { return threadIdx.x % kWarp; }
-  __device__ __forceinline__ static int first() { return threadIdx.x / kWarp; }
+  __device__ __forceinline__ static int row() { return threadIdx.x % kWarpSize; }
+  __device__ __forceinline__ static int first() { return threadIdx.x / kWarpSize; }
   template <class State>
   __device__ __forceinline__ static State merge(State state) {
     __shared__ SharedStates<State, kThreads> partial;
@@ -215,7 +215,7 @@ struct LanePerRow {
     partial[threadIdx.x] = state;
     __syncthreads();
     State all{};
-    for (int other = row(); other < kThreads; other += kWarp) all.merge(partial[other]);
+    for (int other = row(); other < kThreads; other += kWarpSize) all.merge(partial[other]);
     return all;
   }
 };
@@ -268,7 +268,7 @@ class StridedRow {
         x[i] = at < classes_ ? row_[at] : -INFINITY;
         max = fmaxf(max, x[i]);
       }
-      compensation.rescale(state.raise_beyond(kSlack, max));
+      compensation.rescale(state.raise_max_lazily(kSlack, max));
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) sum += state.weight(x[i]);
       compensation.add(state, sum);

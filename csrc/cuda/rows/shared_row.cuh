@@ -39,9 +39,9 @@ struct SharedTeam {
   template <int kSlot, class State>
   __device__ __forceinline__ static State merge_warps(State state) {
     static_assert(kSlot < kSlots);
-    constexpr int kWarps = kThreads / kWarp;
+    constexpr int kWarps = kThreads / kWarpSize;
     __shared__ SharedStates<State, kWarps*(kCluster ? kLargestCluster : 1)> partial;
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     if constexpr (kCluster) {
       uint64_t* mailbox = &mailboxes()[kSlot];
       if (threadIdx.x == 0) expect_messages(mailbox, kWarps * blocks() * static_cast<unsigned>(sizeof(State)));
@@ -52,8 +52,8 @@ struct SharedTeam {
       __syncthreads();
     }
     State all{};
-    for (int i = lane; i < kWarps * blocks(); i += kWarp) all.merge(partial[i]);
-    return merge_lanes<kWarp>(all);
+    for (int i = lane; i < kWarps * blocks(); i += kWarpSize) all.merge(partial[i]);
+    return merge_lanes<kWarpSize>(all);
   }
 
  private:
@@ -78,7 +78,7 @@ class InShared {
       for (int i = 0; i < kVectors; ++i) {
         const int c = (Team::lane() + i * Team::lanes()) * kElements;
         if (c + kElements <= classes)
-          copy_async(slot(i), row + c);
+          cp_async(slot(i), row + c);
         else
           *slot(i) =
               c < classes ? first_elements<T>(load_streaming(row + c), classes - c, lowest_vector<T>()) : lowest_vector<T>();
@@ -96,8 +96,8 @@ class InShared {
     }
   }
   __device__ __forceinline__ void wait() const {  // a thread reads what it copied itself: no barrier
-    commit_copies();
-    wait_for_copies();
+    cp_async_commit();
+    cp_async_wait();
   }
   __device__ __forceinline__ uint4 operator[](int i) const { return *slot(i); }
   __device__ __forceinline__ uint4 any(int i) const { return *slot(i); }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Team::kThreads, Team::kBlocks) shared_kernel(c
 // Queues a kernel for all rows, each of which takes `cluster` blocks.
 template <class Op, class Team, class T, class R>
 void launch_shared_rows(const RowProblem& problem, int cluster, cudaStream_t stream) {
-  static StayingKernel kernel(shared_kernel<Op, Team, T, R>, Team::kThreads, Team::kSharedBytes);
+  static PersistentKernel kernel(shared_kernel<Op, Team, T, R>, Team::kThreads, Team::kSharedBytes);
   kernel.launch(problem, problem.outer * problem.inner, cluster, 1, stream);
 }
 

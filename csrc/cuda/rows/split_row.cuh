@@ -62,13 +62,13 @@ struct Whole {
 };
 __device__ __forceinline__ Whole merge_pieces(const Partial* partials, int64_t count) {
   Whole whole{};
-  for (int64_t i = threadIdx.x % kWarp; i < count; i += kWarp) {
+  for (int64_t i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) {
     const Partial part = partials[i];
     whole.state.merge(RowState{part.max, part.sum});
     whole.extra += part.extra;
     whole.nan += part.nan;
   }
-  return {merge_lanes<kWarp>(whole.state), lanes_sum<kWarp>(whole.extra), lanes_sum<kWarp>(whole.nan)};
+  return {merge_lanes<kWarpSize>(whole.state), lanes_sum<kWarpSize>(whole.extra), lanes_sum<kWarpSize>(whole.nan)};
 }
 
 // This block's piece of a row.
@@ -101,7 +101,7 @@ class SplitRow {
       float max = -INFINITY;
 #pragma unroll
       for (int i = 0; i < kSplitVectors; ++i) max = fmaxf(max, max_of<T>(v[i]));
-      compensation.rescale(state.raise_beyond(kSlack, max));
+      compensation.rescale(state.raise_max_lazily(kSlack, max));
 #pragma unroll
       for (int i = 0; i < kSplitVectors; ++i) {
         float x[kElements], part = 0, part_of_more = 0;
@@ -118,15 +118,15 @@ class SplitRow {
         if constexpr (kExtra) of_more.add(more, part_of_more);
       }
     }
-    state = SplitTeam::merge_warps<0>(merge_lanes<kWarp>(state));
-    if constexpr (kExtra) more = SplitTeam::merge_warps<1>(merge_lanes<kWarp>(more));
+    state = SplitTeam::merge_warps<0>(merge_lanes<kWarpSize>(state));
+    if constexpr (kExtra) more = SplitTeam::merge_warps<1>(merge_lanes<kWarpSize>(more));
     if (state.max == INFINITY) {  // rare: see settled()
       each_with(*this, [&](int64_t c, const float (&x)[kElements], const float (&)[kElements]) {
 #pragma unroll
         for (int e = 0; e < kElements; ++e)
           if (c + e < end_ && x[e] != x[e]) nan.add(1);
       });
-      nan = SplitTeam::merge_warps<2>(merge_lanes<kWarp>(nan));
+      nan = SplitTeam::merge_warps<2>(merge_lanes<kWarpSize>(nan));
     } else if (state.sum != state.sum) {
       nan.value = 1;
     }
@@ -145,7 +145,7 @@ class SplitRow {
         if (c + e < end_) part += f(c + e, x[e], y[e]);
       compensation.add(sum, part);
     });
-    sum = SplitTeam::merge_warps<0>(merge_lanes<kWarp>(sum));
+    sum = SplitTeam::merge_warps<0>(merge_lanes<kWarpSize>(sum));
     if (threadIdx.x == 0) partials_[behind + slot()] = {-INFINITY, 0, sum.value, 0};
   }
 

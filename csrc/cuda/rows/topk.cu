@@ -34,15 +34,15 @@ __device__ __forceinline__ float element_of(Key key) {
 __device__ __forceinline__ Key key_of(float x, unsigned index) { return Key{rank_of(x)} << 32 | (0xffffffffu - index); }
 __device__ __forceinline__ unsigned index_of(Key key) { return 0xffffffffu - static_cast<unsigned>(key); }
 
-constexpr int kMostInLists = kWarp;  // k
+constexpr int kMostInLists = kWarpSize;  // k
 
 // ---- k <= 32, classes side by side, rows that a block holds at once
 
-// Steps of a bitonic sort of a warp's numbers, one a lane, descending; from_size kWarp: of what is bitonic already.
+// Steps of a bitonic sort of a warp's numbers, one a lane, descending; from_size kWarpSize: of what is bitonic already.
 __device__ __forceinline__ float sort_descending(float x, int from_size = 2) {
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int size = from_size; size <= kWarp; size *= 2)
+  for (int size = from_size; size <= kWarpSize; size *= 2)
 #pragma unroll
     for (int step = size / 2; step > 0; step /= 2) {
       const float other = __shfl_xor_sync(~0u, x, step);
@@ -54,7 +54,7 @@ __device__ __forceinline__ float sort_descending(float x, int from_size = 2) {
 // What the threads of a block share while they look for the best of a row.
 template <int kThreads>
 struct Board {
-  static constexpr int kGroups = 2 * kWarp, kWarps = kThreads / kWarp;
+  static constexpr int kGroups = 2 * kWarpSize, kWarps = kThreads / kWarpSize;
   static constexpr int kWaiting = 512, kRoom = kWaiting - kThreads;  // kRoom: for those who come next
   float groups[kGroups];  // the maxima of parts of the first vectors
   float bar;  // who is not above it is not among the best
@@ -67,15 +67,15 @@ struct Board {
 // The first bar, by the first warp: just below the k-th largest of the groups' maxima, so that k elements are above.
 template <int kThreads>
 __device__ __forceinline__ void set_first_bar(Board<kThreads>& board, int k) {
-  constexpr int kFew = kWarp / 4;  // up to which half as many groups do
-  const int lane = threadIdx.x % kWarp;
-  float a = board.groups[lane], b = board.groups[kWarp + lane];
+  constexpr int kFew = kWarpSize / 4;  // up to which half as many groups do
+  const int lane = threadIdx.x % kWarpSize;
+  float a = board.groups[lane], b = board.groups[kWarpSize + lane];
   if (k <= kFew) {
     a = sort_descending(fmaxf(a, b));
   } else {
     a = sort_descending(a);
     b = sort_descending(b);
-    a = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarp - 1 - lane)), kWarp);
+    a = sort_descending(fmaxf(a, __shfl_sync(~0u, b, kWarpSize - 1 - lane)), kWarpSize);
   }
   const float bar = __shfl_sync(~0u, a, k - 1);
   if (lane == 0) board.bar = nextafterf(bar, -INFINITY);
@@ -123,12 +123,12 @@ __device__ __forceinline__ void group_maxima(Board<kThreads>& board, float most)
 // All threads' states, for the first warp. A barrier, behind which board.best is there too.
 template <int kThreads>
 __device__ __forceinline__ RowState merge_states(Board<kThreads>& board, RowState state) {
-  constexpr int kWarps = kThreads / kWarp;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  state = merge_lanes<kWarp>(state);
+  constexpr int kWarps = kThreads / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  state = merge_lanes<kWarpSize>(state);
   if (kWarps > 1 && lane == 0) board.states[warp] = state;
   __syncthreads();
-  if (kWarps > 1 && warp == 0) state = merge_lanes<kWarp>(lane < kWarps ? board.states[lane] : RowState{});
+  if (kWarps > 1 && warp == 0) state = merge_lanes<kWarpSize>(lane < kWarps ? board.states[lane] : RowState{});
   return state;
 }
 
@@ -186,7 +186,7 @@ template <int kThreads, int kVectors, class T>
 __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row, int classes, int k) {
   using B = Board<kThreads>;
   constexpr int kElements = kPerVector<T>;
-  const int thread = threadIdx.x, warp = thread / kWarp;
+  const int thread = threadIdx.x, warp = thread / kWarpSize;
   if (thread == 0) board.count = 0;
   uint4 v[kVectors];
   load_row<T>(v, row, thread, kThreads, classes, lowest_vector<T>());
@@ -194,16 +194,16 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) halves[i % 2] = fmaxf(halves[i % 2], max_of<T>(v[i]));
   const float most = fmaxf(halves[0], halves[1]);
-  if constexpr (kThreads == kWarp) {
+  if constexpr (kThreads == kWarpSize) {
     board.groups[thread] = halves[0];
-    board.groups[kWarp + thread] = halves[1];
+    board.groups[kWarpSize + thread] = halves[1];
   } else {
     group_maxima(board, most);
   }
   __syncthreads();
   if (warp == 0) set_first_bar(board, k);
   RowState state;
-  state.raise(most);
+  state.raise_max(most);
   add_weights<T>(state, v);
   __syncthreads();
   const Above above(board.bar, k);
@@ -234,13 +234,13 @@ __device__ __forceinline__ RowState search(Board<kThreads>& board, const T* row,
 // The results of a row, by one warp: a lane has a key.
 template <class R>
 __device__ __forceinline__ void write_list(const RowProblem& problem, const RowPlace& place, const RowState& state, Key key) {
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarpSize;
   RowState denominator = state;
   const bool mine = lane < problem.k;
   if (problem.renormalize) {
     RowState own;
     if (mine) own.absorb(element_of(key));
-    denominator = merge_lanes<kWarp>(own);
+    denominator = merge_lanes<kWarpSize>(own);
   }
   if (!mine) return;
   const float p = denominator.weight(element_of(key)) * denominator.inverse_sum();
@@ -254,12 +254,12 @@ template <class T, class R, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads, (kVectors > 8 ? 576 : 1024) / kThreads)
     list_kernel(const __grid_constant__ RowProblem problem) {
   __shared__ Board<kThreads> board;
-  let_next_kernel_start();
-  wait_for_kernel_before();
+  launch_dependents();
+  grid_dependency_wait();
   const RowPlace place = held_place(problem, blockIdx.x);
   const T* row = row_of<const T>(problem.input, place).data;
   const RowState state = search<kThreads, kVectors>(board, row, static_cast<int>(problem.classes), static_cast<int>(problem.k));
-  if (threadIdx.x < kWarp) write_list<R>(problem, place, state, board.best[threadIdx.x]);
+  if (threadIdx.x < kWarpSize) write_list<R>(problem, place, state, board.best[threadIdx.x]);
 }
 
 // ---- the same, longer rows
@@ -278,10 +278,12 @@ PiecedRows list_pieces(const RowProblem& problem, Type<T>) {
 struct PieceState {
   float max, sum;
 };
-inline int64_t list_bytes(int64_t pieces) { return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarp * sizeof(Key)); }
+inline int64_t list_bytes(int64_t pieces) {
+  return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarpSize * sizeof(Key));
+}
 __device__ __forceinline__ Key* lists_of(const PiecedRows& rows) { return static_cast<Key*>(rows.problem.workspace); }
 __device__ __forceinline__ PieceState* states_of(const PiecedRows& rows) {
-  return reinterpret_cast<PieceState*>(lists_of(rows) + rows.all_pieces * kWarp);
+  return reinterpret_cast<PieceState*>(lists_of(rows) + rows.all_pieces * kWarpSize);
 }
 
 // Leaves those of a chunk in which far too many were above, as of equal elements, to wait once more, one of each thread at a
@@ -310,19 +312,19 @@ __global__ void __launch_bounds__(kRingThreads, kRingBlocks) list_ring_kernel(co
   __shared__ B board;
   __shared__ uint64_t full[kRingStages];
   const RowProblem& problem = rows.problem;
-  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp, k = static_cast<int>(problem.k);
-  const bool loads = kCopiesBytes && thread == kRingThreads - kWarp;  // of the last warp: the first one writes results
+  const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize, k = static_cast<int>(problem.k);
+  const bool loads = kHasBulkCopy && thread == kRingThreads - kWarpSize;  // of the last warp: the first one writes results
   RingLoader<Shape> loader(rows, all_shared, full, blockIdx.x, gridDim.x);
-  let_next_kernel_start();
-  wait_for_kernel_before();
-  if constexpr (kCopiesBytes) {
+  launch_dependents();
+  grid_dependency_wait();
+  if constexpr (kHasBulkCopy) {
     if (loads) {
       loader.begin();
       loader.fill();
     }
     __syncthreads();
   }
-  RingPlace<kRingStages> at;
+  PipelineState<kRingStages> at;
   const unsigned all = static_cast<unsigned>(rows.all_pieces);
   for (unsigned number = blockIdx.x; number < all; number += gridDim.x) {
     const Piece<T> piece(rows, number);
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(kRingThreads, kRingBlocks) list_ring_kernel(co
     for (int begin = 0, n = 1; begin < piece.classes; begin += Shape::kClasses, ++n) {
       const Chunk chunk{all_shared + at.stage * Shape::kStageVectors, piece.data + begin, piece.classes - begin};
       uint4 v[kRingVectors];
-      if constexpr (kCopiesBytes) wait(&full[at.stage], at.parity);
+      if constexpr (kHasBulkCopy) wait(&full[at.stage], at.parity);
       chunk.read(v);
       float tops[kRingVectors], most = -INFINITY;
 #pragma unroll
@@ -344,7 +346,7 @@ __global__ void __launch_bounds__(kRingThreads, kRingBlocks) list_ring_kernel(co
         __syncthreads();
         if (warp == 0) set_first_bar(board, k);
       }
-      state.raise_beyond(kSlack, most);
+      state.raise_max_lazily(kSlack, most);
       add_weights<T>(state, v);
       if (begin == 0) {
         __syncthreads();
@@ -363,7 +365,7 @@ __global__ void __launch_bounds__(kRingThreads, kRingBlocks) list_ring_kernel(co
         waiting = max(waiting, let_wait<T>(board, chunk.any(v, i), c, piece.classes, offset, above));
       }
       const bool many = __syncthreads_or(waiting > kMany);
-      if constexpr (kCopiesBytes) {
+      if constexpr (kHasBulkCopy) {
         if (loads) loader.load(at.stage);
         at.advance();
       }
@@ -386,7 +388,7 @@ __global__ void __launch_bounds__(kRingThreads, kRingBlocks) list_ring_kernel(co
     if (rows.pieces == 1) {
       write_list<R>(problem, piece.place, state, board.best[lane]);
     } else {
-      lists_of(rows)[int64_t{number} * kWarp + lane] = lane < k ? board.best[lane] : kNoKey;
+      lists_of(rows)[int64_t{number} * kWarpSize + lane] = lane < k ? board.best[lane] : kNoKey;
       if (lane == 0) states_of(rows)[number] = {state.max, state.sum};
     }
   }
@@ -400,31 +402,31 @@ __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
 
 // The best 32 of two sorted lists.
 __device__ __forceinline__ Key merge_sorted(Key a, Key b) {
-  const int lane = threadIdx.x % kWarp;
-  const Key reversed = __shfl_sync(~0u, b, kWarp - 1 - lane);
+  const int lane = threadIdx.x % kWarpSize;
+  const Key reversed = __shfl_sync(~0u, b, kWarpSize - 1 - lane);
   Key key = a > reversed ? a : reversed;  // bitonic
 #pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) key = exchange(key, step, (lane & step) == 0);
+  for (int step = kWarpSize / 2; step > 0; step /= 2) key = exchange(key, step, (lane & step) == 0);
   return key;
 }
 
-constexpr int kMergeThreads = 256, kMergeWarps = kMergeThreads / kWarp;
+constexpr int kMergeThreads = 256, kMergeWarps = kMergeThreads / kWarpSize;
 
 // A block a row: merges its pieces.
 template <class R>
 __global__ void __launch_bounds__(kMergeThreads) list_merge_kernel(const __grid_constant__ PiecedRows rows) {
-  __shared__ Key merged[kMergeWarps][kWarp];
+  __shared__ Key merged[kMergeWarps][kWarpSize];
   const int64_t first = int64_t{blockIdx.x} * rows.pieces;
-  const Key* lists = lists_of(rows) + first * kWarp;
+  const Key* lists = lists_of(rows) + first * kWarpSize;
   const PieceState* states = states_of(rows) + first;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, pieces = static_cast<int>(rows.pieces);
-  wait_for_kernel_before();
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, pieces = static_cast<int>(rows.pieces);
+  grid_dependency_wait();
   RowState state;
   for (int i = threadIdx.x; i < pieces; i += kMergeThreads) state.merge(RowState{states[i].max, states[i].sum});
   Key key = kNoKey;
 #pragma unroll 4
-  for (int i = warp; i < pieces; i += kMergeWarps) key = merge_sorted(key, lists[i * kWarp + lane]);
-  state = HeldTeam<kMergeThreads, kMergeThreads>::merge_warps<0>(merge_lanes<kWarp>(state));
+  for (int i = warp; i < pieces; i += kMergeWarps) key = merge_sorted(key, lists[i * kWarpSize + lane]);
+  state = HeldTeam<kMergeThreads, kMergeThreads>::merge_warps<0>(merge_lanes<kWarpSize>(state));
 #pragma unroll
   for (int half = kMergeWarps / 2; half > 0; half /= 2) {
     if (warp >= half && warp < 2 * half) merged[warp][lane] = key;
@@ -470,7 +472,7 @@ __global__ void __launch_bounds__(kSortThreads, 2) sort_kernel(const __grid_cons
       for (int i = threadIdx.x; i < kSortKeys; i += kSortThreads) keys[i] = kNoKey;
       if (threadIdx.x == 0) count = 0;
       __syncthreads();
-      const auto settle = [&] {
+      const auto fence_registers = [&] {
         sort_block(keys);
         bar = keys[wanted - 1];
         __syncthreads();
@@ -485,12 +487,12 @@ __global__ void __launch_bounds__(kSortThreads, 2) sort_kernel(const __grid_cons
         const bool has = key > bar && key < before;
         const int more = __syncthreads_count(has);
         if (more == 0) continue;
-        if (count + more > kSortKeys) settle();  // all threads read the same count: it changes behind barriers alone
+        if (count + more > kSortKeys) fence_registers();  // all threads read the same count: it changes behind barriers alone
         __syncthreads();
         if (has) keys[atomicAdd(&count, 1)] = key;
         __syncthreads();
       }
-      settle();
+      fence_registers();
       before = keys[wanted - 1];
       if (problem.renormalize && !write) {
         RowState own;
@@ -528,7 +530,7 @@ template <class T, class R>
 void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   const int64_t rows = problem.outer * problem.inner, vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>;
   const auto launch = [&]<int kThreads, int kVectors>() {
-    launch_behind(list_kernel<T, R, kThreads, kVectors>, problem, static_cast<unsigned>(rows), kThreads, stream);
+    launch_dependent(list_kernel<T, R, kThreads, kVectors>, problem, static_cast<unsigned>(rows), kThreads, stream);
   };
   if (!has_lists(problem)) {
     sort_kernel<T, R><<<grid_for(rows, 16), kSortThreads, 0, stream>>>(problem);
@@ -543,10 +545,10 @@ void launch_topk(const RowProblem& problem, cudaStream_t stream) {
   } else if (vectors <= 128 * 16) {
     launch.template operator()<128, 16>();
   } else {
-    static StayingKernel kernel(list_ring_kernel<T, R>, kRingThreads, ListShape<T>::kBytes);
+    static PersistentKernel kernel(list_ring_kernel<T, R>, kRingThreads, ListShape<T>::kBytes);
     const PiecedRows pieces = list_pieces(problem);
     kernel.launch_all(pieces, pieces.all_pieces, true, stream);
-    if (pieces.pieces > 1) launch_behind(list_merge_kernel<R>, pieces, static_cast<unsigned>(rows), kMergeThreads, stream);
+    if (pieces.pieces > 1) launch_dependent(list_merge_kernel<R>, pieces, static_cast<unsigned>(rows), kMergeThreads, stream);
   }
   check_launch("topk_softmax");
 }

@@ -21,9 +21,9 @@ struct TopK {
   __device__ __forceinline__ float sum(bool of_grad) const {
     Sum sum;
     Compensation compensation;
-    for (int64_t j = threadIdx.x % kWarp; j < problem.k; j += kWarp)
+    for (int64_t j = threadIdx.x % kWarpSize; j < problem.k; j += kWarpSize)
       compensation.add(sum, of_grad ? grad[j] * output[j] : output[j]);
-    return lanes_sum<kWarp>(sum.value);
+    return lanes_sum<kWarpSize>(sum.value);
   }
 };
 
@@ -31,7 +31,7 @@ constexpr int kBackwardThreads = 256;
 
 template <class T, class R>
 __global__ void __launch_bounds__(kBackwardThreads) topk_backward_kernel(const __grid_constant__ RowProblem problem) {
-  const int warp = threadIdx.x / kWarp, warps = kBackwardThreads / kWarp;
+  const int warp = threadIdx.x / kWarpSize, warps = kBackwardThreads / kWarpSize;
   for (int64_t number = int64_t{blockIdx.x} * warps + warp; number < problem.outer * problem.inner;
        number += int64_t{gridDim.x} * warps) {
     const RowPlace place = place_at(problem, number);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kBackwardThreads) topk_backward_kernel(const _
     const View3<int64_t*>& indices = problem.indices;
     const int64_t* at = indices.data + place.outer * indices.stride[0] + place.inner * indices.stride[2];
     const Row<T> grad_input = row_of<T>(problem.grad_input, place);
-    for (int64_t j = threadIdx.x % kWarp; j < problem.k; j += kWarp) {
+    for (int64_t j = threadIdx.x % kWarpSize; j < problem.k; j += kWarpSize) {
       const int64_t c = at[j * indices.stride[1]];
       assert(c >= 0 && c < problem.classes && "topk_softmax: an index is out of bounds");
       grad_input.set(c, (top.grad[j] - sum) * (top.output[j] * norm));
@@ -91,7 +91,7 @@ void topk_softmax_backward(const RowProblem& problem, CUstream_st* stream) {
   visit_types(problem, name, [&]<class T, class R>(Type<T>, Type<R>) {
     launch_rows<Rest<R>, T, T>(problem, together, stream, name);
     if (problem.k == 0) return;
-    constexpr int kRows = kBackwardThreads / kWarp;
+    constexpr int kRows = kBackwardThreads / kWarpSize;
     topk_backward_kernel<T, R>
         <<<grid_for((problem.outer * problem.inner + kRows - 1) / kRows, 32), kBackwardThreads, 0, stream>>>(problem);
     check_launch(name);
