@@ -10,10 +10,10 @@
 #include "../../core/philox.h"
 #include "../hw/launch.h"
 #include "attention.h"
-#include "block_map.cuh"
-#include "families.h"
+#include "common/mask_map.cuh"
 #include "head_dims.h"
-#include "refusal_sm90.h"
+#include "kernels.h"
+#include "sm90/supported.h"
 
 namespace flash_online::cuda {
 

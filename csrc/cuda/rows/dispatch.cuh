@@ -12,9 +12,9 @@
 
 #include <initializer_list>
 
-#include "ring_row.cuh"
-#include "shared_row.cuh"
-#include "split_row.cuh"
+#include "loops/pipelined_row.cuh"
+#include "loops/shared_row.cuh"
+#include "loops/split_row.cuh"
 
 namespace flash_online::cuda {
 

@@ -10,9 +10,9 @@
 //             such rows pass through rings (ring.cuh), the longest in pieces, whose lists another kernel merges.
 //   else      a block collects keys in shared memory and sorts them when it is full. Beyond 2048 it reads the row again for
 //             each 2048, looking only at keys behind the last one found.
-#include "../hw/stream_order.cuh"
+#include "../hw/pdl.cuh"
 #include "dispatch.cuh"
-#include "ring.cuh"
+#include "loops/pipeline.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {

@@ -1,0 +1,176 @@
+// Between tensors of any strides and the tiles that products take: rows, columns in the lanes of vectors, and pairs.
+#pragma once
+
+#include <algorithm>
+
+#include "matmul.h"
+
+namespace flash_online::cpu::FLASH_ONLINE_ISA {
+
+// A matrix in memory, with strides in elements.
+template <class E>
+struct Matrix {
+  E* data;
+  int64_t row_stride, column_stride;
+};
+
+// Rows from `first` on of one head of a tensor.
+template <class E, class Pointer>
+auto matrix_of(const View4<Pointer>& view, int64_t batch, int64_t head, int64_t first) {
+  using Element = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const E, E>;
+  return Matrix<Element>{
+      static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1] + first * view.stride[2],
+      view.stride[2], view.stride[3]};
+}
+
+// Transposes a square of vectors. A step interleaves the rows of the two halves, which moves the highest bit of an element's
+// column into the lowest of its row, and the other way round; after one step a bit, they have changed places.
+template <class T>
+FLASH_ONLINE_INLINE void transpose(Vector<T> (&row)[kLanes<T>]) {
+  constexpr int n = kLanes<T>;
+  using Index = Vector<std::conditional_t<sizeof(T) == 8, int64_t, int32_t>>;
+  Index low, high;
+  for (int l = 0; l < n; ++l) low[l] = l / 2 + l % 2 * n, high[l] = low[l] + n / 2;
+  for (int bit = 1; bit < n; bit *= 2) {
+    Vector<T> next[n];
+    for (int i = 0; i < n / 2; ++i) {
+      next[2 * i] = __builtin_shuffle(row[i], row[i + n / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(row[i], row[i + n / 2], high);
+    }
+    for (int i = 0; i < n; ++i) row[i] = next[i];
+  }
+}
+
+// to[columns, pitch] = the transpose of a matrix, widened; its rows are padded() with zeros.
+template <class E, class A>
+__attribute__((noinline)) void load_columns(Matrix<const E> from, int64_t rows, int64_t columns, A* to, int64_t pitch) {
+  constexpr int n = kLanes<A>;
+  for (int64_t r = 0; r < padded(rows); r += n) {
+    int64_t c = 0;
+    if constexpr (std::is_same_v<A, Accumulator<E>>) {
+      if (r + n <= rows && from.column_stride == 1)
+        for (; c + n <= columns; c += n) {
+          Vector<A> square[n];
+          for (int i = 0; i < n; ++i) square[i] = load_widened(from.data + (r + i) * from.row_stride + c);
+          transpose<A>(square);
+          for (int i = 0; i < n; ++i) store_vector(to + (c + i) * pitch + r, square[i]);
+        }
+    }
+    for (int i = 0; i < n; ++i)
+      for (int64_t rest = c; rest < columns; ++rest)
+        to[rest * pitch + r + i] =
+            r + i < rows ? static_cast<A>(widen(from.data[(r + i) * from.row_stride + rest * from.column_stride])) : A(0);
+  }
+}
+
+// A matrix = the transpose of from[columns, pitch], its columns times `scale` (one for each), narrowed.
+template <class E, class A>
+__attribute__((noinline)) void store_columns(const A* from, int64_t pitch, const A* scale, int64_t rows, int64_t columns,
+                                             Matrix<E> to) {
+  constexpr int n = kLanes<A>;
+  for (int64_t r = 0; r < rows; r += n) {
+    const Vector<A> scales = load_vector(scale + r);
+    int64_t c = 0;
+    if (r + n <= rows && to.column_stride == 1)
+      for (; c + n <= columns; c += n) {
+        Vector<A> square[n];
+        for (int i = 0; i < n; ++i) square[i] = load_vector(from + (c + i) * pitch + r) * scales;
+        transpose<A>(square);
+        for (int i = 0; i < n; ++i) store_narrowed(to.data + (r + i) * to.row_stride + c, square[i]);
+      }
+    for (int64_t i = r; i < std::min<int64_t>(r + n, rows); ++i)
+      for (int64_t rest = c; rest < columns; ++rest)
+        to.data[i * to.row_stride + rest * to.column_stride] = narrow<E>(from[rest * pitch + i] * scale[i]);
+  }
+}
+
+// to[padded_rows, pitch] = a matrix, widened unless F is E; 0 in the padding.
+template <class E, class F>
+__attribute__((noinline)) void load_rows(Matrix<const E> from, int64_t rows, int64_t columns, F* to, int64_t padded_rows,
+                                         int64_t pitch) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const E* row = from.data + r * from.row_stride;
+    F* into = to + r * pitch;
+    int64_t c = 0;
+    if constexpr (std::is_same_v<E, F>) {
+      if (from.column_stride == 1) std::copy_n(row, columns, into), c = columns;
+      for (; c < columns; ++c) into[c] = row[c * from.column_stride];
+    } else {
+      if constexpr (std::is_same_v<F, Accumulator<E>>)
+        if (from.column_stride == 1)
+          for (; c + kLanes<F> <= columns; c += kLanes<F>) store_vector(into + c, load_widened(row + c));
+      for (; c < columns; ++c) into[c] = widen(row[c * from.column_stride]);
+    }
+    std::fill(into + columns, into + pitch, F{});
+  }
+  std::fill(to + rows * pitch, to + padded_rows * pitch, F{});
+}
+
+// A matrix[rows, columns] = from[rows, pitch] * scale, narrowed.
+template <class E, class A>
+void store_rows(const A* from, int64_t pitch, A scale, int64_t rows, int64_t columns, Matrix<E> to) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const A* row = from + r * pitch;
+    E* into = to.data + r * to.row_stride;
+    int64_t c = 0;
+    if (to.column_stride == 1)
+      for (; c + kLanes<A> <= columns; c += kLanes<A>) store_narrowed(into + c, load_vector(row + c) * scale);
+    for (; c < columns; ++c) into[c * to.column_stride] = narrow<E>(row[c] * scale);
+  }
+}
+
+// The pairs of BFloat16 that a product with an even depth takes. A pair is read and written as a float, by its bits.
+
+// to[columns / 2, pitch] pairs = the transpose of from[rows, columns]: neighbours in a row become a pair.
+inline void pair_columns(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* to, int64_t pitch) {
+  load_columns<float>(Matrix<const float>{reinterpret_cast<const float*>(from), columns / 2, 1}, rows, columns / 2,
+                      reinterpret_cast<float*>(to), pitch);
+}
+
+// to[rows / 2, columns] pairs: neighbours in a column become a pair. rows is even, columns padded().
+inline void pair_rows(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* to) {
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = 0; c < columns; c += kLanes<float>) {
+      // As a float, a BFloat16 already stands in the upper half.
+      const auto low = reinterpret_cast<Vector<uint32_t>>(load_widened(from + r * columns + c)) >> 16;
+      const auto high = reinterpret_cast<Vector<uint32_t>>(load_widened(from + (r + 1) * columns + c));
+      store_vector(reinterpret_cast<uint32_t*>(to + r * columns + 2 * c), low | high);
+    }
+}
+
+// to[columns, pitch] = the transpose of from[rows, columns], by way of `pairs`, as large as from.
+inline void transpose_pairs(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* pairs, BFloat16* to, int64_t pitch) {
+  pair_rows(from, rows, columns, pairs);
+  load_columns<float>(Matrix<const float>{reinterpret_cast<const float*>(pairs), columns, 1}, rows / 2, columns,
+                      reinterpret_cast<float*>(to), pitch / 2);
+}
+
+// Two rows of sums, narrowed, as a row of pairs.
+FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
+#if defined(__AVX512BF16__)
+  const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+  Vector<uint16_t> order;
+  for (int l = 0; l < 32; ++l) order[l] = static_cast<uint16_t>(l / 2 + l % 2 * 16);
+  store_vector(reinterpret_cast<uint16_t*>(to), __builtin_shuffle(reinterpret_cast<Vector<uint16_t>>(halves), order));
+#else
+  for (int l = 0; l < kLanes<float>; ++l) to[2 * l] = narrow<BFloat16>(first[l]), to[2 * l + 1] = narrow<BFloat16>(second[l]);
+#endif
+}
+
+// to[padded_rows, pitch] = from[rows, pitch], narrowed; 0 in the padding, of rows and of columns.
+inline void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t padded_columns,
+                        int64_t pitch, BFloat16* to) {
+  for (int64_t r = 0; r < padded_rows; ++r)
+    for (int64_t l = 0; l < padded_columns; l += kLanes<float>)
+      store_narrowed(to + r * pitch + l, r < rows && l < columns ? load_vector(from + r * pitch + l) : Vector<float>{});
+}
+
+// to[padded_rows / 2, pitch] pairs = from[rows, pitch], narrowed; 0 in the padding.
+inline void make_pairs(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t pitch, BFloat16* to) {
+  for (int64_t l = 0; l < columns; l += kLanes<float>)
+    for (int64_t r = 0; r < padded_rows; r += 2)
+      store_pairs(to + r * pitch + 2 * l, r < rows ? load_vector(from + r * pitch + l) : Vector<float>{},
+                  r + 1 < rows ? load_vector(from + (r + 1) * pitch + l) : Vector<float>{});
+}
+
+}  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -1,0 +1,156 @@
+// Which scores of a tile are seen, by arithmetic and by the mask, and what a float mask adds to them. Known before the scores
+// are: a tile that nobody sees is never computed.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "../../core/mask.h"
+#include "../../core/visit.h"
+#include "layout.h"
+
+namespace flash_online::cpu::FLASH_ONLINE_ISA {
+
+constexpr int64_t kQueries = 64;  // of a tile, the lanes of its vectors: bits of a word where a score is a bit
+constexpr int64_t kKeys = 64;    // of a block, at most; blocks begin at multiples of kKeyStep
+constexpr int64_t kKeyStep = 32;
+
+// Queries [first, first + rows) of a head; columns = padded(rows).
+struct QueryTile {
+  int64_t batch, head, first, rows, columns;
+  QueryTile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first)
+      : batch(batch), head(head), first(first), rows(std::min(kQueries, problem.queries - first)), columns(padded(rows)) {}
+  int64_t last() const { return first + rows; }
+  // Where lse and its like have the first query's.
+  int64_t number(const AttentionProblem& problem) const {
+    return batch * problem.lse_stride[0] + head * problem.lse_stride[1] + first;
+  }
+};
+
+template <class A>
+struct MaskTile {
+  uint64_t* seen;  // [kKeys]: bit i of word k is whether the tile's query i sees key k
+  A* bias;         // [kKeys, kQueries], of a float mask
+  bool hides = false, biased = false;  // whether any bit is 0; whether bias counts
+};
+
+// The 64 x 64 bits of a, transposed: Hacker's Delight, section 7-3, with bit 0 as the first column.
+inline void transpose_bits(uint64_t (&a)[64]) {
+  uint64_t keep = 0x00000000ffffffffu;
+  for (int width = 32; width > 0; width /= 2, keep ^= keep << width)
+    for (int base = 0; base < 64; base += 2 * width)
+      for (int i = base; i < base + width; ++i) {
+        const uint64_t moved = ((a[i] >> width) ^ a[i + width]) & keep;
+        a[i + width] ^= moved;
+        a[i] ^= moved << width;
+      }
+}
+
+// Bit j is whether byte j of `count` <= 64 is not 0.
+FLASH_ONLINE_INLINE uint64_t bits_of_bytes(const uint8_t* bytes, int64_t count) {
+#if defined(__AVX512BW__)
+  const __mmask64 there = count < 64 ? (uint64_t{1} << count) - 1 : ~uint64_t{0};
+  const __m512i x = _mm512_maskz_loadu_epi8(there, bytes);
+  return _mm512_test_epi8_mask(x, x);
+#else
+  uint64_t bits = 0;
+  for (int64_t j = 0; j < count; j += 8) {
+    uint64_t eight = 0;
+    std::memcpy(&eight, bytes + j, static_cast<size_t>(std::min<int64_t>(8, count - j)));
+    // Each byte to its own lowest bit; the product then brings them together in the highest byte.
+    eight = ((eight & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu) | eight;
+    bits |= (((eight >> 7 & 0x0101010101010101u) * 0x0102040810204080u) >> 56) << j;
+  }
+  return bits;
+#endif
+}
+
+// seen[k] &= what a bool mask says of key begin + k.
+inline void read_bool_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                           uint64_t* seen) {
+  const auto from = matrix_of<uint8_t>(problem.mask, query.batch, query.head, query.first);
+  const uint8_t* data = from.data + begin * from.column_stride;
+  if (from.row_stride == 0) {
+    for (int64_t k = 0; k < count; ++k) seen[k] &= data[k * from.column_stride] ? ~uint64_t{0} : 0;
+    return;
+  }
+  for (int64_t part = 0; part < count; part += 64) {
+    const int64_t keys = std::min<int64_t>(64, count - part);
+    uint64_t word[64] = {};
+    for (int64_t i = 0; i < query.rows; ++i) {
+      const uint8_t* row = data + i * from.row_stride + part * from.column_stride;
+      if (from.column_stride == 1)
+        word[i] = bits_of_bytes(row, keys);
+      else
+        for (int64_t k = 0; k < keys; ++k) word[i] |= static_cast<uint64_t>(row[k * from.column_stride] != 0) << k;
+    }
+    transpose_bits(word);
+    for (int64_t k = 0; k < keys; ++k) seen[part + k] &= word[k];
+  }
+}
+
+// The bits of the queries of a tile that see a key, by arithmetic: they are neighbours, as both bounds of keys_of grow with the
+// query.
+inline uint64_t seen_by_position(const Visibility& visible, const QueryTile& query, int64_t key) {
+  constexpr int64_t kFar = int64_t{1} << 61;  // a bound may be as large as an int64
+  const int64_t position = key - visible.offset - query.first;
+  const int64_t low = visible.right < 0 ? 0 : position - std::min(visible.right, kFar);
+  const int64_t high = visible.left < 0 ? kQueries : position + std::min(visible.left, kFar) + 1;
+  if (low >= kQueries || high <= 0 || low >= high) return 0;
+  const uint64_t from_low = ~uint64_t{0} << std::max<int64_t>(low, 0);
+  return high >= kQueries ? from_low : from_low & ((uint64_t{1} << high) - 1);
+}
+
+// What is seen of keys [begin, begin + count); false if nothing is.
+template <class A>
+__attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                                         MaskTile<A>& mask) {
+  mask.hides = mask.biased = false;
+  const bool whole = all_see(problem.visible, query.first, query.last(), begin, begin + count, problem.keys);
+  if (whole && !problem.mask.data) return true;
+  for (int64_t k = 0; k < count; ++k) mask.seen[k] = whole ? ~uint64_t{0} : seen_by_position(problem.visible, query, begin + k);
+  if (problem.mask.data && problem.mask_dtype == DType::kBool) read_bool_mask(problem, query, begin, count, mask.seen);
+
+  const uint64_t present = query.rows == kQueries ? ~uint64_t{0} : (uint64_t{1} << query.rows) - 1;
+  uint64_t any = 0, all = ~uint64_t{0};
+  for (int64_t k = 0; k < count; ++k) any |= mask.seen[k], all &= mask.seen[k];
+  mask.hides = (all & present) != present;
+  if ((any & present) == 0) return false;
+
+  if (problem.mask.data && problem.mask_dtype != DType::kBool) {
+    mask.biased = true;
+    visit_floating<Float16, BFloat16>(problem.mask_dtype, [&]<class M>(Type<M>) {
+      auto from = matrix_of<const M>(problem.mask, query.batch, query.head, query.first);
+      from.data += begin * from.column_stride;
+      load_columns<M>(from, query.rows, count, mask.bias, kQueries);
+    });
+    bool hidden = true;
+    for (int64_t l = 0; l < query.columns; l += kLanes<A>)
+      for (int64_t k = 0; hidden && k < count; ++k) {
+        const Vector<A> x = load_vector(mask.bias + k * kQueries + l);
+        for (int i = 0; i < kLanes<A>; ++i) hidden = hidden && (l + i >= query.rows || x[i] == lowest<A>());
+      }
+    return !hidden;
+  }
+  return true;
+}
+
+// x where the lane's bit is set, else -inf.
+template <class T>
+FLASH_ONLINE_INLINE Vector<T> hide(Vector<T> x, uint64_t bits) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    return reinterpret_cast<Vector<T>>(_mm512_mask_mov_ps(reinterpret_cast<__m512>(lowest<Vector<T>>()),
+                                                          static_cast<__mmask16>(bits), reinterpret_cast<__m512>(x)));
+  else
+    return reinterpret_cast<Vector<T>>(_mm512_mask_mov_pd(reinterpret_cast<__m512d>(lowest<Vector<T>>()),
+                                                          static_cast<__mmask8>(bits), reinterpret_cast<__m512d>(x)));
+#else
+  using Bits = Vector<std::conditional_t<sizeof(T) == 8, int64_t, int32_t>>;
+  Bits bit;
+  for (int l = 0; l < kLanes<T>; ++l) bit[l] = 1 << l;
+  return (bit & static_cast<int32_t>(bits & 0xffff)) != 0 ? x : lowest<Vector<T>>();
+#endif
+}
+
+}  // namespace flash_online::cpu::FLASH_ONLINE_ISA

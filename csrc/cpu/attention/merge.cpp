@@ -1,0 +1,77 @@
+// Partial results of attention over disjoint keys, merged, on the CPU: Milakov and Gimelshein, arXiv 1805.02867, section 3.1,
+// with the output riding along.
+#include "score_tile.h"
+
+namespace flash_online::cpu::FLASH_ONLINE_ISA {
+namespace {
+
+// The state whose weight(lse_n) * inverse_sum_or_zero() is what part n's row counts for in the merged row.
+template <class A>
+FLASH_ONLINE_INLINE Softmax<A> state_of(const MergeProblem& problem, int64_t row) {
+  Softmax<A> state;
+  for (int64_t n = 0; n < problem.parts; ++n) state.absorb(static_cast<const A*>(problem.part[n].lse)[row]);
+  return state;
+}
+
+}  // namespace
+
+void merge(const MergeProblem& problem, const Executor& executor) {
+  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
+    using A = Accumulator<E>;
+    for_each_item(executor, problem.rows, [&](int64_t row, std::byte*) {
+      const Softmax<A> state = state_of<A>(problem, row);
+      const A inverse = state.inverse_sum_or_zero();
+      static_cast<A*>(problem.lse)[row] = state.lse();
+      for (int64_t e = 0; e < problem.head_dim; ++e) {
+        A sum = 0;
+        for (int64_t n = 0; n < problem.parts; ++n) {
+          const MergePart& part = problem.part[n];
+          const A share = state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
+          // An empty part counts for nothing, whatever its row holds.
+          const A value =
+              static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
+          if (share != A(0)) sum += share * value;
+        }
+        static_cast<E*>(problem.out)[row * problem.head_dim + e] = narrow<E>(sum);
+      }
+    });
+  });
+}
+
+// out = sum of s_n out_n, lse = log of the sum of exp(lse_n), s_n = exp(lse_n - lse): grad_out_n = s_n grad_out and
+// grad_lse_n = s_n (grad_out . (out_n - out) + grad_lse).
+void merge_backward(const MergeProblem& problem, const MergeGradients& gradients, const Executor& executor) {
+  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
+    using A = Accumulator<E>;
+    for_each_item(executor, problem.rows, [&](int64_t row, std::byte*) {
+      const Softmax<A> state = state_of<A>(problem, row);
+      const auto share_of = [&, inverse = state.inverse_sum_or_zero()](const MergePart& part) {
+        return state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
+      };
+      const E* grad_out = static_cast<const E*>(gradients.grad_out) + row * problem.head_dim;
+      const auto product = [&](const MergePart& part) {
+        A sum = 0;
+        for (int64_t e = 0; e < problem.head_dim; ++e)
+          sum += static_cast<A>(widen(grad_out[e])) *
+                 static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
+        return sum;
+      };
+      A whole = 0;  // grad_out . out
+      for (int64_t n = 0; n < problem.parts; ++n) {
+        const A share = share_of(problem.part[n]);
+        if (share != A(0)) whole += share * product(problem.part[n]);
+      }
+      for (int64_t n = 0; n < problem.parts; ++n) {
+        const MergePart& part = problem.part[n];
+        const A share = share_of(part);
+        for (int64_t e = 0; e < problem.head_dim; ++e)
+          static_cast<E*>(part.grad_out)[row * problem.head_dim + e] =
+              narrow<E>(share != A(0) ? share * static_cast<A>(widen(grad_out[e])) : A(0));
+        static_cast<A*>(part.grad_lse)[row] =
+            share != A(0) ? share * (product(part) - whole + static_cast<const A*>(gradients.grad_lse)[row]) : A(0);
+      }
+    });
+  });
+}
+
+}  // namespace flash_online::cpu::FLASH_ONLINE_ISA
