@@ -1,4 +1,4 @@
-"""What is measured: one list a device, each entry with the reason it is there."""
+"""What is measured: one list per device, each entry with the reason why it is there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 PASSES = {
     "softmax": {"forward": 2, "backward": 3},  # x -> y; y, grad y -> grad x
     "log_softmax": {"forward": 2, "backward": 3},
-    "logsumexp": {"forward": 1, "backward": 2},  # x -> a number a row; x -> grad x
+    "logsumexp": {"forward": 1, "backward": 2},  # x -> one element per row; x -> grad x
     "cross_entropy": {"forward": 1, "backward": 2},
     "topk_softmax": {"forward": 1, "backward": 2},
 }
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What cases are summed up by: the mask of attention, the shape of rows."""
+        """What cases are summarised by: the mask of attention, the shape of rows."""
         if self.function == "attention":
             kinds = [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
             return ", ".join(kinds) or "full"
@@ -52,9 +52,9 @@ class Case:
         return "long rows" if self.sizes["classes"] >= LONG_ROW else "short rows"
 
     def inputs(self, device: str) -> tuple[list[Tensor], list[Tensor]]:
-        """(tensors that want gradients, tensors that do not), the same numbers in every run.
+        """(tensors that get gradients, tensors that do not), with the same elements in every run.
 
-        Attention: ([query, key, value, bias?], [mask?]). A window comes with its bool mask, for those who have no other way.
+        Attention: ([query, key, value, bias?], [mask?]). A window comes with its bool mask, for providers without windows.
         """
         generator = torch.Generator().manual_seed(0)
 
@@ -62,8 +62,8 @@ class Case:
             return (torch.randn(shape, generator=generator) * scale).to(self.dtype).to(device)
 
         if self.function == "attention":
-            batch, heads, length, width = (self.sizes[name] for name in ("B", "H", "L", "E"))
-            wanted = [normal(batch, heads, length, width) for _ in range(3)]
+            batch, heads, length, head_dim = (self.sizes[name] for name in ("B", "H", "L", "E"))
+            wanted = [normal(batch, heads, length, head_dim) for _ in range(3)]
             extras = []
             if bias := self.options.get("bias"):
                 (extras if bias == "frozen" else wanted).append(normal(1, 1 if bias == "shared" else heads, length, length))
@@ -89,7 +89,8 @@ class Case:
         return batch * heads * (length * (length + 1) // 2 if self.options.get("causal") else length**2)
 
     def flops(self, direction: str, extras: list[Tensor]) -> int | None:
-        """Of the matrix products over visible pairs: QK', PV; then QK' again, dV, dP, dQ, dK. None for row functions."""
+        """Operations of the matrix products over visible pairs: forward QK', PV; backward QK' again, dV, dP, dQ, dK. None for
+        row functions."""
         if self.function != "attention":
             return None
         return self.visible_pairs(extras) * self.sizes["E"] * (4 if direction == "forward" else 10)
@@ -101,11 +102,11 @@ class Case:
         return math.prod(self.sizes.values()) * self.dtype.itemsize * PASSES[self.function][direction]
 
 
-def _attention(length: int, dtype: torch.dtype, reason: str, *, width: int = 64, batch: int = 1, **options) -> Case:
-    # Fewer heads where the square is large: a case costs seconds, not minutes. Two, so that two threads have work where a
-    # peer parallelizes over heads alone.
+def _attention(length: int, dtype: torch.dtype, reason: str, *, head_dim: int = 64, batch: int = 1, **options) -> Case:
+    # Long sequences have fewer heads, so that a case costs seconds, not minutes. They have two at least, so that two threads
+    # have work where a peer parallelizes over heads alone.
     heads = (8 if length <= 2048 else 4 if length <= 4096 else 2) // batch
-    return Case("attention", {"B": batch, "H": heads, "L": length, "E": width}, dtype, reason, options)
+    return Case("attention", {"B": batch, "H": heads, "L": length, "E": head_dim}, dtype, reason, options)
 
 
 def _attention_kinds(dtype: torch.dtype) -> list[Case]:
@@ -114,23 +115,26 @@ def _attention_kinds(dtype: torch.dtype) -> list[Case]:
     causal, full, mask, window = (
         "as in training: half the square is skipped",
         "no block to skip: the plain cost",
-        "a mask of no structure: every block is read",
-        "512 keys a query: the cost is to be linear in the length",
+        "a mask without structure: every block is read",
+        "512 keys per query: the cost is to be linear in the length",
     )
     return [
         *(_attention(n, dtype, causal, causal=True) for n in grown),
-        *(_attention(n, dtype, causal, width=128, causal=True) for n in wide["causal"]),
+        *(_attention(n, dtype, causal, head_dim=128, causal=True) for n in wide["causal"]),
         *(_attention(n, dtype, full) for n in grown),
-        *(_attention(n, dtype, full, width=128) for n in wide["full"]),
+        *(_attention(n, dtype, full, head_dim=128) for n in wide["full"]),
         *(_attention(n, dtype, mask, mask="random") for n in (512, 1024, 2048, 4096, 8192)),
-        *(_attention(n, dtype, mask, width=128, mask="random") for n in wide["mask"]),
+        *(_attention(n, dtype, mask, head_dim=128, mask="random") for n in wide["mask"]),
         *(_attention(n, dtype, "sequences of unequal length in one batch", batch=2, mask="padding") for n in (1024, 4096)),
         *(_attention(n, dtype, "a learned bias: its gradient is as large as the scores", bias="per head") for n in (512, 2048)),
-        _attention(1024, dtype, "the same, wide", width=128, bias="per head"),
-        *(_attention(n, dtype, "its gradient is summed over heads, in no square a head", bias="shared") for n in (512, 2048)),
+        _attention(1024, dtype, "the same, wide", head_dim=128, bias="per head"),
+        *(
+            _attention(n, dtype, "its gradient is summed over heads, without a tensor of scores per head", bias="shared")
+            for n in (512, 2048)
+        ),
         *(_attention(n, dtype, "a float mask that torch's flash takes too", bias="frozen") for n in (1024, 2048)),
         *(_attention(n, dtype, window, window=512) for n in (2048, 4096, 8192, 16384)),
-        *(_attention(n, dtype, window, width=128, window=512) for n in wide["window"]),
+        *(_attention(n, dtype, window, head_dim=128, window=512) for n in wide["window"]),
     ]
 
 
@@ -143,8 +147,8 @@ def _rows(function: str, shapes, dtypes, reason: str, **options) -> list[Case]:
 
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-# (rows, classes). Of 4 Mi elements the results fit into memory that malloc hands out again; of 16 Mi, with 32 MiB and more,
-# every result is new memory from the system, whose page faults can cost more than the function: see docs/benchmarks.md.
+# (rows, classes). A result of 4 Mi elements fits into memory that malloc hands out again; one of 16 Mi, 32 MiB and more, is new
+# memory from the system each time, whose page faults can cost more than the function: see docs/benchmarks.md.
 SHORT = ((16384, 256), (4096, 1024), (16384, 1024), (1024, 4096))  # rows of attention, of small vocabularies
 LONG = ((128, 32768), (512, 32768), (32, 131072), (64, 262144))  # vocabularies
 FEW = ((8, 262144), (1, 1048576))  # one step of decoding: fewer rows than it takes to keep the threads busy
@@ -173,7 +177,7 @@ CUDA = [
         for k in (5, 15, 30)
         for case in _rows("topk_softmax", ((4000, 4000), (4000, 25000)), (FLOAT,), "the paper's fused top-k, its batch", k=k)
     ),
-    *_rows("topk_softmax", ((10, 1000000),), (FLOAT,), "few long rows, each on many multiprocessors", k=5),
+    *_rows("topk_softmax", ((10, 1000000),), (FLOAT,), "few long rows, each on many SMs", k=5),
 ]
 
 _QUICK = "seconds for all of them: does the benchmark itself work?"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as torch_functional
-from peers import Absent, Contestant
+from peers import Provider, Unavailable
 
 
 @dataclass(frozen=True)
-class Guest(Contestant):
-    """Whatever it raises in its first step, forward and backward, makes it absent, with that for a reason."""
+class OptionalProvider(Provider):
+    """A provider that may not be installed. What its first step, forward and backward, raises is why it is unavailable."""
 
     prepare: Callable[[], None] = lambda: None
 
@@ -28,21 +28,21 @@ class Guest(Contestant):
             torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
-            raise Absent(f"{type(error).__name__}: {first_line}") from None
+            raise Unavailable(f"{type(error).__name__}: {first_line}") from None
         return out
 
 
-def compiled(function) -> Guest:
-    """torch.compile of a function, made anew for each case: one function compiled for many shapes ends up uncompiled."""
+def compiled(function) -> OptionalProvider:
+    """torch.compile of a function, compiled again for each case: torch gives up compiling one function for many shapes."""
     made = []
 
     def prepare():
         torch.compiler.reset()
-        # A step's graph is kept for the next turn, and such a graph may not hand out its buffers.
+        # The timer keeps a step's graph for its next sample, so that the graph must not donate its buffers.
         torch._functorch.config.donated_buffer = False
         made[:] = [torch.compile(function, dynamic=False)]
 
-    return Guest(lambda x, extras, options: made[0](x[0], *extras, **options), nullcontext, prepare=prepare)
+    return OptionalProvider(lambda x, extras, options: made[0](x[0], *extras, **options), nullcontext, prepare=prepare)
 
 
 def _quack_softmax(x, _, options):
@@ -64,7 +64,7 @@ def _liger_softmax(x, _, options):
 
 
 class _StandIn(torch.autograd.Function):
-    """Another tensor's values under this one's name: the gradient goes to x."""
+    """Returns the values of `other`; the gradient goes to x."""
 
     @staticmethod
     def forward(ctx, x, other):
@@ -76,8 +76,8 @@ class _StandIn(torch.autograd.Function):
 
 
 class LigerCrossEntropy:
-    """Works on a copy, as Liger writes the gradient over its input, which the others need as it was. The copy is renewed by
-    the first call of a turn, which only warms up. Liger's forward pass makes the gradient too; its backward pass scales it."""
+    """Calls Liger on a copy of the input, since Liger overwrites its input with the gradient. The first call of a sample, which
+    only warms up, renews the copy. Liger's forward pass also computes the gradient; its backward pass scales it."""
 
     def __init__(self):
         self.copy, self.fresh = [], False
@@ -96,7 +96,9 @@ class LigerCrossEntropy:
         if not self.copy or self.copy[0].shape != x.shape or self.copy[0].dtype != x.dtype:
             self.copy = [torch.empty_like(x, requires_grad=False)]
         if not self.fresh:
-            self.copy[0].data.copy_(x.detach())  # unseen by autograd, as is Liger's writing: a kept graph stays usable
+            self.copy[0].data.copy_(
+                x.detach()
+            )  # autograd sees neither this nor Liger's write, so that a graph which the timer keeps stays usable
             self.fresh = True
         return _StandIn.apply(x, self.copy)
 
@@ -106,14 +108,14 @@ _liger_cross_entropy = LigerCrossEntropy()
 CUDA_PEERS = {
     "softmax": {
         "torch.compile": compiled(lambda x: torch_functional.softmax(x, -1)),
-        "quack": Guest(_quack_softmax, nullcontext),
-        "Liger": Guest(_liger_softmax, nullcontext),
+        "quack": OptionalProvider(_quack_softmax, nullcontext),
+        "Liger": OptionalProvider(_liger_softmax, nullcontext),
     },
     "log_softmax": {"torch.compile": compiled(lambda x: torch_functional.log_softmax(x, -1))},
     "cross_entropy": {
         "torch.compile": compiled(lambda x, target: torch_functional.cross_entropy(x, target)),
-        "quack": Guest(_quack_cross_entropy, nullcontext),
-        "Liger": Guest(_liger_cross_entropy.call, _liger_cross_entropy.setting, waits=True),
+        "quack": OptionalProvider(_quack_cross_entropy, nullcontext),
+        "Liger": OptionalProvider(_liger_cross_entropy.call, _liger_cross_entropy.setting, waits=True),
     },
     "logsumexp": {"torch.compile": compiled(lambda x: torch.logsumexp(x, -1))},
     "topk_softmax": {"torch.compile": compiled(lambda x, k: torch.topk(torch.softmax(x, -1), k)[0])},

@@ -16,7 +16,7 @@ import torch.nn.functional as torch_functional
 
 import flash_online
 import flash_online.functional as our_functional
-from flash_online import _linear
+from flash_online import _linear_cross_entropy_ops
 from flash_online.testing import peak_extra_bytes, time_call
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def plain(x, w, target):
     return torch_functional.cross_entropy(torch_functional.linear(x, w), target)
 
 
-def contestants(names: list[str]):
+def providers(names: list[str]):
     every = {
         "flash_online": our_functional.linear_cross_entropy,
         "torch": plain,
@@ -60,12 +60,12 @@ def whole(x, w, target, function, seconds: float) -> str:
 
 
 def parts(x, w, target, seconds: float):
-    """What a step is made of, each for all chunks."""
+    """The time of each part of a step, for all chunks."""
     device, dtype = x.device.type, x.dtype
     with torch.no_grad():
-        rows, _ = _linear.chunk_plan(x.shape[0], w.shape[0], x.shape[1], dtype, device, dtype.itemsize == 2)
+        rows, _ = _linear_cross_entropy_ops.chunk_plan(x.shape[0], w.shape[0], x.shape[1], dtype, device, dtype.itemsize == 2)
         chunks = -(-x.shape[0] // rows)
-        pitch = _linear._pitch(w.shape[0], dtype, device)
+        pitch = _linear_cross_entropy_ops._pitch(w.shape[0], dtype, device)
         logits = x.new_zeros(rows, pitch)[:, : w.shape[0]]
         chunk, t = x[:rows], target[:rows]
         ones = torch.ones(rows, device=x.device)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--classes", type=int, default=128256)
     parser.add_argument("--chunks", default="", help="budgets of a chunk of logits to try, in MiB")
-    parser.add_argument("--match", default="flash_online,torch", help="beginnings of contestants' names")
+    parser.add_argument("--match", default="flash_online,torch", help="beginnings of providers' names")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement")
     options = parser.parse_args()
     dtype, device = getattr(torch, options.dtype), options.device
@@ -109,11 +109,11 @@ def main() -> None:
     for rows in map(int, options.rows.split(",")):
         x = torch.randn(rows, options.width, device=device).to(dtype).requires_grad_()
         target = torch.randint(0, options.classes, (rows,), device=device)
-        for title, function in contestants(options.match.split(",")).items():
+        for title, function in providers(options.match.split(",")).items():
             budgets = [b for b in options.chunks.split(",") if b] if title == "flash_online" else []
             for budget in budgets or [""]:
                 if budget:
-                    _linear._CHUNK_BYTES[device] = int(budget) * MIB
+                    _linear_cross_entropy_ops._CHUNK_BYTES[device] = int(budget) * MIB
                 label = title + (f", chunks of {budget} MiB" if budget else "")
                 try:
                     print(f"rows {rows:6} {label:36} {whole(x, w, target, function, options.seconds)}", flush=True)

@@ -21,19 +21,23 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
-def marks_table(record: dict) -> list[str]:
+def targets_table(record: dict) -> list[str]:
     rows = []
-    for mark in record["marks"]:
-        if "unit" in mark:
-            wanted, mean, worst = f"<= {mark['most']:g} {mark['unit']}", "", f"{number(mark['measured'])} {mark['unit']}"
-        elif "most" in mark:
-            wanted, mean, worst = f"< {mark['most'] / 2**20:.3g} MiB", "", f"{mark['measured'] / 2**20:.3g} MiB"
+    for target in record["targets"]:
+        if "unit" in target:
+            wanted, mean, worst = (
+                f"<= {target['most']:g} {target['unit']}",
+                "",
+                f"{number(target['measured'])} {target['unit']}",
+            )
+        elif "most" in target:
+            wanted, mean, worst = f"< {target['most'] / 2**20:.3g} MiB", "", f"{target['measured'] / 2**20:.3g} MiB"
         else:
-            wanted = [f"mean >= {mark['least']}"] * (mark["least"] is not None)
-            wanted = ", ".join(wanted + [f"each >= {mark['least_each']}"] * (mark["least_each"] is not None))
-            mean, worst = times(mark["mean"]), f"{times(mark['worst'])} ({mark['worst_case']})"
-        rows.append([mark["mark"], wanted, mean, worst, "yes" if mark["met"] else "no"])
-    return table(["mark", "wanted", "mean", "worst", "met"], rows) if rows else []
+            wanted = [f"mean >= {target['least']}"] * (target["least"] is not None)
+            wanted = ", ".join(wanted + [f"each >= {target['least_each']}"] * (target["least_each"] is not None))
+            mean, worst = times(target["mean"]), f"{times(target['worst'])} ({target['worst_case']})"
+        rows.append([target["target"], wanted, mean, worst, "yes" if target["met"] else "no"])
+    return table(["target", "wanted", "mean", "worst", "met"], rows) if rows else []
 
 
 def heading(record: dict) -> list[str]:
@@ -46,6 +50,6 @@ def heading(record: dict) -> list[str]:
         lines += ["", f"{record['note']}."]
     if record.get("load_at_start", 0) > 0.5:
         lines += ["", f"On a shared machine: load {record['load_at_start']} from others at the start."]
-    if (record.get("unrest") or 1) > 1.3:
-        lines += ["", f"The machine was not quiet: in the median a yardstick took {record['unrest']:.1f} times its least time."]
+    if (record.get("noise") or 1) > 1.3:
+        lines += ["", f"The machine was not quiet: in the median the baseline took {record['noise']:.1f} times its least time."]
     return lines

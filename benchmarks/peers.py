@@ -1,4 +1,4 @@
-"""Who is measured: for each function of cases.py its contestants, ours first."""
+"""The providers of each function of cases.py, ours first."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import flash_online
 import flash_online.functional as our_functional
 
 PEER_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of max|truth|
-LARGEST_SQUARE = 2**28  # bytes of float32 scores; math holds several such squares, and takes seconds over each
+MAX_SCORE_BYTES = 2**28  # bytes of float32 scores for torch math, which holds several tensors of that size and takes seconds
 
 
-class Absent(Exception):
-    """This contestant cannot run here; the message says why."""
+class Unavailable(Exception):
+    """This provider cannot run here; the message is the reason."""
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """`call`: (inputs, extras, options) -> output. `setting` is entered around turns, so that choosing a backend, or forbidding
-    one, is not in the time. Of one that `waits` for the device, no call can be captured into a CUDA graph."""
+class Provider:
+    """`call`: (inputs, extras, options) -> output. `setting` is entered around samples, so that choosing or forbidding a
+    backend is not timed. `waits`: its calls wait for the device, so that no CUDA graph can capture them."""
 
     call: Callable[[list[Tensor], list[Tensor], dict], Tensor]
     setting: Callable[[], AbstractContextManager]
@@ -35,31 +35,31 @@ class Contestant:
     waits: bool = False
 
     def first_call(self, inputs, extras, options) -> Tensor:
-        """Raises Absent where this contestant refuses the problem."""
+        """Raises Unavailable if this provider refuses the problem."""
         if reason := self.refuses(inputs, extras, options):
-            raise Absent(reason)
+            raise Unavailable(reason)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of each reason for refusing; on the CPU it gives none
                 return self.call(inputs, extras, options)
         except NotImplementedError as missing:  # ours, under strict()
-            raise Absent(str(missing)) from None
+            raise Unavailable(str(missing)) from None
         except RuntimeError as error:
             if "strict() forbids" in str(error):
-                raise Absent(str(error)) from None
+                raise Unavailable(str(error)) from None
             if "No available kernel" not in str(error):
                 raise
             why = "an attn_mask that requires grad" if len(inputs) > 3 else "such a problem"
-            raise Absent(f"torch has no kernel of this backend for {why}") from None
+            raise Unavailable(f"torch has no kernel of this backend for {why}") from None
 
 
-def _ours(call) -> Contestant:
+def _ours(call) -> Provider:
     """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
-    return Contestant(call, flash_online.strict)
+    return Provider(call, flash_online.strict)
 
 
-def _torch(call) -> Contestant:
-    return Contestant(call, nullcontext)
+def _torch(call) -> Provider:
+    return Provider(call, nullcontext)
 
 
 def _mask_of(inputs, extras, options) -> dict:
@@ -78,17 +78,17 @@ def _torch_attention(inputs, extras, options):
     return torch_functional.scaled_dot_product_attention(*inputs[:3], **_mask_of(inputs, extras, options))
 
 
-def _square(inputs, extras, options) -> str | None:
+def _too_many_scores(inputs, extras, options) -> str | None:
     query, key = inputs[:2]
     scores = 4 * query.shape[:-1].numel() * key.shape[-2]
-    return f"its scores alone take {scores >> 20} MiB" if scores > LARGEST_SQUARE else None
+    return f"its scores alone take {scores >> 20} MiB" if scores > MAX_SCORE_BYTES else None
 
 
 PEERS = {
     "attention": {
         OURS: _ours(_our_attention),
-        FLASH: Contestant(_torch_attention, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
-        MATH: Contestant(_torch_attention, lambda: sdpa_kernel(SDPBackend.MATH), refuses=_square),
+        FLASH: Provider(_torch_attention, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+        MATH: Provider(_torch_attention, lambda: sdpa_kernel(SDPBackend.MATH), refuses=_too_many_scores),
     },
     "softmax": {
         OURS: _ours(lambda x, _, o: our_functional.softmax(x[0], -1)),

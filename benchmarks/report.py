@@ -1,4 +1,4 @@
-"""The tables of measured results, made of benchmarks/results/*.json: python benchmarks/report.py [--check]
+"""The tables of measured results, made from benchmarks/results/*.json: python benchmarks/report.py [--check]
 
 README.md gets a summary, docs/benchmarks.md and docs/attention_benchmarks.md every case, docs/paper.md the paper's tables, each
 between its two markers; --check writes nothing and exits with 1 where a page is behind the results.
@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from attention.tables import attention_page, attention_summary
-from page import heading, marks_table, number, pair, table, times
+from page import heading, number, pair, table, targets_table, times
 from paper.tables import paper_page
 from summary import DIRECTIONS, OURS, SCHEMA
 from training import training_page
@@ -24,7 +24,7 @@ BEGIN, END = "<!-- benchmarks/report.py writes from here -->", "<!-- to here -->
 
 
 def summary_table(record: dict) -> list[str]:
-    """A row for each (function, kind, peer), the dtypes side by side."""
+    """A row per (function, kind, peer), the dtypes side by side."""
     dtypes = list(dict.fromkeys(entry["dtype"] for entry in record["summary"]))
     groups = defaultdict(dict)
     for entry in record["summary"]:
@@ -58,51 +58,51 @@ def _share(entry: dict) -> str:
 
 
 def case_tables(record: dict) -> list[str]:
-    """Every case, a table a function."""
+    """Every case, in one table per function."""
     by_function = defaultdict(list)
     for result in record["results"]:
         by_function[result["function"]].append(result)
     lines = []
     for function, results in by_function.items():
-        names = list(dict.fromkeys(name for r in results for name in r["contestants"]))
-        yardstick = next((name for name in ("matmul", "copy") if name in results[0]), None)
+        names = list(dict.fromkeys(name for r in results for name in r["providers"]))
+        baseline = next((name for name in ("matmul", "copy") if name in results[0]), None)
         head, moved = [f"{function}: forward / backward, ms", "dtype", *names, "times faster"], False
-        if yardstick == "matmul":
+        if baseline == "matmul":
             head += ["GFLOP/s", "of matmul, %"]
-        elif yardstick == "copy":
+        elif baseline == "copy":
             head += ["GB/s", "copy (to new memory), GB/s", "of copy, %"]
-        elif moved := all("forward_gb_per_s" in e for r in results for e in r["contestants"].values()):
+        elif moved := all("forward_gb_per_s" in e for r in results for e in r["providers"].values()):
             head += ["GB/s"]
         rows = []
         for r in results:
-            entries = [r["contestants"].get(name) for name in names]
+            entries = [r["providers"].get(name) for name in names]
             present = [e for e in entries if e]
             row = [r["case"], r["dtype"]]
             row += ["-" if e is None else pair(e[f"{d}_ms"] for d in DIRECTIONS) for e in entries]
             row.append(pair((r["ratio"][d] for d in DIRECTIONS), times) if r["ratio"] else "-")
-            if yardstick or moved:
-                row += _rates(r, yardstick)
+            if baseline or moved:
+                row += _rates(r, baseline)
             row.append(pair(e["step_extra_bytes"] / 2**20 for e in present))
             row.append(pair((e["error"] for e in present), lambda e: f"{e:.0e}".replace("e-0", "e-")))
             rows.append(row)
         lines += ["", *table([*head, "memory of a step, MiB", "error"], rows)]
-        if any(e.get("in_graphs") for r in results for e in r["contestants"].values()):
-            waits = dict.fromkeys(name for r in results for name, e in r["contestants"].items() if not e["in_graphs"])
+        if any(e.get("in_graphs") for r in results for e in r["providers"].values()):
+            waits = dict.fromkeys(name for r in results for name, e in r["providers"].items() if not e["in_graphs"])
             rest = f"; between events, as they wait for the device: {', '.join(waits)}" if waits else ""
             lines += ["", f"All as replays of CUDA graphs{rest}."]
-        for name, reason in dict.fromkeys((name, reason) for r in results for name, reason in r["absent"].items()):
-            cases = sum(r["absent"].get(name) == reason for r in results)
-            lines += ["", f"{name} is absent from {cases} of these: {reason}."]
+        for name, reason in dict.fromkeys((name, reason) for r in results for name, reason in r["unavailable"].items()):
+            cases = sum(r["unavailable"].get(name) == reason for r in results)
+            lines += ["", f"{name} is unavailable in {cases} of these: {reason}."]
     return lines
 
 
-def _rates(result: dict, yardstick: str | None) -> list[str]:
-    """Ours beside the yardstick; without one, only what ours moves."""
-    ours, unit = result["contestants"].get(OURS), "gflop_per_s" if yardstick == "matmul" else "gb_per_s"
+def _rates(result: dict, baseline: str | None) -> list[str]:
+    """Our rates, the baseline's and our shares of it; without a baseline, only our rates."""
+    ours, unit = result["providers"].get(OURS), "gflop_per_s" if baseline == "matmul" else "gb_per_s"
     cells = [pair(ours[f"{d}_{unit}"] for d in DIRECTIONS) if ours else "-"]
-    if yardstick == "copy":
+    if baseline == "copy":
         cells.append(f"{number(result['copy']['gb_per_s'])} ({number(result['copy']['new_gb_per_s'])})")
-    if yardstick:
+    if baseline:
         cells.append(pair((100 * ours[f"{d}_share"] for d in DIRECTIONS), lambda s: f"{s:.0f}") if ours else "-")
     return cells
 
@@ -111,7 +111,7 @@ def conditions(record: dict) -> list[str]:
     """How the run was made, beyond the heading."""
     facts = []
     if "took_seconds" in record:
-        facts.append(f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds a case")
+        facts.append(f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds per case")
     if "memory" in record:
         facts.append(f"results' memory: {record['memory']}")
     if record.get("mhz"):
@@ -128,7 +128,7 @@ def conditions(record: dict) -> list[str]:
 
 
 def best_table(record: dict) -> list[str]:
-    """Beside the fastest of several peers; empty where no case had several."""
+    """Ours beside the fastest of several peers; empty if no case had several."""
     entries = [entry for entry in record["summary"] if entry.get("over_best")]
     rows = []
     for entry in entries:
@@ -153,12 +153,12 @@ def summary_page(record: dict) -> list[str]:
 
 def case_page(record: dict) -> list[str]:
     lines = [*heading(record), *conditions(record)]
-    if marks := marks_table(record):
-        lines += ["", *marks]
+    if targets := targets_table(record):
+        lines += ["", *targets]
     return [*lines, *case_tables(record)]
 
 
-# What a page shows: of which results what.
+# page -> results -> the function that makes the page's lines from them
 PAGES = {
     ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary, "training": training_page},
     ROOT / "docs" / "benchmarks.md": {"cpu": case_page, "cuda": case_page},

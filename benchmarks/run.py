@@ -1,15 +1,15 @@
 """The benchmarks, one entry: python benchmarks/run.py [cpu | cuda | attention | paper] [--json PATH] [--only ...] [--quick]
 
-Each case: correctness first, then the contestants in turn, round after round, in alternating order, so that a change of the
-machine's load or clock meets all of them; the median counts. Backward is timed apart from forward. A yardstick takes its turns
-with them: beside attention torch's product of two square matrices, beside a row function the copy of its input. On CUDA a row
-function's calls, and the copy, are replayed from a CUDA graph, so that the host's part of a call does not count; a turn of a
-contestant that waits for the device lies between two events, as does one of attention.
+Each case is checked for correctness first. Then samples of all providers are interleaved, round after round, in alternating
+order, so that a change of the machine's load or clock reaches all of them; the median counts. Backward is timed apart from
+forward. The baseline is timed in the same rounds: for attention torch's product of two square matrices, for a row function the
+copy of its input. On CUDA a row function's calls, and the copy, are replayed from a CUDA graph, so that the host's part of a
+call does not count; samples of attention, and of a provider that waits for the device, lie between two events.
 
-Checked against float64: of attention the output and all gradients of one head (every head for a bias that heads share); from
-L 8192 up at 512 queries, spread over the length, the output's gradient being 0 at the others; of row functions as many rows,
-spread likewise, as have half a million elements. Ours must meet the tolerance of the tests; torch's contestants a looser one,
-which catches a peer that was given another problem.
+The check is against float64: of attention the output and all gradients of one head (every head for a bias that heads share);
+from L 8192 up at 512 queries, spread over the length, with an output gradient of 0 at the others; of row functions as many rows
+as have half a million elements, spread over the input. Ours must meet the tolerance of the tests; torch's providers a looser
+one, which catches a peer that was given another problem.
 
 `attention` measures attention on a GPU beside its peers, cell by cell of attention/cases.py: see attention/measure.py. `paper`
 measures the kernels of the online-softmax paper: see paper/measure.py.
@@ -45,15 +45,15 @@ from attention import peers as attention_peers  # noqa: E402
 from cases import CPU, CUDA, QUICK, Case  # noqa: E402
 from cuda_peers import CUDA_PEERS  # noqa: E402
 from paper import measure as paper  # noqa: E402
-from peers import PEER_TOLERANCE, PEERS, Absent  # noqa: E402
-from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, cuda_marks, marks, over_best, ratio, summarize, unrest  # noqa: E402
+from peers import PEER_TOLERANCE, PEERS, Unavailable  # noqa: E402
+from summary import CONTEXT, DIRECTIONS, OURS, SCHEMA, cuda_targets, noise, over_best, ratio, summarize, targets  # noqa: E402
+from timing import EventTimer, GraphTimer, Timer, interleave  # noqa: E402
 from training import run as run_training  # noqa: E402
-from turns import Events, Replays, Turns, take_turns  # noqa: E402
 
 from flash_online import _info, reference, testing  # noqa: E402
 
 MATMUL_SIZE = 2048
-CHECKED_IN_FULL = 4096  # longest sequence whose every query is checked
+CHECKED_IN_FULL = 4096  # the longest sequence of which every query is checked
 CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
 CONTEXT_ROUNDS = 5
 
@@ -61,13 +61,12 @@ CONTEXT_ROUNDS = 5
 # --- The machine -----------------------------------------------------------------------------------------------------------
 
 
-def settle_memory(keep: bool) -> str:
-    """Fixes what malloc does with large tensors; says what, for the record.
+def fix_malloc_thresholds(keep: bool) -> str:
+    """Fixes what malloc does with large tensors; returns a description for the record.
 
-    By itself glibc raises its threshold for going to the system, block by block that is freed, up to 32 MiB, so that the same
-    call is fast or slow by what ran before it. Here the threshold is at its end from the start: a result of 32 MiB or more
-    is new memory from the system each time, and pays for its page faults. With `keep`, all freed memory is used
-    again, as caching allocators do it.
+    glibc raises the size from which it maps fresh memory with each block that is freed, up to 32 MiB, so that the speed of a
+    call depends on what ran before it. Here the threshold is 32 MiB from the start: a larger result is fresh memory from the
+    system each time and pays for its page faults. With `keep` all freed memory is used again, as caching allocators do.
     """
     trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # mallopt's numbers for its options
     try:
@@ -100,7 +99,7 @@ def environment(device: str) -> dict:
     if device == "cpu":
         facts["instruction_set"] = _info.build_info()["cpu"]
         facts["mhz"] = frequency()
-        facts["load_at_start"] = round(os.getloadavg()[0], 1)  # of others, on a machine that is shared
+        facts["load_at_start"] = round(os.getloadavg()[0], 1)  # from other processes, on a shared machine
     return facts
 
 
@@ -121,7 +120,7 @@ def frequency() -> float | None:
 
 
 class Truth:
-    """Which part of a case's results is checked, and that part in float64, by the package's plain reference."""
+    """Which part of a case's results is checked, and that part in float64, computed by the package's plain reference."""
 
     def __init__(self, case: Case):
         self.case, sizes = case, case.sizes
@@ -139,7 +138,8 @@ class Truth:
             self.rows = torch.linspace(0, sizes["rows"] - 1, count).long()
 
     def checked_grad(self, grad):
-        """The output's gradient for the step that is checked: what is not checked must not reach what is."""
+        """The output's gradient for the step that is checked. It is 0 at queries that are not checked, whose contributions the
+        expected gradients lack."""
         if self.case.function != "attention" or len(self.rows) == grad.shape[-2]:
             return grad
         only = torch.zeros_like(grad)
@@ -147,7 +147,7 @@ class Truth:
         return only
 
     def part(self, results):
-        """What of [output, gradients...] is checked."""
+        """The part of [output, gradients...] that is checked."""
         if self.case.function == "attention":
             out, grad_query, *others = (t[:, self.heads] for t in results)
             return [out[:, :, self.rows], grad_query[:, :, self.rows], *others]
@@ -170,10 +170,10 @@ class Truth:
             mask = mask[:, heads].double()
         outs, grads = [], [torch.zeros_like(t) for t in wide]
         for rows in self.chunks:
-            # Of a causal chunk only the keys up to its end, with which its queries then align.
+            # A causal chunk needs only the keys up to its end, to which its queries are then aligned.
             keys = slice(max(0, rows.start - window + 1) if window else 0, rows.stop if causal else length)
-            places = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
-            leaves = [t[place].detach().requires_grad_() for t, place in zip(wide, places, strict=False)]
+            indices = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
+            leaves = [t[index].detach().requires_grad_() for t, index in zip(wide, indices, strict=False)]
             if len(leaves) > 3:
                 chunk_mask = leaves[3]
             else:
@@ -186,10 +186,10 @@ class Truth:
                 alignment="lower_right" if causal else "upper_left",
             )
             outs.append(out.detach())
-            for total, place, part in zip(
-                grads, places, torch.autograd.grad(out, leaves, grad[:, heads, rows].double()), strict=False
+            for total, index, part in zip(
+                grads, indices, torch.autograd.grad(out, leaves, grad[:, heads, rows].double()), strict=False
             ):
-                total[place] += part
+                total[index] += part
         return [torch.cat(outs, -2), grads[0][:, :, self.rows], *grads[1:]]
 
     def _rows(self, inputs, extras, grad):
@@ -211,19 +211,19 @@ class Truth:
         return [out.detach(), grad_x.sort(-1).values if function == "topk_softmax" and x.dtype != torch.float32 else grad_x]
 
 
-def check(case: Case, contestants: dict, inputs, extras, grad, device: str) -> dict[str, dict]:
-    """A step of each: its error, relative to max|truth|, and its memory. Raises AssertionError where one is wrong."""
+def check(case: Case, providers: dict, inputs, extras, grad, device: str) -> dict[str, dict]:
+    """Checks a step of every provider. Returns its error, relative to max|truth|, and its memory, or raises AssertionError."""
     truth = Truth(case)
     grad = truth.checked_grad(grad)
     parts, facts = {}, {}
-    for name, contestant in contestants.items():
+    for name, provider in providers.items():
         results = []
 
-        def step(contestant=contestant, results=results):
-            out = contestant.call(inputs, extras, case.options)
+        def step(provider=provider, results=results):
+            out = provider.call(inputs, extras, case.options)
             results.extend([out.detach(), *torch.autograd.grad(out, inputs, grad)])
 
-        with contestant.setting():
+        with provider.setting():
             extra = testing.peak_extra_bytes(step, device=device)
         returned = sum(t.numel() * t.element_size() for t in results)
         facts[name] = {"step_extra_bytes": extra, "beyond_results_bytes": extra - returned}
@@ -257,22 +257,22 @@ def matmul(dtype: torch.dtype, device: str):
     return lambda: torch.mm(a, b, out=out)
 
 
-def turns_of(call, setting, device: str, most: int | None = None) -> Turns:
-    return (Events if device == "cuda" else Turns)(call, setting, device, most)
+def call_timer(call, setting, device: str, max_samples: int | None = None) -> Timer:
+    return (EventTimer if device == "cuda" else Timer)(call, setting, device, max_samples)
 
 
-def replays_of(call, setting, stream, most: int | None = None) -> Turns:
-    """Turns of a call on that stream as replays of a CUDA graph."""
+def graph_timer(call, setting, stream, max_samples: int | None = None) -> Timer:
+    """Times a call as replays of a CUDA graph on that stream."""
     with setting(), torch.cuda.stream(stream):
-        return Replays(call, torch.cuda.graph_pool_handle(), stream, most)
+        return GraphTimer(call, torch.cuda.graph_pool_handle(), stream, max_samples)
 
 
 def gflop_per_s(seconds: float) -> float:
     return 2e-9 * MATMUL_SIZE**3 / seconds
 
 
-def everyone(function: str, device: str, wanted: list[str] | None = None) -> dict:
-    """Ours and its peers on a device; of the peers those that are wanted, if any are named."""
+def providers_on(function: str, device: str, wanted: list[str] | None = None) -> dict:
+    """Ours and its peers on a device; if `wanted` names peers, only those."""
     peers = PEERS[function] | (CUDA_PEERS.get(function, {}) if device == "cuda" else {})
     return {name: peer for name, peer in peers.items() if not wanted or name == OURS or name in wanted}
 
@@ -285,94 +285,108 @@ def measure(case: Case, device: str, seconds: float, rounds: int, peers: list[st
         "sizes": case.sizes,
         "options": case.options,
         "dtype": str(case.dtype)[6:],
-        "contestants": {},
-        "absent": {},
+        "providers": {},
+        "unavailable": {},
         "ratio": None,
         "over_best": None,
     }
     inputs, extras = case.inputs(device)
-    contestants, outs = {}, {}
-    for name, contestant in everyone(case.function, device, peers).items():
+    providers, outs = {}, {}
+    for name, provider in providers_on(case.function, device, peers).items():
         try:
-            with contestant.setting():
-                outs[name] = contestant.first_call(inputs, extras, case.options)
-        except Absent as reason:
-            result["absent"][name] = str(reason)
+            with provider.setting():
+                outs[name] = provider.first_call(inputs, extras, case.options)
+        except Unavailable as reason:
+            result["unavailable"][name] = str(reason)
             continue
-        contestants[name] = contestant
-    if not contestants:
+        providers[name] = provider
+    if not providers:
         return result
     like = next(iter(outs.values()))
     grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like.dtype).to(device)
-    facts = check(case, contestants, inputs, extras, grad, device)
+    facts = check(case, providers, inputs, extras, grad, device)
 
-    judged = [name for name in contestants if name != OURS and name not in CONTEXT]
-    most = {name: CONTEXT_ROUNDS if name in CONTEXT and judged else None for name in contestants}
-    turned = in_turns = functools.partial(turns_of, device=device)
+    timers, baselines = timers_of(case, device, providers, inputs, extras, outs, grad)
+    by_direction = [timers[name, direction] for direction in DIRECTIONS for name in providers]
+    interleave([*by_direction, *baselines.values()], seconds, rounds)
+
+    result |= baseline_rates(case, inputs, baselines)
+    for name in providers:
+        of_provider = {direction: timers[name, direction] for direction in DIRECTIONS}
+        result["providers"][name] = provider_entry(case, extras, of_provider, result) | facts[name]
+    result["ratio"] = ratio(result["providers"])
+    result["over_best"] = over_best(result["providers"])
+    return result
+
+
+def timers_of(case: Case, device: str, providers: dict, inputs, extras, outs: dict, grad) -> tuple[dict, dict]:
+    """(provider, direction) -> timer, and the baselines' timers by name. `outs` are the providers' outputs for `inputs`."""
+    only_called = make_timer = functools.partial(call_timer, device=device)
     if device == "cuda" and case.function != "attention":
         # A backward pass runs on the streams of its forward pass and of the leaves' first use; only what runs on the captured
         # stream is captured.
         stream = torch.cuda.Stream()
-        turned = functools.partial(replays_of, stream=stream)
-        inputs = [x.detach().requires_grad_() for x in inputs]
+        make_timer = functools.partial(graph_timer, stream=stream)
+        inputs, outs = [x.detach().requires_grad_() for x in inputs], {}
         with torch.cuda.stream(stream):
-            for name, contestant in contestants.items():
-                with contestant.setting():
-                    outs[name] = contestant.call(inputs, extras, case.options)
+            for name, provider in providers.items():
+                with provider.setting():
+                    outs[name] = provider.call(inputs, extras, case.options)
         torch.cuda.synchronize()
     if case.function == "attention":
-        yardsticks = {"matmul": turns_of(matmul(case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)}
+        baselines = {"matmul": call_timer(matmul(case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)}
     else:
         plain = inputs[0].detach()
-        there = torch.empty_like(plain)
-        # On CUDA not copy_(): in a graph that is no kernel, and at some sizes a third slower.
-        copy, copy_to_new = there.copy_, torch.clone
+        copied = torch.empty_like(plain)
+        # copy_() is no kernel in a CUDA graph, and a third slower at some sizes; torch.neg moves the same bytes.
+        copy, copy_to_new = copied.copy_, torch.clone
         if device == "cuda":
-            copy, copy_to_new = functools.partial(torch.neg, out=there), torch.neg
-        yardsticks = {"copy": turned(lambda: copy(plain), torch.no_grad)}
-        yardsticks["copy to new"] = turned(lambda: copy_to_new(plain), torch.no_grad)
-    turns: dict[tuple[str, str], Turns] = {}
-    for name, contestant in contestants.items():
-        forward = functools.partial(contestant.call, inputs, extras, case.options)
-        backward = functools.partial(torch.autograd.grad, outs[name], inputs, grad, retain_graph=True)
-        for direction, call in zip(DIRECTIONS, (forward, backward), strict=True):
-            turns_of_it = in_turns if contestant.waits else turned
-            turns[name, direction] = turns_of_it(call, contestant.setting, most=most[name])
-    by_direction = [turns[name, direction] for direction in DIRECTIONS for name in contestants]
-    take_turns([*by_direction, *yardsticks.values()], seconds, rounds)
+            copy, copy_to_new = functools.partial(torch.neg, out=copied), torch.neg
+        baselines = {"copy": make_timer(lambda: copy(plain), torch.no_grad)}
+        baselines["copy to new"] = make_timer(lambda: copy_to_new(plain), torch.no_grad)
 
-    copied = 2 * inputs[0].numel() * inputs[0].element_size()
-    if "matmul" in yardsticks:
-        yardstick = yardsticks["matmul"]
-        result["matmul"] = {
-            "gflop_per_s": gflop_per_s(yardstick.median),
-            "best_gflop_per_s": gflop_per_s(yardstick.best),
-        }
+    has_peers = any(name != OURS and name not in CONTEXT for name in providers)
+    timers: dict[tuple[str, str], Timer] = {}
+    for name, provider in providers.items():
+        forward = functools.partial(provider.call, inputs, extras, case.options)
+        backward = functools.partial(torch.autograd.grad, outs[name], inputs, grad, retain_graph=True)
+        max_samples = CONTEXT_ROUNDS if name in CONTEXT and has_peers else None
+        for direction, call in zip(DIRECTIONS, (forward, backward), strict=True):
+            make = only_called if provider.waits else make_timer
+            timers[name, direction] = make(call, provider.setting, max_samples=max_samples)
+    return timers, baselines
+
+
+def baseline_rates(case: Case, inputs, baselines: dict[str, Timer]) -> dict:
+    if matmul_timer := baselines.get("matmul"):
+        rates = {"gflop_per_s": gflop_per_s(matmul_timer.median), "best_gflop_per_s": gflop_per_s(matmul_timer.best)}
         batch, heads, length = (case.sizes[name] for name in ("B", "H", "L"))
-        result["scores_bytes"] = batch * heads * length**2 * case.dtype.itemsize  # what a square a head would take
-    else:
-        result["copy"] = {
-            "gb_per_s": 1e-9 * copied / yardsticks["copy"].median,
-            "best_gb_per_s": 1e-9 * copied / yardsticks["copy"].best,
-            "new_gb_per_s": 1e-9 * copied / yardsticks["copy to new"].median,  # into a tensor of its own: what a result costs
+        # What the scores of all heads would take.
+        return {"matmul": rates, "scores_bytes": batch * heads * length**2 * case.dtype.itemsize}
+    moved = 2 * inputs[0].numel() * inputs[0].element_size()
+    return {
+        "copy": {
+            "gb_per_s": 1e-9 * moved / baselines["copy"].median,
+            "best_gb_per_s": 1e-9 * moved / baselines["copy"].best,
+            "new_gb_per_s": 1e-9 * moved / baselines["copy to new"].median,  # to a new tensor, as a function's result is
         }
-    for name in contestants:
-        taken = {direction: turns[name, direction] for direction in DIRECTIONS}
-        entry = {f"{direction}_ms": 1e3 * t.median for direction, t in taken.items()}
-        entry |= {f"{direction}_best_ms": 1e3 * t.best for direction, t in taken.items()}
-        entry["rounds"] = len(taken["forward"].times)
-        entry["in_graphs"] = all(isinstance(t, Replays) for t in taken.values())
-        for direction, t in taken.items():
-            if flops := case.flops(direction, extras):
-                entry[f"{direction}_gflop_per_s"] = 1e-9 * flops / t.median
-                entry[f"{direction}_share"] = entry[f"{direction}_gflop_per_s"] / result["matmul"]["gflop_per_s"]
-            if moved := case.moved_bytes(direction):
-                entry[f"{direction}_gb_per_s"] = 1e-9 * moved / t.median
-                entry[f"{direction}_share"] = entry[f"{direction}_gb_per_s"] / result["copy"]["gb_per_s"]
-        result["contestants"][name] = entry | facts[name]
-    result["ratio"] = ratio(result["contestants"])
-    result["over_best"] = over_best(result["contestants"])
-    return result
+    }
+
+
+def provider_entry(case: Case, extras, timers: dict[str, Timer], result: dict) -> dict:
+    """A provider's times and rates by direction, and their shares of the baseline's rate in `result`."""
+    entry = {f"{direction}_ms": 1e3 * timer.median for direction, timer in timers.items()}
+    entry |= {f"{direction}_best_ms": 1e3 * timer.best for direction, timer in timers.items()}
+    entry["rounds"] = len(timers["forward"].times)
+    entry["in_graphs"] = all(isinstance(timer, GraphTimer) for timer in timers.values())
+    for direction, timer in timers.items():
+        if flops := case.flops(direction, extras):
+            entry[f"{direction}_gflop_per_s"] = 1e-9 * flops / timer.median
+            entry[f"{direction}_share"] = entry[f"{direction}_gflop_per_s"] / result["matmul"]["gflop_per_s"]
+        if moved := case.moved_bytes(direction):
+            entry[f"{direction}_gb_per_s"] = 1e-9 * moved / timer.median
+            entry[f"{direction}_share"] = entry[f"{direction}_gb_per_s"] / result["copy"]["gb_per_s"]
+    return entry
 
 
 # --- The run ---------------------------------------------------------------------------------------------------------------
@@ -385,7 +399,7 @@ def line(result: dict) -> str:
     unit = "gflop_per_s" if result["function"] == "attention" else "gb_per_s"
     if best := result["over_best"]:
         parts.append(" / ".join(f"{side['times']:.2f} x {side['peer']}" for side in best.values()))
-    for name, entry in result["contestants"].items():
+    for name, entry in result["providers"].items():
         rates = " / ".join(f"{entry[f'{direction}_{unit}']:.0f}" for direction in DIRECTIONS)
         times = " / ".join(f"{entry[f'{direction}_ms']:.3g}" for direction in DIRECTIONS)
         unit_name = "GFLOP/s" if unit == "gflop_per_s" else "GB/s"
@@ -394,12 +408,12 @@ def line(result: dict) -> str:
         parts.append(f"matmul {result['matmul']['gflop_per_s']:.0f} GFLOP/s")
     if "copy" in result:
         parts.append(f"copy {result['copy']['gb_per_s']:.0f} GB/s, to new memory {result['copy']['new_gb_per_s']:.0f}")
-    parts += [f"{name} absent: {reason}" for name, reason in result["absent"].items()]
+    parts += [f"{name} unavailable: {reason}" for name, reason in result["unavailable"].items()]
     return f"{result['function']:13} {result['case']:38} {result['dtype']:8} " + "; ".join(parts)
 
 
 def summary_lines(record: dict) -> list[str]:
-    lines = ["", "ours beside torch, times faster: geometric mean forward / backward (worst case), share of the yardstick"]
+    lines = ["", "ours beside torch, times faster: geometric mean forward / backward (worst case), share of the baseline"]
     for entry in record["summary"]:
         sides = [entry[direction] for direction in DIRECTIONS]
         means = " / ".join(f"{s['mean']:.2f}" for s in sides)
@@ -414,46 +428,49 @@ def summary_lines(record: dict) -> list[str]:
         if best := entry["over_best"]:
             sides = (f"{what} {s['mean']:.2f} ({s['worst']:.2f}, {s['worst_case']}, {s['peer']})" for what, s in best.items())
             lines.append(f"{entry['function']:13} {entry['kind']:16} {entry['dtype']:8} over the best: {', '.join(sides)}")
-    if record["unrest"]:
+    if record["noise"]:
         lines += [
             "",
-            f"unrest {record['unrest']:.2f}: a yardstick's median time over its least; little above 1 on a quiet machine",
+            f"noise {record['noise']:.2f}: the baseline's median time over its least; little above 1 on a quiet machine",
         ]
-    lines += ["", "marks"]
-    for mark in record["marks"]:
-        if "most" in mark:
-            what = f"{mark['measured']}, less than {mark['most']} wanted"
+    lines += ["", "targets"]
+    for target in record["targets"]:
+        if "most" in target:
+            what = f"{target['measured']}, less than {target['most']} wanted"
         else:
-            wanted = [f"mean {mark['least']}"] * (mark["least"] is not None)
-            wanted += [f"each {mark['least_each']}"] * (mark["least_each"] is not None)
-            what = f"mean {mark['mean']:.2f}, worst {mark['worst']:.2f} ({mark['worst_case']}); wanted {', '.join(wanted)}"
-        lines.append(f"{'met   ' if mark['met'] else 'MISSED'} {mark['mark']}: {what}")
+            wanted = [f"mean {target['least']}"] * (target["least"] is not None)
+            wanted += [f"each {target['least_each']}"] * (target["least_each"] is not None)
+            what = (
+                f"mean {target['mean']:.2f}, worst {target['worst']:.2f} ({target['worst_case']}); wanted {', '.join(wanted)}"
+            )
+        lines.append(f"{'met   ' if target['met'] else 'MISSED'} {target['target']}: {what}")
     return lines
 
 
 def matmul_rates(record: dict, device: str, at: str, dtypes) -> None:
     for dtype in dtypes:
-        turns = turns_of(matmul(dtype, device), torch.no_grad, device)
-        take_turns([turns], 0, CONTEXT_ROUNDS)
-        record["matmul"].setdefault(str(dtype)[6:], {"size": MATMUL_SIZE})[at] = gflop_per_s(turns.median)
+        timer = call_timer(matmul(dtype, device), torch.no_grad, device)
+        interleave([timer], 0, CONTEXT_ROUNDS)
+        record["matmul"].setdefault(str(dtype)[6:], {"size": MATMUL_SIZE})[at] = gflop_per_s(timer.median)
 
 
-def main() -> int:
+def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("device", choices=("cpu", "cuda", "attention", "training", "paper"), nargs="?", default=default)
+    parser.add_argument(
+        "device", choices=("cpu", "cuda", "attention", "training", "paper"), nargs="?", default=default_device()
+    )
     parser.add_argument("--json", type=Path, help="where the results go; none: benchmarks/results/<device>.json")
-    groups = list(attention_cases.CELLS)
-    parser.add_argument("--only", nargs="+", choices=[*sorted(PEERS), *groups], help="functions, or groups; needs --json")
+    functions = [*sorted(PEERS), *attention_cases.CELLS]
+    parser.add_argument("--only", nargs="+", choices=functions, help="functions, or groups; needs --json")
     parser.add_argument("--match", help="only cases whose label and dtype have this in them; needs --json")
     named = sorted({name for peers in (PEERS, CUDA_PEERS) for of_one in peers.values() for name in of_one} - {OURS})
     named = list(dict.fromkeys([*named, *attention_peers.PEERS]))
     parser.add_argument("--peers", nargs="+", choices=named, help="these peers alone; none: all that run here; needs --json")
     parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --json")
     parser.add_argument("--list", action="store_true", help="print the cases and their reasons, measure nothing")
-    parser.add_argument("--seconds", type=float, help="least time of a case's turns; none: 1.5, of attention 0.3")
+    parser.add_argument("--seconds", type=float, help="least time to sample a case; none: 1.5, of attention 0.3")
     parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
     parser.add_argument("--note", help="a remark for the record, shown above its tables")
     parser.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
@@ -463,54 +480,39 @@ def main() -> int:
     options = parser.parse_args()
     if (options.only or options.quick or options.match or options.peers) and not (options.json or options.list):
         parser.error("--only, --match, --peers and --quick need --json, since the committed results hold everything")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory meter's profiler writes two lines a call otherwise
-    device = options.device
-    seconds = options.seconds if options.seconds is not None else 0.3 if device == "attention" else 1.5
-    facts = {"seconds": seconds, "rounds": options.rounds}
-    if options.note:
-        facts["note"] = options.note
-    path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
-    if device == "paper":
-        if options.only or options.match or options.peers or options.list:
-            parser.error("paper has no --only, --match, --peers or --list: it is one table")
-        return paper.run(options.quick, lambda: environment("cuda") | facts, path)
-    if options.fa3:
-        os.environ[attention_peers.FA3_VARIABLE] = options.fa3
-    if device == "training":
-        if options.only or options.match or options.peers or options.list:
-            parser.error("training has no --only, --match, --peers or --list: it is one table")
-        where = default if options.quick else "cuda"
-        return run_training(where, lambda: environment(where) | facts, path)
-    if device == "attention":
-        if set(options.only or ()) - set(groups):
-            parser.error(f"attention has the groups {', '.join(groups)} for --only, got {' '.join(options.only)}")
-        cells = attention.chosen(options.only, options.match, options.quick)
-        if options.list:
-            print("\n".join(f"{c.group:9} {c.kind:24} {c.label}, {str(c.dtype)[6:]}" for c in cells))
-            return 0
-        if not cells:
-            parser.error("no cell of attention is chosen")
-        where = default if options.quick else "cuda"
-        if not torch.cuda.is_available() and where == "cuda":
-            parser.error("attention needs a CUDA GPU; with --quick it runs without one")
-        return attention.run(cells, where, lambda: environment(where) | facts, path, options.peers)
-    if set(options.only or ()) & set(groups):
-        parser.error(f"--only {' '.join(options.only)}: groups are of attention, here functions are named")
-    cases = QUICK if options.quick else CPU if device == "cpu" else CUDA
-    cases = [c for c in cases if not options.only or c.function in options.only]
-    cases = [c for c in cases if not options.match or options.match in f"{c.label}, {str(c.dtype)[6:]}"]
-    if options.list:
-        print("\n".join(f"{c.function:13} {c.label:38} {str(c.dtype)[6:]:8} {c.reason}" for c in cases))
-        return 0
+    if options.device in ("paper", "training") and (options.only or options.match or options.peers or options.list):
+        parser.error(f"{options.device} has no --only, --match, --peers or --list: it is one table")
+    return parser, options
 
-    started, failures = time.perf_counter(), 0
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace, facts: dict, path: Path) -> int:
+    groups = list(attention_cases.CELLS)
+    if set(options.only or ()) - set(groups):
+        parser.error(f"attention has the groups {', '.join(groups)} for --only, got {' '.join(options.only)}")
+    cells = attention.chosen(options.only, options.match, options.quick)
+    if options.list:
+        print("\n".join(f"{c.group:9} {c.kind:24} {c.label}, {str(c.dtype)[6:]}" for c in cells))
+        return 0
+    if not cells:
+        parser.error("no cell of attention is chosen")
+    device = default_device() if options.quick else "cuda"
+    if not torch.cuda.is_available() and device == "cuda":
+        parser.error("attention needs a CUDA GPU; with --quick it runs without one")
+    return attention.run(cells, device, lambda: environment(device) | facts, path, options.peers)
+
+
+def run_cases(cases: list[Case], options: argparse.Namespace, facts: dict, path: Path) -> int:
+    """The benchmark of the list CPU or CUDA, or of a part of it."""
+    device, started, failures = options.device, time.perf_counter(), 0
     record = environment(device) | facts | {"matmul": {}, "results": []}
     if device == "cpu":
-        record["memory"] = settle_memory(options.keep_memory)
+        record["memory"] = fix_malloc_thresholds(options.keep_memory)
         if record["load_at_start"] > 0.5:
-            print(
-                f"load {record['load_at_start']}: others are at work, and times of short calls will be theirs", file=sys.stderr
-            )
+            print(f"load {record['load_at_start']}: other processes are running and will disturb short calls", file=sys.stderr)
     dtypes = dict.fromkeys(c.dtype for c in cases if c.function == "attention")
     matmul_rates(record, device, "at_start", dtypes)
     # A log file wants a line now and then, a terminal a moving bar.
@@ -519,7 +521,7 @@ def main() -> int:
         for case in bar:
             bar.set_postfix_str(f"{case.function}, {case.label}", refresh=sys.stderr.isatty())
             try:
-                result = measure(case, device, seconds, options.rounds, options.peers)
+                result = measure(case, device, facts["seconds"], options.rounds, options.peers)
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 failures += 1
@@ -536,14 +538,43 @@ def main() -> int:
         record["load_at_end"] = round(os.getloadavg()[0], 1)  # this run's own threads included
     record["took_seconds"] = round(time.perf_counter() - started)
     record["wrong"] = failures
-    record["unrest"] = unrest(record["results"])
+    record["noise"] = noise(record["results"])
     record["summary"] = summarize(record["results"])
-    record["marks"] = (marks if device == "cpu" else cuda_marks)(record["results"])
+    record["targets"] = (targets if device == "cpu" else cuda_targets)(record["results"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(summary_lines(record)))
     print(f"wrote {path}" + (f"; {failures} cases were WRONG" if failures else ""))
     return 1 if failures else 0
+
+
+def main() -> int:
+    parser, options = parse_arguments()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the memory meter's profiler writes two lines per call
+    device = options.device
+    seconds = options.seconds if options.seconds is not None else 0.3 if device == "attention" else 1.5
+    facts = {"seconds": seconds, "rounds": options.rounds}
+    if options.note:
+        facts["note"] = options.note
+    path = options.json or ROOT / "benchmarks" / "results" / f"{device}.json"
+    if device == "paper":
+        return paper.run(options.quick, lambda: environment("cuda") | facts, path)
+    if options.fa3:
+        os.environ[attention_peers.FA3_VARIABLE] = options.fa3
+    if device == "training":
+        on = default_device() if options.quick else "cuda"
+        return run_training(on, lambda: environment(on) | facts, path)
+    if device == "attention":
+        return run_attention(parser, options, facts, path)
+    if set(options.only or ()) & set(attention_cases.CELLS):
+        parser.error(f"--only {' '.join(options.only)}: groups are of attention, here functions are named")
+    cases = QUICK if options.quick else CPU if device == "cpu" else CUDA
+    cases = [c for c in cases if not options.only or c.function in options.only]
+    cases = [c for c in cases if not options.match or options.match in f"{c.label}, {str(c.dtype)[6:]}"]
+    if options.list:
+        print("\n".join(f"{c.function:13} {c.label:38} {str(c.dtype)[6:]:8} {c.reason}" for c in cases))
+        return 0
+    return run_cases(cases, options, facts, path)
 
 
 if __name__ == "__main__":

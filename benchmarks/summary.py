@@ -1,4 +1,4 @@
-"""What a run's results say in short: how many times faster than torch, by kind of case, and the marks that were set."""
+"""The summary of a run: how many times faster than torch, by kind of case, and the targets."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-SCHEMA = 2  # of the results: what report.py reads and run.py writes
+SCHEMA = 2  # version of the results that run.py writes and report.py reads
 OURS, FLASH, MATH = "flash_online", "torch flash", "torch math"
-CONTEXT = (MATH,)  # for comparison only, wherever another peer runs: few rounds are enough
+CONTEXT = (MATH,)  # only for comparison where another peer runs: few rounds are enough
 DIRECTIONS = ("forward", "backward")
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """The mean of ratios: half as fast in one case and twice as fast in another make 1."""
+    """The mean of ratios: half as fast in one case and twice as fast in another is 1."""
     values = list(values)
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def ratio(contestants: dict[str, dict]) -> dict | None:
+def ratio(providers: dict[str, dict]) -> dict | None:
     """How many times faster ours is than the first peer there is: above 1, ours is faster. None without ours or a peer."""
-    peers = [name for name in contestants if name != OURS]
-    if OURS not in contestants or not peers:
+    peers = [name for name in providers if name != OURS]
+    if OURS not in providers or not peers:
         return None
-    ours, theirs = contestants[OURS], contestants[peers[0]]
+    ours, theirs = providers[OURS], providers[peers[0]]
     of_medians = {d: theirs[f"{d}_ms"] / ours[f"{d}_ms"] for d in DIRECTIONS}
     return {"against": peers[0]} | of_medians | {f"{d}_best": theirs[f"{d}_best_ms"] / ours[f"{d}_best_ms"] for d in DIRECTIONS}
 
 
-def over_best(contestants: dict[str, dict]) -> dict | None:
+def over_best(providers: dict[str, dict]) -> dict | None:
     """How many times faster ours is than the fastest of several peers, forward, backward and in a step of both, each with its
-    name. None without ours, or where there is one peer alone.
+    name. None without ours, or with a single peer.
     """
-    peers = [name for name in contestants if name != OURS and name not in CONTEXT]
-    if OURS not in contestants or len(peers) < 2:
+    peers = [name for name in providers if name != OURS and name not in CONTEXT]
+    if OURS not in providers or len(peers) < 2:
         return None
 
     def ms(name: str, what: str) -> float:
-        return sum(contestants[name][f"{d}_ms"] for d in (DIRECTIONS if what == "step" else (what,)))
+        return sum(providers[name][f"{d}_ms"] for d in (DIRECTIONS if what == "step" else (what,)))
 
     best = {what: min(peers, key=lambda name, what=what: ms(name, what)) for what in (*DIRECTIONS, "step")}
     return {what: {"times": ms(peer, what) / ms(OURS, what), "peer": peer} for what, peer in best.items()}
 
 
-def unrest(results: list[dict]) -> float | None:
-    """How many times the least time a yardstick took in the median: little above 1 on a quiet machine. Far above it, times of
-    short calls are the scheduler's. The least is that of the whole run, since one case may meet no quiet moment; only where
-    there is no matmul, whose size is always the same, it is each case's own least copy.
+def noise(results: list[dict]) -> float | None:
+    """The baseline's median time over its least: little above 1 on a quiet machine. Far above 1, the times of short calls are
+    those of the scheduler. The least is taken over the whole run, since a single case may meet no quiet moment; only for the
+    copy, whose size differs by case, it is each case's own least.
     """
     rates = [(r["dtype"], r["matmul"]) for r in results if "matmul" in r]
     best = {dtype: max(rate["best_gflop_per_s"] for other, rate in rates if other == dtype) for dtype, _ in rates}
@@ -56,7 +56,7 @@ def unrest(results: list[dict]) -> float | None:
 
 
 def summarize(results: list[dict]) -> list[dict]:
-    """An entry for each (function, kind, dtype, peer): geometric means, the worst case, shares of this run's yardstick."""
+    """An entry for each (function, kind, dtype, peer): geometric means, the worst case, shares of this run's baseline."""
     groups = defaultdict(list)
     for result in results:
         if result["ratio"]:
@@ -66,12 +66,12 @@ def summarize(results: list[dict]) -> list[dict]:
         entry = {"function": function, "kind": kind, "dtype": dtype, "against": against, "cases": len(members)}
         for direction in DIRECTIONS:
             entry[direction] = _of_ratios(members, direction)
-            shares = [m["contestants"][OURS].get(f"{direction}_share") for m in members]
+            shares = [m["providers"][OURS].get(f"{direction}_share") for m in members]
             if all(shares):
                 entry[direction]["share"] = geometric_mean(shares)
         entry["over_best"] = _over_best([m for m in members if m.get("over_best")])
-        yardsticks = {name for m in members for name in ("matmul", "copy") if name in m}
-        entry["share_of"] = yardsticks.pop() if len(yardsticks) == 1 else None
+        baselines = {name for m in members for name in ("matmul", "copy") if name in m}
+        entry["share_of"] = baselines.pop() if len(baselines) == 1 else None
         summary.append(entry)
     return summary
 
@@ -98,10 +98,10 @@ def _of_ratios(members: list[dict], direction: str) -> dict:
     }
 
 
-def marks(results: list[dict]) -> list[dict]:
-    """The marks set for the CPU kernels, each with what this run measured and whether that reaches it.
+def targets(results: list[dict]) -> list[dict]:
+    """The targets of the CPU kernels, each with what this run measured and whether it is met.
 
-    `least` asks it of the geometric mean, `least_each` of every case.
+    `least` bounds the geometric mean, `least_each` every case.
     """
     attention = [r for r in results if r["function"] == "attention" and r["ratio"]]
     beside_flash = [r for r in attention if r["ratio"]["against"] == FLASH]
@@ -119,7 +119,7 @@ def marks(results: list[dict]) -> list[dict]:
         found += judge(
             f"{function}, 32768 classes and more, of the copy rate",
             [r for r in long if "copy" in r],
-            lambda r, direction: r["contestants"][OURS][f"{direction}_share"],
+            lambda r, direction: r["providers"][OURS][f"{direction}_share"],
             least_each=0.5,
         )
         found += _faster(
@@ -129,10 +129,10 @@ def marks(results: list[dict]) -> list[dict]:
     found += _faster("topk_softmax, k 5, x topk of softmax", top, least_each=5.0)
     for result in attention:
         if result["options"].get("bias") == "shared" and result["sizes"]["L"] >= 512:  # below, fixed costs outweigh a square
-            beyond = result["contestants"][OURS]["beyond_results_bytes"]
+            beyond = result["providers"][OURS]["beyond_results_bytes"]
             found.append(
                 {
-                    "mark": f"attention, {result['case']}, {result['dtype']}: bytes of a step beyond its results",
+                    "target": f"attention, {result['case']}, {result['dtype']}: bytes of a step beyond its results",
                     "most": result["scores_bytes"],
                     "measured": beyond,
                     "met": beyond < result["scores_bytes"],
@@ -141,27 +141,27 @@ def marks(results: list[dict]) -> list[dict]:
     return found
 
 
-def cuda_marks(results: list[dict]) -> list[dict]:
-    """The marks set for the row functions on a GPU. Shares are of the copy rate, which stands for that of a read alone too."""
+def cuda_targets(results: list[dict]) -> list[dict]:
+    """The targets of the row functions on a GPU. Shares are of the copy rate, which also stands for the rate of reads alone."""
     of = {
-        function: [r for r in results if r["function"] == function and OURS in r["contestants"]]
+        function: [r for r in results if r["function"] == function and OURS in r["providers"]]
         for function in ("softmax", "log_softmax", "cross_entropy", "topk_softmax")
     }
 
     def share(result: dict, direction: str) -> float:
-        return result["contestants"][OURS][f"{direction}_share"]
+        return result["providers"][OURS][f"{direction}_share"]
 
     def beside_best(result: dict, direction: str) -> float:
         return result["over_best"][direction]["times"]
 
     def quack_step(result: dict, _: str) -> float:
-        ours, theirs = (sum(result["contestants"][name][f"{d}_ms"] for d in DIRECTIONS) for name in (OURS, "quack"))
+        ours, theirs = (sum(result["providers"][name][f"{d}_ms"] for d in DIRECTIONS) for name in (OURS, "quack"))
         return theirs / ours
 
     forward = DIRECTIONS[:1]
     softmaxes = of["softmax"] + of["log_softmax"]
     several = [r for r in softmaxes if r["over_best"]]
-    with_quack = [r for r in of["cross_entropy"] if "quack" in r["contestants"]]
+    with_quack = [r for r in of["cross_entropy"] if "quack" in r["providers"]]
     wide = [r for r in of["topk_softmax"] if r["sizes"]["rows"] > 10]
     few = [r for r in of["topk_softmax"] if r["sizes"]["rows"] <= 10]
     return [
@@ -186,7 +186,7 @@ def judge(
     least_each: float | None = None,
     directions: tuple[str, ...] = DIRECTIONS,
 ) -> list[dict]:
-    """An entry a direction: the mean and the worst of `value` over the members, and whether they reach what is asked."""
+    """An entry per direction: the mean and the worst of `value` over the members, and whether they meet the target."""
     entries = []
     for direction in directions if members else ():
         values = {id(m): value(m, direction) for m in members}
@@ -194,7 +194,7 @@ def judge(
         mean = geometric_mean(values.values())
         entries.append(
             {
-                "mark": f"{name}, {direction}",
+                "target": f"{name}, {direction}",
                 "least": least,
                 "least_each": least_each,
                 "cases": len(members),

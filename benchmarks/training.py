@@ -1,8 +1,8 @@
 """A training step beside torch's default and FlashAttention-3: python benchmarks/run.py training
 
 Forward and backward pass of 12 layers of a decoder in bfloat16 (16 heads of 128, a feed-forward part of four times the hidden
-size), 8192 tokens, causal. Ours comes in by `flash_online.override()`, FA3 in the place of the same function. Of each step: its
-time, and the part of it from query, key and value to attention's output and back, between events on the stream.
+size), 8192 tokens, causal. Ours comes in by `flash_online.override()`, FA3 replaces the same function. Events on the stream
+time the step, and the part of it from query, key and value to attention's output and back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 import flash_online
 
-LAYERS, HEADS, WIDTH, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
+LAYERS, HEADS, HEAD_DIM, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
 TORCH = "torch's default"
-FURTHEST = 0.02  # of a contestant's result and gradients from torch's, relative: bfloat16 in 12 layers
+MAX_DISTANCE = 0.02  # relative, of result and gradients from torch's: bfloat16 in 12 layers
 
 
 class Watch:
-    """Events at the borders of attention, in both directions; none on the CPU."""
+    """EventTimer at the borders of attention, in both directions; none on the CPU."""
 
     def __init__(self, device: str):
         self.device, self.events = device, []
@@ -45,7 +45,7 @@ class Watch:
         self.events.append(event)
 
     def milliseconds(self) -> float:
-        """Of a step that is over: events come in pairs, begin and end."""
+        """The time of a finished step: events come in pairs, begin and end."""
         begins, ends = self.events[::2], self.events[1::2]
         return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True))
 
@@ -73,7 +73,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor, watch: Watch) -> Tensor:
-        heads = self.project(self.before_attention(x)).unflatten(-1, (3, -1, WIDTH)).permute(2, 0, 3, 1, 4)
+        heads = self.project(self.before_attention(x)).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
         query, key, value = _Border.apply(watch, *heads)
         out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         (out,) = _Border.apply(watch, out)
@@ -94,7 +94,7 @@ def _fa3():
         yield
 
 
-def contestants() -> dict[str, Callable]:
+def providers() -> dict[str, Callable]:
     settings = {TORCH: nullcontext, OURS: flash_online.override}
     return settings | ({FA3: _fa3} if os.environ.get(FA3_VARIABLE) else {})
 
@@ -109,18 +109,18 @@ def step(layers: nn.ModuleList, x: Tensor, grad: Tensor, watch: Watch) -> Tensor
 
 
 def measure(length: int, layers: nn.ModuleList, rounds: int, device: str, tokens: int) -> dict:
-    x = torch.randn(tokens // length, length, HEADS * WIDTH, device=device, dtype=layers[0].out.weight.dtype)
+    x = torch.randn(tokens // length, length, HEADS * HEAD_DIM, device=device, dtype=layers[0].out.weight.dtype)
     grad, expected, taken = torch.randn_like(x), None, {}
-    for name, setting in contestants().items():
+    for name, setting in providers().items():
         with setting():
             results = [step(layers, x, grad, Watch(device)), layers[0].project.weight.grad.clone()]
         expected = expected or results
         for found, wanted in zip(results, expected, strict=True):
             distance = ((found - wanted).float().norm() / wanted.float().norm()).item()
-            assert distance <= FURTHEST, f"{name} at L {length}: {distance:.3g} from {TORCH}"
+            assert distance <= MAX_DISTANCE, f"{name} at L {length}: {distance:.3g} from {TORCH}"
         taken[name] = {"step_ms": [], "attention_ms": []}
     for _ in range(rounds if device == "cuda" else 0):
-        for name, setting in contestants().items():
+        for name, setting in providers().items():
             with setting():
                 step(layers, x, grad, Watch(device))
                 watch, begin, end = Watch(device), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -131,7 +131,7 @@ def measure(length: int, layers: nn.ModuleList, rounds: int, device: str, tokens
             taken[name]["step_ms"].append(begin.elapsed_time(end))
             taken[name]["attention_ms"].append(watch.milliseconds())
     medians = {n: {k: statistics.median(v) for k, v in of_one.items() if v} for n, of_one in taken.items()}
-    return {"L": length, "B": tokens // length, "rounds": rounds, "contestants": medians}
+    return {"L": length, "B": tokens // length, "rounds": rounds, "providers": medians}
 
 
 def run(device: str, facts: Callable[[], dict], path: Path) -> int:
@@ -141,9 +141,9 @@ def run(device: str, facts: Callable[[], dict], path: Path) -> int:
     dtype, count, tokens, lengths = (
         (torch.bfloat16, LAYERS, TOKENS, LENGTHS) if device == "cuda" else (torch.float32, 1, 64, (32,))
     )
-    layers = nn.ModuleList(Layer(HEADS * WIDTH) for _ in range(count)).to(device, dtype)
+    layers = nn.ModuleList(Layer(HEADS * HEAD_DIM) for _ in range(count)).to(device, dtype)
     one = functools.partial(measure, layers=layers, rounds=record["rounds"], device=device, tokens=tokens)
-    record |= {"layers": count, "heads": HEADS, "width": WIDTH, "results": [one(length) for length in lengths]}
+    record |= {"layers": count, "heads": HEADS, "head_dim": HEAD_DIM, "results": [one(length) for length in lengths]}
     record["took_seconds"] = round(time.perf_counter() - started)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -152,15 +152,16 @@ def run(device: str, facts: Callable[[], dict], path: Path) -> int:
 
 
 def training_page(record: dict) -> list[str]:
-    names = list(record["results"][0]["contestants"])
+    names = list(record["results"][0]["providers"])
     peers = [name for name in names if name != OURS]
     rows = []
     for result in record["results"]:
-        of_one = {n: [entry.get(k) for k in ("attention_ms", "step_ms")] for n, entry in result["contestants"].items()}
+        of_one = {n: [entry.get(k) for k in ("attention_ms", "step_ms")] for n, entry in result["providers"].items()}
         if not all(of_one[OURS]):
             continue
         faster = [" / ".join(times(theirs / ours) for theirs, ours in zip(of_one[p], of_one[OURS], strict=True)) for p in peers]
         rows.append([str(result["L"]), *(" / ".join(map(number, of_one[n])) for n in names), *faster])
     head = ["a training step: attention / all of it, ms; L", *names, *(f"x {p}" for p in peers)]
-    model = f"{record['layers']} layers, {record['heads']} heads of {record['width']}, bfloat16, causal, {TOKENS} tokens a step"
+    model = f"{record['layers']} layers, {record['heads']} heads of {record['head_dim']}"
+    model += f", bfloat16, causal, {TOKENS} tokens per step"
     return [*heading(record), "", f"{model}; forward and backward.", "", *table(head, rows)]

@@ -136,10 +136,10 @@ def box(axes, x, y, w, h, text, color=BLUE, size=11, weight="normal"):
     axes.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=size, color=INK, weight=weight)
 
 
-def arrow(axes, start, end, color=INK, style="-|>", bend=0.0):
+def arrow(axes, start, end, color=INK, style="-|>", curvature=0.0):
     axes.add_patch(
         FancyArrowPatch(
-            start, end, arrowstyle=style, mutation_scale=12, lw=1.3, color=color, connectionstyle=f"arc3,rad={bend}"
+            start, end, arrowstyle=style, mutation_scale=12, lw=1.3, color=color, connectionstyle=f"arc3,rad={curvature}"
         )
     )
 

@@ -2,7 +2,7 @@
 
 import flash_online.functional as F    # torch.nn.functional with our kernels
 with flash_online.override(): ...      # torch.nn.functional itself, for a block
-flash_online.attention(query, key, value, window=(256, 0), sinks=sinks)   # everything the kernels can do
+flash_online.attention(query, key, value, window=(256, 0), sinks=sinks)   # all options of the kernels
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import importlib
 
 from . import functional
 from ._ops import InvalidArgument, ops
-from .attention import attention, merge_attention
-from .linear_losses import linear_cross_entropy
-from .losses import cross_entropy
+from .attention import attention
+from .cross_entropy import cross_entropy
+from .linear_cross_entropy import linear_cross_entropy
+from .merge import merge_attention
 from .override import disable, enable, override
-from .packed import varlen_attention
 from .plan import Plan, explain, strict
-from .rows import log_softmax, logsumexp, softmax, topk_softmax
+from .softmax import log_softmax, logsumexp, softmax, topk_softmax
+from .varlen import varlen_attention
 
-# Forward operators worth keeping under selective activation checkpointing: each costs a product of matrices to repeat.
+# Forward operators whose results selective activation checkpointing should save: each costs matrix products to repeat.
 SAC_SAVE_OPS = [
     ops.attention_forward.default,
     ops.attention_varlen_forward.default,

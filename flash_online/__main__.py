@@ -16,10 +16,10 @@ from pathlib import Path
 
 
 def trace(arguments: list[str]) -> int:
-    """Prints the walk over a row, a line a number, by the header that the kernels are built from."""
+    """Prints the steps of online softmax over a row, one line per number, computed by the header that the kernels include."""
     double = arguments[:1] == ["--float64"]
     words = arguments[1:] if double else arguments
-    # Not argparse, which takes -1 and -inf for options.
+    # argparse would read -1 and -inf as options.
     try:
         row = [float(word) for word in words]
     except ValueError:
@@ -36,7 +36,7 @@ def trace(arguments: list[str]) -> int:
         return 1
 
     kind, code, digits = (_introspect.Float64, "d", 16) if double else (_introspect.Float32, "f", 8)
-    row = array(code, row).tolist()  # the numbers that the walk sees
+    row = array(code, row).tolist()  # rounded to the dtype of the walk
     width = digits + 8
 
     def line(*cells) -> str:
@@ -73,7 +73,7 @@ def _is_number(word: str) -> bool:
 
 
 def _verdict(row: list[float], results: dict[str, array], double: bool) -> str:
-    """What to see in the results, in a sentence."""
+    """One or two sentences about what the results show."""
     online, safe = results["online"], results["safe"]
     if any(map(math.isnan, row)):
         return "A NaN in the row reaches every probability."
@@ -81,13 +81,13 @@ def _verdict(row: list[float], results: dict[str, array], double: bool) -> str:
         return "A score of +inf has no softmax: inf - inf is NaN."
     if all(x == -math.inf for x in row):
         return "Every score is -inf: an empty row. Its softmax is 0 / 0, NaN; as a row of attention it gives 0."
-    places = 53 if double else 24
+    mantissa_bits = 53 if double else 24
 
-    def apart(a: float, b: float) -> int:
-        scale = max(math.frexp(max(a, b))[1] - places, -1074 if double else -149)
+    def ulps(a: float, b: float) -> int:
+        scale = max(math.frexp(max(a, b))[1] - mantissa_bits, -1074 if double else -149)
         return round(abs(a - b) / 2.0**scale)
 
-    worst = max(map(apart, online, safe))
+    worst = max(map(ulps, online, safe))
     sentence = (
         "Online and two-pass agree to the last bit here; rounding does not promise it."
         if worst == 0
@@ -99,7 +99,7 @@ def _verdict(row: list[float], results: dict[str, array], double: bool) -> str:
 
 
 def bench(arguments: list[str]) -> int:
-    """Hands over to benchmarks/run.py of the checkout that this package lies in."""
+    """Runs benchmarks/run.py of the checkout that this package lies in, with these arguments."""
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "run.py"
     if not script.is_file():
         print(

@@ -1,8 +1,8 @@
-"""How an operator meets autograd: one description, two `torch.autograd.Function` forms.
+"""Registers operators with autograd: one description becomes two `torch.autograd.Function` classes.
 
-A Function whose `forward` takes `ctx` costs half of one with `setup_context`, and Dynamo traces it only without `jvp`;
-torch.func and forward-mode AD need `setup_context`, `jvp` and a vmap rule. `differentiable` makes both from one class and
-calls the raw operator itself where nothing wants a gradient.
+A Function whose `forward` takes `ctx` costs half as much per call as one with `setup_context`, and Dynamo traces it only if it
+has no `jvp`. torch.func and forward-mode AD need `setup_context`, `jvp` and a vmap rule. `differentiable` makes both forms
+from one class, and calls the raw operator directly where no gradient is needed.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from torch.autograd import Function, forward_ad
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode AD level is active; never while compiling, where Dynamo has its own."""
+    """Whether a torch.func transform or a forward-mode AD level is active. False while compiling: Dynamo handles its own."""
     return not torch.compiler.is_compiling() and eager_transforms_active()
 
 
 def eager_transforms_active() -> bool:
-    """The same where nothing compiles."""
+    """`transforms_active` for a caller that knows that nothing is being compiled."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def differentiable(description):
-    """Makes the callable `f(*inputs)` from a class with the static methods
+    """Makes a callable `f(*inputs) -> outputs` from a class with four static methods:
 
-    run(*inputs) -> outputs; save(ctx, inputs, outputs) -> the tensors (or None) that become `ctx.saved_tensors`, beside what
-    it keeps in ctx itself; backward(ctx, *grads) -> a gradient an input; jvp(ctx, *tangents) -> a tangent an output.
+    run(*inputs) -> outputs;
+    save(ctx, inputs, outputs) -> the tensors (or None) that become `ctx.saved_tensors`; other values it may set on ctx;
+    backward(ctx, *grads) -> one gradient per input;
+    jvp(ctx, *tangents) -> one tangent per output.
     """
 
     class Eager(Function):
@@ -67,9 +69,9 @@ def differentiable(description):
 
 
 def _distinct(inputs):
-    """The inputs with a view in the place of a tensor that came before: Dynamo traces no Function with one tensor twice."""
+    """The inputs, with a view in place of each repeated tensor: Dynamo cannot trace a Function that gets one tensor twice."""
     distinct = []
     for i, value in enumerate(inputs):
-        again = isinstance(value, torch.Tensor) and any(value is other for other in inputs[:i])
-        distinct.append(value.view_as(value) if again else value)
+        repeated = isinstance(value, torch.Tensor) and any(value is other for other in inputs[:i])
+        distinct.append(value.view_as(value) if repeated else value)
     return distinct

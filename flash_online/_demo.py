@@ -28,14 +28,14 @@ import flash_online.functional as our_functional
 from . import _info, testing
 from .plan import strict
 
-# Modules of the standard library that are one plain file in every Python from 3.10 on: about 1.3 million characters.
+# Modules of the standard library that are a single file in every Python since 3.10: about 1.3 million characters.
 CORPUS = (
     "argparse ast configparser difflib fractions heapq inspect pickle random shutil statistics subprocess tarfile textwrap "
     "threading typing"
 ).split()
 
-# The two runs see the same numbers but for rounding, which training may amplify: the part of themselves by which the losses,
-# averaged over the last steps, may differ. Seen on CPUs after 300 steps: 5e-8.
+# Allowed relative difference of the two final losses, each averaged over the last steps. The runs differ by rounding only,
+# which training may amplify; 5e-8 was seen on CPUs after 300 steps.
 LOSS_TOLERANCE = 1e-3
 AVERAGED_STEPS = 20
 
@@ -47,7 +47,7 @@ def require_extras():
     except ImportError as missing:
         raise SystemExit(f"the demo needs matplotlib and tqdm ({missing}): pip install matplotlib tqdm") from None
     matplotlib.use("Agg")
-    # A log file wants a line now and then, a terminal a moving bar.
+    # In a log file the bar prints a line every 15 seconds; in a terminal it moves.
     return functools.partial(tqdm.tqdm, mininterval=0.1 if sys.stderr.isatty() else 15, dynamic_ncols=True)
 
 
@@ -60,7 +60,7 @@ class Measurement:
     size: str
     length: int
     device: str
-    contestant: str
+    provider: str
     error: float  # the largest of (max|result - truth| / max|truth|) over the output and the gradients; truth in float64
     seconds: float  # forward and backward, median
     extra_bytes: int  # at most held by torch's allocator beyond the inputs: output and gradients included
@@ -68,31 +68,31 @@ class Measurement:
 
 @dataclass
 class Problem:
-    """Inputs that want gradients, a gradient for the output, and the contestants that map the inputs to the output."""
+    """Inputs that require grad, a gradient for the output, and the providers that map the inputs to the output."""
 
     function: str
     size: str
     length: int
     inputs: list[Tensor]
     grad: Tensor
-    contestants: dict[str, Callable[..., Tensor]]
+    providers: dict[str, Callable[..., Tensor]]
     truth: Callable[[list[Tensor], Tensor], list[Tensor]]  # float64 (inputs, grad) -> output and gradients
 
-    def run(self, contestant: str) -> list[Tensor]:
-        out = self.contestants[contestant](*self.inputs)
+    def run(self, provider: str) -> list[Tensor]:
+        out = self.providers[provider](*self.inputs)
         return [out.detach(), *torch.autograd.grad(out, self.inputs, self.grad)]
 
 
 def attention_truth(inputs: list[Tensor], grad: Tensor, chunk: int = 512) -> list[Tensor]:
-    """Causal attention and its gradients, a chunk of queries at a time so that a long sequence fits."""
+    """Causal attention and its gradients, computed one chunk of queries at a time so that a long sequence fits in memory."""
     query, key, value = inputs
-    length, width = query.shape[-2:]
+    length, head_dim = query.shape[-2:]
     outs, positions = [], torch.arange(length, device=query.device)
     grads = [torch.zeros_like(t) for t in inputs]
     for begin in range(0, length, chunk):
         rows = slice(begin, begin + chunk)
         leaves = [t.detach().requires_grad_() for t in (query[..., rows, :], key, value)]
-        scores = leaves[0] @ leaves[1].mT / width**0.5
+        scores = leaves[0] @ leaves[1].mT / head_dim**0.5
         hidden = positions[None, :] > positions[rows, None]
         out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ leaves[2]
         chunk_grads = torch.autograd.grad(out, leaves, grad[..., rows, :])
@@ -104,8 +104,8 @@ def attention_truth(inputs: list[Tensor], grad: Tensor, chunk: int = 512) -> lis
 
 
 def attention_problem(length: int, device: str, generator: torch.Generator) -> Problem:
-    batch, heads, width = 1, 4, 64
-    query, key, value, grad = (torch.randn(batch, heads, length, width, generator=generator).to(device) for _ in range(4))
+    batch, heads, head_dim = 1, 4, 64
+    query, key, value, grad = (torch.randn(batch, heads, length, head_dim, generator=generator).to(device) for _ in range(4))
 
     def torch_math(q, k, v):
         with sdpa_kernel(SDPBackend.MATH):
@@ -113,7 +113,7 @@ def attention_problem(length: int, device: str, generator: torch.Generator) -> P
 
     return Problem(
         "attention",
-        f"B {batch}  H {heads}  L {length}  E {width}  causal",
+        f"B {batch}  H {heads}  L {length}  E {head_dim}  causal",
         length,
         [t.requires_grad_() for t in (query, key, value)],
         grad,
@@ -127,6 +127,8 @@ def attention_problem(length: int, device: str, generator: torch.Generator) -> P
 
 
 def by_autograd(function):
+    """A function (inputs, grad) -> [output, *gradients], by torch's autograd."""
+
     def truth(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = function(*leaves)
@@ -171,7 +173,7 @@ def cross_entropy_problem(classes: int, device: str, generator: torch.Generator)
 
 
 def best_device(problem_of, asked: str) -> str:
-    """CUDA where there is a device and this build has the kernels for this function, else the CPU."""
+    """CUDA if there is a device and this build has kernels for the function of this problem, else the CPU."""
     if asked != "auto":
         return asked
     if not torch.cuda.is_available():
@@ -184,12 +186,12 @@ def best_device(problem_of, asked: str) -> str:
     return "cuda"
 
 
-def measure(problem: Problem, contestant: str, truth: list[Tensor], seconds: float) -> Measurement:
+def measure(problem: Problem, provider: str, truth: list[Tensor], seconds: float) -> Measurement:
     device = problem.grad.device.type
-    extra_bytes = testing.peak_extra_bytes(lambda: problem.run(contestant), device=device)
-    error = max(testing.error(r, t).max / t.abs().max().item() for r, t in zip(problem.run(contestant), truth, strict=True))
-    timing = testing.time_call(lambda: problem.run(contestant), seconds=seconds, least_runs=3, device=device)
-    return Measurement(problem.function, problem.size, problem.length, device, contestant, error, timing.median, extra_bytes)
+    extra_bytes = testing.peak_extra_bytes(lambda: problem.run(provider), device=device)
+    error = max(testing.error(r, t).max / t.abs().max().item() for r, t in zip(problem.run(provider), truth, strict=True))
+    timing = testing.time_call(lambda: problem.run(provider), seconds=seconds, least_runs=3, device=device)
+    return Measurement(problem.function, problem.size, problem.length, device, provider, error, timing.median, extra_bytes)
 
 
 def measure_all(lengths: Sequence[int], asked_device: str, seed: int, seconds: float, progress) -> list[Measurement]:
@@ -205,7 +207,7 @@ def measure_all(lengths: Sequence[int], asked_device: str, seed: int, seconds: f
             problem = problem_of(length, devices[problem_of], torch.Generator().manual_seed(seed))
             bar.set_postfix_str(f"{problem.function}, {problem.size}", refresh=sys.stderr.isatty())
             truth = problem.truth([t.detach().double() for t in problem.inputs], problem.grad.double())
-            results += [measure(problem, contestant, truth, seconds) for contestant in problem.contestants]
+            results += [measure(problem, provider, truth, seconds) for provider in problem.providers]
     return results
 
 
@@ -227,7 +229,7 @@ def print_table(results: list[Measurement]) -> None:
     for r in results:
         label = f"{r.function} on {r.device}:  {r.size}"
         print(
-            f"{label if label != last else '':52} {r.contestant:15} {r.error:9.1e} {human_time(r.seconds):>10} "
+            f"{label if label != last else '':52} {r.provider:15} {r.error:9.1e} {human_time(r.seconds):>10} "
             f"{human_bytes(r.extra_bytes):>11}"
         )
         last = label
@@ -237,7 +239,7 @@ def print_table(results: list[Measurement]) -> None:
 
 
 class CharacterTransformer(nn.Module):
-    """A decoder-only transformer whose every function comes from `functional`: torch's module, or ours in its place."""
+    """A decoder-only transformer that takes all its functions from the module `functional`: torch's, or ours in its place."""
 
     def __init__(self, functional, characters: int, context: int, width: int = 96, heads: int = 3, layers: int = 3):
         super().__init__()
@@ -260,7 +262,7 @@ class CharacterTransformer(nn.Module):
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets int64 [batch, length] -> the mean cross-entropy, a scalar, in nats a character."""
+        """tokens, targets int64 [batch, length] -> the mean cross-entropy, a scalar, in nats per character."""
         F = self.functional
         batch, length = tokens.shape
         x = F.embedding(tokens, self.embedding) + self.position[:length]
@@ -276,14 +278,14 @@ class CharacterTransformer(nn.Module):
 
 
 def read_corpus() -> tuple[Tensor, list[str], int]:
-    """The text as int64 indices into its characters, the characters, and how many modules it holds."""
+    """(the text as int64 indices into its characters, the characters, the number of modules that the text consists of)."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text(encoding="utf-8") for name in CORPUS if (path := folder / f"{name}.py").is_file()]
     if not texts:
         raise SystemExit(
             f"the demo trains on the standard library's own source, but {folder} holds none of: {' '.join(CORPUS)}"
         )
-    # Anything outside ASCII (a few names) becomes '?', so that the alphabet is the same in every version.
+    # Characters outside ASCII (a few names) become '?', so that the alphabet is equal in every version.
     text = "".join(texts).encode("ascii", "replace").decode()
     characters = sorted(set(text))
     index = {c: i for i, c in enumerate(characters)}
@@ -291,7 +293,7 @@ def read_corpus() -> tuple[Tensor, list[str], int]:
 
 
 def train(functional, name: str, text: Tensor, characters: int, options, device: str, progress) -> tuple[list[float], float]:
-    """The loss of each step and the seconds all took. Weights and batches depend on the seed alone."""
+    """(the loss of each step, the seconds of all steps). Weights and batches depend on the seed only."""
     torch.manual_seed(options.seed)
     model = CharacterTransformer(functional, characters, options.context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -329,12 +331,12 @@ def draw(losses: dict[str, list[float]], results: list[Measurement], path: Path)
     torchs, ours = losses["torch"], losses["flash_online"]
     left.plot(torchs, color="#e08214", lw=5, alpha=0.45, label=f"torch.nn.functional: {final_loss(torchs):.3f} at the end")
     left.plot(ours, color="#1f4e8c", lw=1.2, label=f"flash_online.functional: {final_loss(ours):.3f} at the end")
-    left.set(xlabel="step", ylabel="loss, nats a character", title="one seed, trained twice")
+    left.set(xlabel="step", ylabel="loss, nats per character", title="one seed, trained twice")
     left.legend(frameon=False)
     styles = {"torch, math": ("#b5342b", "s"), "torch, default": ("#e08214", "o"), "flash_online": ("#1f4e8c", "^")}
     attention = [r for r in results if r.function == "attention"]
     for name, (color, marker) in styles.items():
-        points = [(r.length, r.extra_bytes / 2**20) for r in attention if r.contestant == name]
+        points = [(r.length, r.extra_bytes / 2**20) for r in attention if r.provider == name]
         right.loglog(*zip(*points, strict=True), color=color, marker=marker, label=name)
     lengths = sorted({r.length for r in attention})
     right.set_xticks(lengths, [str(n) for n in lengths])
@@ -351,7 +353,7 @@ def draw(losses: dict[str, list[float]], results: list[Measurement], path: Path)
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs the demo; returns the process's exit code: 1 if the two trainings end apart."""
+    """Runs the demo. Returns the exit code of the process: 1 if the two trainings end with different losses."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_online demo",
         description=" ".join(__doc__.split("\n\n")[0].split()),
@@ -365,12 +367,12 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--steps", type=int, default=300, help="of each training")
     parser.add_argument("--quick", action="store_true", help="a short look: lengths up to 1024, 40 steps")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=256, help="characters a sample")
+    parser.add_argument("--context", type=int, default=256, help="characters per sample")
     options = parser.parse_args(arguments)
     if options.quick:
         options.lengths, options.steps, options.seconds = [n for n in options.lengths if n <= 1024], min(options.steps, 40), 0.1
     progress = require_extras()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory meter's profiler writes two lines a call otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler behind the memory meter writes two lines per call
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""What this installation is made of: versions, devices, kernels; for `info`, the demo and the benchmarks."""
+"""Describes this installation (versions, devices, kernels) for `python -m flash_online info`, the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ._ops import LIBRARY
 
 
 def build_info() -> dict:
-    """What the library was built of: version, torch_target, compiler, cuda_compiler, architectures, head_dims,
-    instruction_sets, and cpu, the instruction set chosen for this processor. Raises ImportError where the introspection
-    module is not built for this Python."""
+    """Facts about the build of the library: version, torch_target, compiler, cuda_compiler, architectures, head_dims,
+    instruction_sets, and cpu, the instruction set chosen for this processor. Raises ImportError where the introspection module
+    is not built for this Python."""
     from . import _introspect
 
     return _introspect.build_info(str(LIBRARY))
 
 
 def version() -> str:
-    """The library's own version, which an installation's metadata may lag behind."""
+    """The version that is compiled into the library; if that is not known, the installation's metadata, which may be older."""
     try:
         return build_info()["version"]
     except ImportError:
@@ -35,7 +35,7 @@ def version() -> str:
 
 
 def processor() -> str:
-    """The CPU's name, as far as the system tells."""
+    """The name of the CPU; that of its architecture where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

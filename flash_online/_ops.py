@@ -1,6 +1,6 @@
-"""Loads the library and teaches torch what it must know of each raw operator beyond its kernels: the shape, strides and
-dtype of its results (fakes, for torch.compile and export), its rule under `torch.func.vmap`, and its count of multiply-adds.
-In the order of csrc/ops/library.cpp, which documents the operators.
+"""Loads the library and registers with torch what each raw operator needs beyond its kernels: the shape, strides and dtype of
+its results (fakes, for torch.compile and export), its rule under `torch.func.vmap`, and its count of floating point operations.
+The order of operators is that of csrc/ops/library.cpp, which documents them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ LIBRARY = Path(__file__).with_name("libflash_online.so")
 
 
 class InvalidArgument(RuntimeError, ValueError):
-    """A tensor or an option that a function of this package does not accept; the message names it."""
+    """An argument that a function of this package does not accept; the message begins with the argument's name."""
 
 
 class UnsupportedDtype(InvalidArgument, NotImplementedError):
-    """A dtype that no kernel takes; torch raises NotImplementedError for most of these."""
+    """A dtype that no kernel takes. It is a NotImplementedError too, which torch raises for most such dtypes."""
 
 
 def load_library() -> None:
-    """Loads libflash_online.so, once a process: its operators register themselves with torch's dispatcher."""
+    """Loads libflash_online.so, once per process; its operators register themselves with torch's dispatcher. Raises ImportError
+    where torch is too old or the library is missing."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         raise ImportError(f"flash_online: torch is {torch.__version__}; 2.11 or newer is needed")
-    if hasattr(torch.ops.flash_online, "attention_forward"):  # by a C++ program, or by an import that failed later on
+    if hasattr(torch.ops.flash_online, "attention_forward"):  # loaded by a C++ program, or by an import that failed later
         return
     if not LIBRARY.exists():
         raise ImportError(
@@ -44,20 +45,20 @@ def load_library() -> None:
 
 load_library()
 ops = torch.ops.flash_online
-_fragment = torch.library.Library("flash_online", "FRAGMENT")  # what is registered through it lasts as long as it does
+_fragment = torch.library.Library("flash_online", "FRAGMENT")  # registrations end when this object is freed
 
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what the kernels compute on
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of the kernels' operands
 
 
 def accumulator_of(dtype: torch.dtype) -> torch.dtype:
-    """What sums, lse, class weights, slopes and sinks are kept in."""
+    """The dtype of sums, lse, class weights, ALiBi slopes and sinks beside operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def dense_strides_in_order(sizes, strides) -> list[int]:
-    """Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `strides`, outermost first;
-    dimensions of stride 0 or equal stride keep their place. The rule of the same name in csrc/ops/tensor.h."""
+    """Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `strides`, outermost first.
+    Dimensions of stride 0 or of equal stride keep their order. csrc/ops/tensor.h has this rule under the same name."""
     order = list(range(len(sizes)))
     for i in range(1, len(order)):
         for j in range(i, 0, -1):
@@ -82,7 +83,7 @@ def _accumulator(like: Tensor, sizes) -> Tensor:
 
 
 def _register(name: str, fake, vmap, flops, get_raw: bool = False) -> None:
-    """get_raw: whether `flops` is given tensors rather than their shapes."""
+    """Registers the fake, vmap and flops functions of an operator. get_raw: `flops` gets tensors rather than their shapes."""
     torch.library.register_fake(f"flash_online::{name}", fake, lib=_fragment, allow_override=True)
     torch.library.register_vmap(f"flash_online::{name}", vmap, lib=_fragment)
     packet = getattr(ops, name)
@@ -98,7 +99,8 @@ def _no_flops(*args, out_shape=None, **kwargs) -> int:
 
 
 def _front(tensor: Tensor | None, dim: int | None, size: int, expand: bool = True) -> Tensor | None:
-    """The tensor with the mapped dimension in front; where it has none, one of stride 0 (of size 1 unless `expand`)."""
+    """The tensor with the mapped dimension moved to the front. A tensor that is not mapped gets one there, of stride 0 and size
+    `size`, or of size 1 without `expand`."""
     if tensor is None:
         return None
     if dim is not None:
@@ -108,8 +110,8 @@ def _front(tensor: Tensor | None, dim: int | None, size: int, expand: bool = Tru
 
 
 def _one_by_one(op, info, in_dims, args):
-    """The operator called for each index of the mapped dimension, the results stacked; for arguments that no leading batch
-    dimension can hold."""
+    """Calls the operator once per index of the mapped dimension and stacks the results: the vmap rule where the operator has no
+    batch dimension that could hold the mapped one."""
 
     def pick(arg, dim, index):
         if isinstance(arg, (list, tuple)):
@@ -138,7 +140,7 @@ def _attention_forward_fake(
 
 def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes, sinks, rng, *options):
     args = (query, key, value, mask, alibi_slopes, sinks, rng, *options)
-    if rng is not None or in_dims[5] is not None:  # dropout's mask depends on the batch index; sinks have no batch dimension
+    if rng is not None or in_dims[5] is not None:  # dropout depends on the batch index; sinks have no batch dimension
         return _one_by_one(ops.attention_forward.default, info, in_dims, args)
     front = [_front(tensor, dim, info.batch_size) for tensor, dim in zip(args[:3], in_dims, strict=False)]
     mask = _front(mask, in_dims[3], info.batch_size, expand=False)
@@ -147,11 +149,12 @@ def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes
 
 
 def _products(query, key, value) -> tuple[int, int]:
-    """Multiply-adds of query key^T and of its product with value, all heads, the whole rectangle (causal too, as in torch)."""
-    rectangle = key[-2]
+    """Multiply-adds of query key^T and of weights times value, over all heads and all pairs of query and key: torch too counts
+    the pairs that a causal mask hides."""
+    pairs = key[-2]
     for size in query[:-1]:
-        rectangle = rectangle * size
-    return rectangle * query[-1], rectangle * value[-1]
+        pairs = pairs * size
+    return pairs * query[-1], pairs * value[-1]
 
 
 def _attention_forward_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
@@ -194,7 +197,7 @@ def _attention_backward_vmap(
     def front(index, expand=True):
         return _front(args[index], in_dims[index], info.batch_size, expand)
 
-    # A mask that every element shares still has a gradient an element: its own dimension there is a full one of stride 0.
+    # A mask that is not mapped still has one gradient per index of the mapped dimension, so that it is expanded with stride 0.
     mask = front(5, expand=mask_grad)
     lse, lse_low = (tensor.contiguous() for tensor in (front(10), front(11)))
     results = ops.attention_backward.default(
@@ -221,26 +224,26 @@ def _attention_varlen_forward_vmap(info, in_dims, *args):
     return _one_by_one(ops.attention_varlen_forward.default, info, in_dims, args)
 
 
-def _packed_lengths(starts: Tensor, longest: int) -> list[int]:
-    """Each sequence's length; without data, as while compiling, the longest for all, as torch counts."""
-    if isinstance(starts, FakeTensor) or starts.device.type == "meta":
-        return [longest] * (starts.shape[0] - 1)
-    return [min(max(length, 0), longest) for length in starts.diff().tolist()]
+def _varlen_lengths(cu_seqlens: Tensor, max_seqlen: int) -> list[int]:
+    """The length of each sequence; max_seqlen for all where cu_seqlens has no data, as while compiling. Torch counts so too."""
+    if isinstance(cu_seqlens, FakeTensor) or cu_seqlens.device.type == "meta":
+        return [max_seqlen] * (cu_seqlens.shape[0] - 1)
+    return [min(max(length, 0), max_seqlen) for length in cu_seqlens.diff().tolist()]
 
 
-def _packed_products(query, key, value, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key) -> tuple[int, int]:
-    """_products of packed sequences: sizes of query, key and value, the starts themselves."""
-    lengths = zip(_packed_lengths(cu_seqlens_q, longest_query), _packed_lengths(cu_seqlens_k, longest_key), strict=True)
-    rectangles = query[1] * sum(queries * keys for queries, keys in lengths)
-    return rectangles * query[-1], rectangles * value[-1]
+def _varlen_products(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
+    """`_products` of packed sequences; query, key and value are sizes, cu_seqlens_q and cu_seqlens_k tensors."""
+    lengths = zip(_varlen_lengths(cu_seqlens_q, max_seqlen_q), _varlen_lengths(cu_seqlens_k, max_seqlen_k), strict=True)
+    pairs = query[1] * sum(queries * keys for queries, keys in lengths)
+    return pairs * query[-1], pairs * value[-1]
 
 
 def _attention_varlen_forward_flops(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, longest_query, longest_key, *options,
+    query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, max_seqlen_q, max_seqlen_k, *options,
     out_val=None, **kwargs,
 ) -> int:  # fmt: skip
     shapes = (tensor.shape for tensor in (query, key, value))
-    scores, outputs = _packed_products(*shapes, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key)
+    scores, outputs = _varlen_products(*shapes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return 2 * (scores + outputs)
 
 
@@ -266,10 +269,10 @@ def _attention_varlen_backward_vmap(info, in_dims, *args):
 
 def _attention_varlen_backward_flops(
     grad_out, grad_lse, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, out, lse, lse_low,
-    longest_query, longest_key, *options, out_val=None, **kwargs,
+    max_seqlen_q, max_seqlen_k, *options, out_val=None, **kwargs,
 ) -> int:  # fmt: skip
     shapes = (tensor.shape for tensor in (query, key, value))
-    scores, outputs = _packed_products(*shapes, cu_seqlens_q, cu_seqlens_k, longest_query, longest_key)
+    scores, outputs = _varlen_products(*shapes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return 2 * (3 * scores + 2 * outputs)
 
 
@@ -386,16 +389,17 @@ def _cross_entropy_forward_fake(input, target, weight, ignore_index, label_smoot
 
 
 def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """The mapped dimension and the batch dimension 0 as one, since classes must stay dimension 1."""
+    """Merges the mapped dimension with the batch dimension 0, so that classes stay dimension 1."""
     return None if tensor is None else _front(tensor, dim, size).flatten(0, 1)
 
 
 def _unfold(tensor: Tensor, size: int) -> Tensor:
+    """Undoes `_fold`, with the mapped dimension in front."""
     return tensor.unflatten(0, (size, tensor.shape[0] // size))
 
 
 def _cross_entropy_folds(input_dim, target_dim, weight_dim, target) -> bool:
-    """Whether folding copies nothing large: an operand that every element shares would have to be repeated."""
+    """Whether folding copies no large operand: one that is not mapped would have to be repeated."""
     return input_dim is not None and weight_dim is None and (target_dim is not None or not target.is_floating_point())
 
 

@@ -3,29 +3,32 @@ softmax:
 
     import flash_online.functional as F
 
-The five have torch's signatures, results, errors and behaviour under autocast, autograd, torch.func and torch.compile; every
-other name is torch's own. Tensors that our kernels do not take (`flash_online.explain` says why) go to torch's function.
+The five have torch's signatures, results, errors and behaviour under autocast, autograd, torch.func and torch.compile. Every
+other name of this module is torch's own. Tensors that our kernels do not take are passed on to torch's function
+(`flash_online.explain` says why).
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor
 
-from . import _shapes, linear_losses, losses, rows
+from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
+from ._checks import check_tensor
 from ._ops import InvalidArgument
-from .attention import _attend, usual
+from .attention import attention_impl, default_scale, try_fast_path
+from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum
+from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
 from .plan import forward_to_torch, refusal, require_kernel
+from .softmax import softmax_impl
 
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
 
-# Captured once, since override() puts our functions in their place. Before 2.13 torch has no linear_cross_entropy.
+# Torch's functions, captured on import: later override() may replace them. Before 2.13 torch has no linear_cross_entropy.
 ORIGINALS = {name: getattr(_torch, name) for name in NAMES if hasattr(_torch, name)}
 
-# What torch's module gives to `import *`, and ours.
+# What `import *` takes from torch's module, and our functions.
 __all__ = [name for name in {*dir(_torch), *NAMES} if not name.startswith("_")]
 
 
@@ -42,20 +45,21 @@ def scaled_dot_product_attention(
     """softmax(scale * query key^T + attn_mask) value, as torch.nn.functional.scaled_dot_product_attention documents it.
 
     query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev]: two or more dimensions, of one dtype (float16, bfloat16,
-    float32, float64) and device, leading dimensions broadcast. attn_mask: bool (True: takes part), query's dtype or float32,
-    broadcastable to the scores; not with `is_causal`, the triangle j <= i. `enable_gqa` lets Hk and Hv divide Hq. Memory
-    is linear in L and S. The result has query's dtype and order of strides; a query with nothing to attend to gives 0.
+    float32, float64) and device; leading dimensions broadcast. attn_mask: bool (True: takes part), query's dtype or float32,
+    broadcastable to the scores [..., Hq, L, S]; not together with `is_causal`, which hides keys j > i. With `enable_gqa`, Hk
+    and Hv may be divisors of Hq. Memory is linear in L and S. The result is [..., Hq, L, Ev], of query's dtype and order of
+    strides; a query that sees no key gives 0.
 
-    Raises what torch raises, with messages that name the argument; RuntimeError in most cases.
+    Raises what torch raises, with messages that name the argument; RuntimeError in most cases. Source: as `attention`.
     """
     if attn_mask is None and dropout_p == 0.0 and isinstance(is_causal, bool) and isinstance(enable_gqa, bool):
-        out = usual(query, key, value, is_causal, scale, enable_gqa)
+        out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        rows.check_tensor(name, tensor)
+        check_tensor(name, tensor)
     if attn_mask is not None:
-        rows.check_tensor("attn_mask", attn_mask)
+        check_tensor("attn_mask", attn_mask)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
@@ -67,9 +71,9 @@ def scaled_dot_product_attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    query, key, value, attn_mask = _shapes.autocast(query, key, value, attn_mask)
-    _shapes.check_kinds(query, key, value, attn_mask, "attn_mask")
-    if query.shape[-2] == 0 or value.numel() == 0:  # as torch: before any look at shapes, options or the mask
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    check_kinds(query, key, value, attn_mask, "attn_mask")
+    if query.shape[-2] == 0 or value.numel() == 0:  # torch too returns before it checks shapes, options or the mask
         return _zeros(query, key, value, query.shape[:-1])
     if attn_mask is not None and is_causal:
         raise InvalidArgument("attn_mask: given together with is_causal=True; accepted is one of them")
@@ -80,12 +84,11 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         _check_mask(query, key, attn_mask)
     if scale is None:
-        # Without a width every score is 0, whatever the scale.
-        scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] != 0 else 1.0
-    q, k, v, mask, restore = _shapes.canonicalize(query, key, value, attn_mask)
+        scale = default_scale(query.shape[-1])
+    q, k, v, mask, restore = canonicalize(query, key, value, attn_mask)
     if q.shape[:-2].numel() == 0:
         return restore(_zeros(query, key, value, q.shape[:-1]))
-    out, _ = _attend(
+    out, _ = attention_impl(
         *(q, k, v, mask),
         alibi_slopes=None,
         sinks=None,
@@ -94,15 +97,15 @@ def scaled_dot_product_attention(
         lower_right=False,
         scale=scale,
         softcap=0.0,
-        dropout_p=dropout_p if dropout_p > 0 else 0.0,  # torch takes a negative one or a NaN for none
+        dropout_p=dropout_p if dropout_p > 0 else 0.0,  # torch reads a negative or NaN dropout_p as 0
         deterministic=None,
     )
     return restore(out)
 
 
 def _zeros(query: Tensor, key: Tensor, value: Tensor, leading) -> Tensor:
-    """What no key or no query contributes to: zeros that the inputs' gradients, zeros too, still flow through, and NaN where an
-    input holds one, as in torch."""
+    """The result where there are no keys or no queries: zeros that depend on the inputs, so that these get gradients of 0, and
+    NaN where an input holds a NaN, as in torch."""
     return query.new_zeros(*leading, value.shape[-1]) + (query.sum() + key.sum() + value.sum()) * 0
 
 
@@ -128,12 +131,12 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> None:
-    """The mask fits the scores: it never makes them larger."""
+    """Raises unless the mask broadcasts to the scores' shape; a mask that would enlarge that shape is an error."""
     rank = max(query.dim(), key.dim())
-    pairs = zip(_led(query, rank), _led(key, rank), strict=True)
-    leading = [one if other == 1 else other for one, other in pairs]
+    pairs = zip(_leading_sizes(query, rank), _leading_sizes(key, rank), strict=True)
+    leading = [query_size if key_size == 1 else key_size for query_size, key_size in pairs]
     if query.dim() > 2 and query.shape[-3] != 1:
-        leading[-1] = query.shape[-3]  # under GQA key has fewer
+        leading[-1] = query.shape[-3]  # under GQA key has fewer heads
     scores = [*leading, query.shape[-2], key.shape[-2]]
     if attn_mask.dim() > rank or any(
         size != 1 and size != full for size, full in zip(reversed(attn_mask.shape), reversed(scores), strict=False)
@@ -141,30 +144,32 @@ def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> None:
         raise InvalidArgument(f"attn_mask: shape {list(attn_mask.shape)}, expected one that broadcasts to the scores' {scores}")
 
 
-def _led(tensor: Tensor, rank: int) -> list:
-    """The sizes before the last two dimensions, with ones in front to make them rank - 2."""
+def _leading_sizes(tensor: Tensor, rank: int) -> list:
+    """The rank - 2 sizes before the last two dimensions; ones stand for dimensions that the tensor lacks."""
     return [1] * (rank - tensor.dim()) + list(tensor.shape[:-2])
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.nn.functional.softmax: exp(input) / sum(exp(input)) along `dim`; see flash_online.softmax."""
+    """torch.nn.functional.softmax: exp(input) / sum(exp(input)) along `dim`. flash_online.softmax documents shapes, dtypes and
+    errors."""
     return _softmax("softmax", input, dim, _stacklevel, dtype)
 
 
 def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.nn.functional.log_softmax: the logarithm of softmax along `dim`; see flash_online.log_softmax."""
+    """torch.nn.functional.log_softmax: the logarithm of softmax along `dim`. flash_online.log_softmax documents shapes, dtypes
+    and errors."""
     return _softmax("log_softmax", input, dim, _stacklevel, dtype)
 
 
 def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(input, Tensor):
-        raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's kind of error for it
+        raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
     reason = refusal(name, input, dtype=dtype)
     if reason is not None:
         return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 3, dtype)
     if dim is None:
         dim = _torch._get_softmax_dim(name, input.dim(), stacklevel + 1)
-    return rows.softmax_of(name, input, dim, dtype, name == "log_softmax")
+    return softmax_impl(name, input, dim, dtype, name == "log_softmax")
 
 
 def cross_entropy(
@@ -177,26 +182,26 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """torch.nn.functional.cross_entropy, without a table of probabilities; see flash_online.cross_entropy. Beside class indices
-    `weight` has input's dtype, as torch demands."""
+    """torch.nn.functional.cross_entropy, without a table of probabilities. flash_online.cross_entropy documents shapes, dtypes
+    and errors. Beside class indices `weight` must have input's dtype, as torch demands."""
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (tensor is None and name == "weight"):
-            rows.check_tensor(name, tensor)
+            check_tensor(name, tensor)
     reason = refusal("cross_entropy", input, target, weight)
     if reason is not None:
         return forward_to_torch(
             *("cross_entropy", reason, ORIGINALS["cross_entropy"]),
             *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
         )
-    reduction = losses.reduction_number(reduction, size_average, reduce)
-    losses.check_losses(input, target, weight, ignore_index, label_smoothing)
+    reduction = reduction_enum(reduction, size_average, reduce)
+    check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
     _check_weight_dtype(input, target, weight)
-    return losses.cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
+    return cross_entropy_impl(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
 
 
 def _check_weight_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
     if weight is not None and not target.is_floating_point():
-        weight_dtype, input_dtype = (torch.float32 if _shapes.autocasts(t) else t.dtype for t in (weight, input))
+        weight_dtype, input_dtype = (torch.float32 if autocasts(t) else t.dtype for t in (weight, input))
         if weight_dtype != input_dtype:
             raise InvalidArgument(f"weight: dtype {weight.dtype}, expected input's {input.dtype} beside class indices")
 
@@ -214,14 +219,15 @@ def linear_cross_entropy(
     options=None,
 ) -> Tensor:
     """torch.nn.functional.linear_cross_entropy, as torch 2.13 has it: cross_entropy(linear(input, linear_weight, linear_bias),
-    target) without a table of logits; see flash_online.linear_cross_entropy. input: [H] or [N, H]. `options` is taken and
-    left aside: our own chunks stand, for every kind of target and reduction. Beside class indices `weight` has input's dtype.
+    target) without a table of logits. flash_online.linear_cross_entropy documents shapes, dtypes and errors. Here input is [H]
+    or [N, H], `options` is accepted and not used (every kind of target and reduction has our own chunks), and beside class
+    indices `weight` must have input's dtype.
     """
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        rows.check_tensor(name, tensor)
+        check_tensor(name, tensor)
     for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
         if tensor is not None:
-            rows.check_tensor(name, tensor)
+            check_tensor(name, tensor)
     tensors = (input, linear_weight, target, linear_bias, weight)
     if "linear_cross_entropy" not in ORIGINALS:
         require_kernel("linear_cross_entropy", *tensors)
@@ -237,10 +243,10 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing,
             options=options,
         )
-    linear_losses.check_linear(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, most_dims=2)
-    number = losses.reduction_number(reduction, None, None)
+    check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, max_dims=2)
+    number = reduction_enum(reduction, None, None)
     _check_weight_dtype(input, target, weight)
-    return linear_losses.linear_cross_entropy_of(
+    return linear_cross_entropy_impl(
         *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, False, 0.0, None)
     )
 

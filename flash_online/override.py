@@ -1,4 +1,4 @@
-"""torch.nn.functional itself made ours: for a block, or until undone."""
+"""Replaces functions of torch.nn.functional by ours: for a block, or until undone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from . import functional
 
 _lock = threading.Lock()
 _depth = 0  # of enable() calls and override() blocks
-_replaced: dict[str, object] = {}  # what stood in torch.nn.functional before
+_replaced: dict[str, object] = {}  # the attributes of torch.nn.functional before the first enable()
 
 
 def enable() -> None:
-    """Makes torch.nn.functional's scaled_dot_product_attention, softmax, log_softmax, cross_entropy and (where torch has it)
-    linear_cross_entropy ours, until disable().
+    """Replaces torch.nn.functional's scaled_dot_product_attention, softmax, log_softmax, cross_entropy and (where torch has it)
+    linear_cross_entropy by ours, until disable().
 
-    The module's attributes are replaced: callers that look them up there follow (torch.nn's modules do, and
-    multi_head_attention_forward), those that imported a function by name, and torch.softmax or Tensor.softmax, do not. For
-    all threads of the process. Calls nest with those of override().
+    The module's attributes are replaced, in all threads of the process. Callers that look a function up there get ours, as
+    torch.nn's modules and multi_head_attention_forward do. Callers that imported a function by name, torch.softmax and
+    Tensor.softmax are not affected. Calls nest with each other and with override() blocks.
     """
     global _depth
     with _lock:
@@ -32,7 +32,8 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undoes one enable(); the last one puts back what stood in torch.nn.functional before the first."""
+    """Undoes one enable(); the last call restores the functions that torch.nn.functional had before the first enable(). Raises
+    RuntimeError without an enable() to undo."""
     global _depth
     with _lock:
         if _depth == 0:
@@ -46,7 +47,7 @@ def disable() -> None:
 
 @contextmanager
 def override():
-    """enable() for a block. Blocks nest; in several threads at once the functions are ours until the last one leaves."""
+    """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last ends."""
     enable()
     try:
         yield

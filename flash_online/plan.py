@@ -1,5 +1,5 @@
-"""What runs a call: the one decision between our kernels and torch's own function, which calls and `explain` share, and
-`strict`, which forbids the second.
+"""Decides whether our kernels or torch's own function run a call. The calls themselves and `explain` share this decision;
+`strict` forbids torch's function.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _linear
+from ._linear_cross_entropy_ops import scratch_bytes
 from ._ops import LIBRARY, InvalidArgument, accumulator_of
 
-# The raw operator that a function stands on, whose kernels say where it can run.
+# The raw operator of each function; a function can run on the devices for which its operator has a kernel.
 _OPERATORS = {
     "scaled_dot_product_attention": "attention_forward",
     "attention": "attention_forward",
@@ -37,9 +37,9 @@ _ON_CUDA = frozenset(
     for name, operator in _OPERATORS.items()
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_online::{operator}", "CUDA")
 )
-_OLDEST_GPU = 8  # compute capability's major number
+_OLDEST_GPU = 8  # major number of the compute capability
 
-_majors: dict[int, int] = {}  # compute capability's major number of each GPU that was asked for
+_majors: dict[int, int] = {}  # major number of the compute capability per device index, as far as it was needed
 _strict_depth = 0 if os.environ.get("FLASH_ONLINE_STRICT", "0") in ("", "0") else 1
 _lock = threading.Lock()
 
@@ -54,8 +54,8 @@ def _major(index: int) -> int:
 
 
 def _subclass_refusal(kind: type) -> str | None:
-    """Why our kernels do not take a subclass of Tensor. Parameter and torch's inner subclasses (fake, functional) switch
-    __torch_function__ off."""
+    """Why our kernels do not take a subclass of Tensor; None where they do. Parameter and torch's internal subclasses (fake and
+    functional tensors) disable __torch_function__, and are taken."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return f"{kind.__name__} is a tensor subclass with its own __torch_function__"
     if kind.__name__ == "DTensor":
@@ -64,7 +64,7 @@ def _subclass_refusal(kind: type) -> str | None:
 
 
 def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> str | None:
-    """Why our kernels do not take these tensors (with the result in `dtype`); None where they do."""
+    """Why our kernels do not take these tensors, with the result in `dtype`; None where they do."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -96,7 +96,7 @@ def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = 
 
 
 def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
-    """Raises NotImplementedError where a function that torch has no equal of cannot run."""
+    """Raises NotImplementedError with the reason where our kernels do not take these tensors; for functions not in torch."""
     reason = refusal(function, *tensors, dtype=dtype)
     if reason is not None:
         raise _no_kernel(function, reason)
@@ -107,7 +107,7 @@ def _no_kernel(function: str, reason: str) -> NotImplementedError:
 
 
 def forward_to_torch(function: str, reason: str, original: Callable, *args, **kwargs):
-    """Calls torch's own function, for this reason; an error under strict()."""
+    """Calls torch's own function because our kernels refuse the call for `reason`; raises RuntimeError under strict()."""
     if _strict_depth > 0:
         raise RuntimeError(f"{function}: would be forwarded to torch, which strict() forbids: {reason}")
     return original(*args, **kwargs)
@@ -117,8 +117,8 @@ def forward_to_torch(function: str, reason: str, original: Callable, *args, **kw
 def strict():
     """Inside the block a call that would be forwarded to torch raises RuntimeError with the reason.
 
-    In all threads, since a call may be made by any; blocks nest, also across threads. FLASH_ONLINE_STRICT=1, read once on
-    import, is a block around the whole program.
+    It holds for all threads, since any thread may make a call; blocks nest, also across threads. The environment variable
+    FLASH_ONLINE_STRICT=1, which is read once on import, has the effect of a block around the whole program.
     """
     global _strict_depth
     with _lock:
@@ -143,10 +143,10 @@ def _bytes(count: int) -> str:
 class Plan:
     """What a call would run, and why.
 
-    function: its name. device: where. ours: whether our kernels run it. kernel: which one, or torch's function.
-    operators: the raw operators of the forward pass, in order. refused: each candidate better than `kernel`, and why it is
-    not taken. extra: what is allocated in the forward pass beside the results, in bytes; of "scratch", the threads' working
-    space, at most.
+    function: its name. device: where it runs. ours: whether our kernels run it. kernel: the kernel, or torch's function.
+    operators: the raw operators of the forward pass, in order. refused: each candidate that would be preferred to `kernel`, and
+    why it does not take the call. extra: what the forward pass allocates beside the results, in bytes per item; "scratch", the
+    working space of the threads, is an upper bound. extra is None where torch's function runs.
     """
 
     function: str
@@ -155,10 +155,11 @@ class Plan:
     kernel: str
     operators: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, int] | None = None  # None: torch's affair
+    extra: dict[str, int] | None = None
 
     @property
     def extra_bytes(self) -> int | None:
+        """The sum of `extra`, in bytes."""
         return None if self.extra is None else sum(self.extra.values())
 
     def __str__(self) -> str:
@@ -175,13 +176,13 @@ class Plan:
 
 
 def explain(function: Callable, *args, **kwargs) -> Plan:
-    """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() reads well.
+    """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
 
     function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,
     topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
     (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
-    Raises what the call would raise, but for what only values tell, such as a target out of range; InvalidArgument for another
-    function.
+    Raises what the call would raise, except for errors that depend on a tensor's values, such as a target out of range;
+    InvalidArgument for another function.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -198,7 +199,7 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
     if reason is not None:
         raise _no_kernel(name, reason)
 
-    # The call itself on tensors without data: what it would run is what it runs, and its errors are the call's.
+    # Make the call itself on tensors without data: it runs the operators that the real call would, and raises its errors.
     record = _record()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake:
@@ -226,8 +227,8 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
             extra["scratch"] = scratch
     for operator, arguments in record.operators:
         if operator.startswith("linear_cross_entropy"):
-            extra["chunk of logits"] = _linear.scratch_bytes(operator, arguments)
-        elif operator == "cross_entropy_loss":  # loss, weight and, on the CPU, lse
+            extra["chunk of logits"] = scratch_bytes(operator, arguments)
+        elif operator == "cross_entropy_loss":  # the loss and the weight of each row and, on the CPU, its lse
             logits = arguments[0]
             rows = logits.numel() // logits.shape[1]
             extra["numbers of rows"] = (3 if device == "cpu" else 2) * rows * accumulator_of(logits.dtype).itemsize
@@ -235,17 +236,21 @@ def explain(function: Callable, *args, **kwargs) -> Plan:
 
 
 def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
-    """Of a function that explain takes: the name that decisions go by, a title, our function and torch's original."""
-    from . import functional, linear_losses, losses, rows  # not on import: they import this module
-    from .attention import attention, merge_attention
-    from .packed import varlen_attention
+    """(the name under which `refusal` knows a function, its title in a Plan, our function, torch's original or None)."""
+    from . import functional  # here, not at the top: all of these modules import this one
+    from .attention import attention
+    from .cross_entropy import cross_entropy
+    from .linear_cross_entropy import linear_cross_entropy
+    from .merge import merge_attention
+    from .softmax import log_softmax, logsumexp, softmax, topk_softmax
+    from .varlen import varlen_attention
 
     for name in functional.NAMES:
         ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
         if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    full = (attention, varlen_attention, merge_attention, losses.cross_entropy, linear_losses.linear_cross_entropy)
-    for ours in (*full, *(getattr(rows, name) for name in rows.__all__)):
+    attentions = (attention, varlen_attention, merge_attention)
+    for ours in (*attentions, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
     raise InvalidArgument(
@@ -255,7 +260,8 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
 
 
 def _record():
-    """A dispatch mode that keeps the names and arguments of our operators and every operator's labelled output tensors."""
+    """A dispatch mode that records the names and arguments of our operators, and the output tensors of every operator with
+    their labels."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Record(TorchDispatchMode):
@@ -280,7 +286,7 @@ def _record():
 
 
 def _introspection():
-    """The introspection module, or None where it is not built for this Python, or not for the library that is loaded."""
+    """The introspection module; None where it was not built for this Python or for the library that is loaded."""
     try:
         from . import _introspect
 
@@ -291,7 +297,7 @@ def _introspection():
 
 
 def _cpu_kernel() -> tuple[str, dict[str, str]]:
-    """The CPU kernels' instruction set, and why each better one is not taken."""
+    """(the CPU kernels with their instruction set, why each better instruction set is not used)."""
     introspect = _introspection()
     if introspect is None:
         return "flash_online's CPU kernel", {}
@@ -310,7 +316,7 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
 
 
 def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
-    """The CUDA kernel that runs attention's forward pass, and why each better one does not take the call."""
+    """(the CUDA kernel that runs attention's forward pass, why each kernel that would be preferred refuses the call)."""
     introspect, packed = _introspection(), operator == "attention_varlen_forward"
     title = "flash_online's CUDA kernel"
     if introspect is None:
@@ -321,7 +327,7 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
     left, right, _, scale, softcap, dropout_p, *tf32 = arguments[10 if packed else 7 :]
 
     def shape(tensor):
-        if packed:  # [rows, heads, width]
+        if packed:  # [rows, heads, head dim]
             tensor = tensor.unsqueeze(0).transpose(1, 2)
         sizes, strides = tensor.shape, tensor.stride()
         batch = math.prod(sizes[:-3])
@@ -357,7 +363,7 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
 
 
 def _with_options(operator: str, arguments: tuple) -> tuple[str, tuple]:
-    """attention_inference's call as attention_forward's; other operators' as they are."""
+    """Rewrites a call of attention_inference as one of attention_forward; leaves other operators as they are."""
     if operator != "attention_inference":
         return operator, arguments
     query, key, value, causal, scale, *tf32 = arguments
@@ -366,7 +372,8 @@ def _with_options(operator: str, arguments: tuple) -> tuple[str, tuple]:
 
 
 def _scratch(operator: str, arguments: tuple) -> int:
-    """Bytes that a forward operator takes at most beside its results, with every thread at work; 0 where nobody can tell."""
+    """An upper bound of the bytes that a forward operator allocates beside its results when every thread works; 0 where that is
+    unknown, because there is no introspection module."""
     introspect = _introspection()
     if introspect is None or operator == "attention_merge":
         return 0
@@ -378,17 +385,18 @@ def _scratch(operator: str, arguments: tuple) -> int:
         if operator == "attention_forward":
             mask = arguments[3]
         else:
-            # As one dense sequence, long enough for any lengths: each may end in a part of a block of 64 keys, and where none
-            # of them is a multiple of anything, keys are copied. Beside it, the numbers of the first tiles, twice.
+            # The bound is that of one dense sequence which is long enough for any lengths of the packed ones: each of these
+            # may end in a partial block of 64 keys, and keys are copied if no length is a multiple of a block, hence the + 1.
+            # The tables hold the index of each sequence's first tile, once for queries and once for keys.
             sequences = arguments[3].shape[0] - 1
-            (queries, heads, width), (keys, *key_rest), (_, *value_rest) = shapes
+            (queries, heads, head_dim), (keys, *key_sizes), (_, *value_sizes) = shapes
             keys = (keys + 63 * sequences + 63) // 64 * 64 + 1
-            shapes = [(heads, queries, width), *((own, keys, size) for own, size in (key_rest, value_rest))]
+            shapes = [(heads, queries, head_dim), *((own, keys, size) for own, size in (key_sizes, value_sizes))]
             strides = [(head, row, column) for row, head, column in strides]
             tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)
         dtype, mask_dtype = (str(t.dtype).removeprefix("torch.") if t is not None else "" for t in (first, mask))
         return tables + introspect.attention_memory(str(LIBRARY), dtype, *shapes, *strides, mask_dtype, dropout_p, threads)
-    bytes_a_thread = introspect.row_scratch(
+    bytes_per_thread = introspect.row_scratch(
         str(LIBRARY), first.dtype == torch.float64, arguments[1] if operator.startswith("topk") else 0
     )
-    return bytes_a_thread * threads
+    return bytes_per_thread * threads

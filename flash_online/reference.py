@@ -1,10 +1,10 @@
-"""The functions of flash_online written in plain torch operations: an oracle to test against, and the definition to read.
+"""The functions of flash_online written in plain torch operations: an oracle to test against, and a definition to read.
 
-Nothing here is shared with the kernels, and nothing here is fast: attention builds its whole [..., queries, keys] matrix.
-Every function works on any device and in any floating dtype, doing its arithmetic in that dtype, so that the same
-code serves twice: on float64 inputs as the truth, on narrow inputs as the error that plain torch makes. Autograd goes
-through plain operations, to any order. Where a row has nothing to attend to, the operations are kept away from `0 / 0`
-and `log(0)` on their way in, since a `where` on the way out would leave NaN in the gradient.
+This module shares no code with the kernels, and is slow: attention builds its whole [..., queries, keys] matrix. Every function
+works on any device and in any floating dtype, and computes in that dtype, so that the same code serves two purposes: with
+float64 inputs it gives the truth, and with narrower inputs the error that plain torch makes. Autograd differentiates the plain
+operations, to any order. For rows that are empty, the inputs of `0 / 0` and `log(0)` are replaced before these operations, as
+a `where` after them would leave NaN in the gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 def visible(queries: int, keys: int, *, causal=False, window=None, alignment="upper_left", device=None) -> Tensor:
     """bool [queries, keys]: which keys a query may see by position alone.
 
-    Query i stands at p = i ("upper_left") or p = i + keys - queries ("lower_right"). `causal`: keys j <= p.
+    The position of query i is p = i ("upper_left") or p = i + keys - queries ("lower_right"). `causal`: keys j <= p.
     `window` = (left, right): p - left <= j <= p + right, where None is no bound.
     """
     p, j = _positions(queries, keys, alignment, device)
@@ -72,24 +72,24 @@ def attention(
     rng: Tensor | None = None,
     keep: Tensor | None = None,
 ):
-    """softmax(bias(softcap(scale * query key^T))) value, and the logarithm of the softmax's denominator.
+    """softmax(bias(softcap(scale * query key^T))) value, and lse, the logarithm of the softmax's denominator.
 
     query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] -> out [..., Hq, L, Ev], lse [..., Hq, L]. Query head
     h uses key head h // (Hq // Hk) and value head h // (Hq // Hv); the dimensions before the heads broadcast. [L, E]
     counts as one head.
 
-    The order on a score: scale, softcap `c * tanh(s / c)`, ALiBi `-slope * |p - j|`, float mask, visibility. `sinks` [Hq]
-    adds exp(sink) to a head's denominator and nothing to its numerator. `alibi_slopes` is [Hq] or [..., Hq].
+    The order of operations on a score: scale, softcap `c * tanh(s / c)`, ALiBi `-slope * |p - j|`, float mask, visibility.
+    `sinks` [Hq] adds exp(sink) to a head's denominator and nothing to its numerator. `alibi_slopes` is [Hq] or [..., Hq].
 
     Dropout takes its mask from `keep` (bool, of the weights' shape), or from `rng`, the int64 pair (seed, offset) of
     `dropout_keep`.
     """
     headless = query.dim() == key.dim() == value.dim() == 2
     query, key, value = (t if t.dim() > 2 else t[None] for t in (query, key, value))
-    heads, queries, width = query.shape[-3:]
+    heads, queries, head_dim = query.shape[-3:]
     keys = key.shape[-2]
     if scale is None:
-        scale = 1 / math.sqrt(width) if width else 1.0
+        scale = 1 / math.sqrt(head_dim) if head_dim else 1.0
     if heads != 1:  # a single query head broadcasts instead, as in torch
         key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
         value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
@@ -108,12 +108,12 @@ def attention(
     scores = torch.where(allowed, scores, -INFINITY)
 
     # The sink is one more score, of a key whose value is 0.
-    everything = scores
+    joined = scores
     if sinks is not None:
         sink = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-3], -1, queries, 1)
-        everything = torch.cat([scores, sink], dim=-1)
-    pivot = _pivot(everything)
-    total = torch.exp(everything - pivot).sum(-1, keepdim=True)
+        joined = torch.cat([scores, sink], dim=-1)
+    pivot = _pivot(joined)
+    total = torch.exp(joined - pivot).sum(-1, keepdim=True)
     empty = total == 0
     weights = torch.exp(scores - pivot) / torch.where(empty, 1, total)
 
@@ -145,11 +145,11 @@ def varlen_attention(
     rng: Tensor | None = None,
     **options,
 ):
-    """attention() of each of the sequences that lie one behind the other in query [Tq, Hq, E], key [Tk, Hk, E] and value
+    """attention() of each of the sequences that lie one after another in query [Tq, Hq, E], key [Tk, Hk, E] and value
     [Tk, Hv, Ev] -> out [Tq, Hq, Ev], lse [Hq, Tq].
 
-    Sequence n is rows cu_seqlens[n] up to cu_seqlens[n + 1], and no more than max_seqlen of them. Rows of no sequence are 0,
-    their lse -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; dropout's batch index is n; `options` are attention's.
+    Sequence n is rows cu_seqlens[n] up to cu_seqlens[n + 1], and at most max_seqlen of them. Padding rows are 0, their lse
+    -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; the batch index of dropout is n; `options` are those of attention.
     """
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     lse = query.new_full(query.shape[1::-1], -INFINITY, dtype=accumulator_dtype(query.dtype))
@@ -157,14 +157,14 @@ def varlen_attention(
     for n, (first, last, first_key, last_key) in enumerate(bounds):
         rows = slice(first, min(last, first + max_seqlen_q))
         keys = slice(first_key, min(last_key, first_key + max_seqlen_k))
-        one = [t.transpose(0, 1)[:, of] for t, of in ((query, rows), (key, keys), (value, keys))]
+        dense = [t.transpose(0, 1)[:, part] for t, part in ((query, rows), (key, keys), (value, keys))]
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         keep = None
         if dropout_p > 0:
-            shape = (1, *one[0].shape[:2], one[1].shape[1])
+            shape = (1, *dense[0].shape[:2], dense[1].shape[1])
             keep = dropout_keep(rng, dropout_p, shape, first_batch=n)[0]
         attended, lse[:, rows] = attention(
-            *one, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, return_lse=True, **options
+            *dense, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, return_lse=True, **options
         )
         out[rows] = attended.transpose(0, 1)
     return (out, lse) if return_lse else out
@@ -173,8 +173,8 @@ def varlen_attention(
 def merge_attention(outs, lses) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from attention over each.
 
-    outs [parts, ..., width] and lses [parts, ...], or sequences of the parts -> out [..., width] of the outs' dtype, lse
-    [...]. A row whose every lse is -inf becomes 0 and -inf.
+    outs [parts, ..., Ev] and lses [parts, ...], or sequences of the parts -> out [..., Ev] of the outs' dtype, lse [...].
+    A row whose every lse is -inf becomes 0 and -inf.
     """
     outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
     lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
@@ -269,7 +269,7 @@ def cross_entropy(
         counted = target != ignore_index
         if bool((counted & ((target < 0) | (target >= classes))).any()):
             raise IndexError(f"target: a class index is out of bounds, accepted are 0 to {classes - 1} and {ignore_index}")
-        # A row that is ignored never meets its logits, which may hold NaN.
+        # The logits of an ignored row may hold NaN, and are replaced before they are used.
         logp = log_softmax(torch.where(counted[..., None], logits, 0), -1)
         y = torch.where(counted, target, 0)
         row_weight = torch.where(counted, w[y], 0)
@@ -306,18 +306,18 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
 ):
-    """cross_entropy of the logits input linear_weight^T + linear_bias, all of them at once.
+    """cross_entropy of the logits input linear_weight^T + linear_bias, which are computed all at once.
 
     input [..., H], linear_weight [C, d_1, ..., d_K, H], linear_bias [C, d_1, ..., d_K] -> logits [..., C, d_1, ..., d_K];
     target [..., d_1, ..., d_K], or probabilities like the logits.
     """
-    batch, (classes, *positions, width) = list(input.shape[:-1]), linear_weight.shape
-    logits = input.reshape(math.prod(batch), width) @ linear_weight.reshape(classes * math.prod(positions), width).t()
+    batch, (classes, *positions, hidden) = list(input.shape[:-1]), linear_weight.shape
+    logits = input.reshape(math.prod(batch), hidden) @ linear_weight.reshape(classes * math.prod(positions), hidden).t()
     logits = logits.reshape(math.prod(batch), classes, *positions)
     if linear_bias is not None:
         logits = logits + linear_bias
-    soft = target.is_floating_point()
-    target = target.reshape(logits.shape if soft else [logits.shape[0], *positions])
+    probabilities = target.is_floating_point()
+    target = target.reshape(logits.shape if probabilities else [logits.shape[0], *positions])
     result = cross_entropy(
         *(logits, target, weight, -100 if ignore_index is None else ignore_index, reduction, label_smoothing),
         return_lse=True,
@@ -334,9 +334,9 @@ def dropout_keep(rng: Tensor, dropout_p: float, shape, first_batch: int = 0) -> 
 
     Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is
     seed + 0x9E3779B97F4A7C15 * offset modulo 2^64, its low word first; the counter is (head, query, batch, key index >> 3),
-    with the leading dimensions flattened to one batch index, which counts from `first_batch`. Its four words serve eight
-    neighbouring keys, the last four of them times 2^16 + 1; a weight survives if its word is at least
-    floor(dropout_p * 2^32).
+    with the leading dimensions flattened to one batch index, which counts from `first_batch`. The four resulting words decide
+    for eight neighbouring keys: the words themselves for the first four, the words times 2^16 + 1 for the last four. A weight
+    survives if its word is at least floor(dropout_p * 2^32).
     """
     *batch, heads, queries, keys = shape
     seed, offset = (int(x) for x in rng)
@@ -357,7 +357,7 @@ def dropout_keep(rng: Tensor, dropout_p: float, shape, first_batch: int = 0) -> 
 
 
 def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of a product of 32-bit numbers. int64 wraps, but its bits are the product's."""
+    """The high and the low 32 bits of a product of 32-bit numbers. int64 overflows, but wraps to the bits of the product."""
     product = x * constant
     return (product >> 32) & 0xFFFFFFFF, product & 0xFFFFFFFF
 
@@ -368,12 +368,12 @@ def _positions(queries: int, keys: int, alignment: str, device) -> tuple[Tensor,
 
 
 def _largest(input: Tensor, dim: int) -> Tensor:
-    # Softmax does not depend on what is subtracted, so its derivative need not either.
+    # Softmax does not depend on the number subtracted from the scores, so that its derivative may ignore that number: detach.
     return input.detach().amax(dim, keepdim=True)
 
 
 def _pivot(scores: Tensor) -> Tensor:
-    """What the exponents of a row are measured from: its maximum, or 0 where that is -inf (a row of nothing)."""
+    """The number that the exponents of a row are measured from: its maximum, or 0 where that is -inf (an empty row)."""
     if scores.shape[-1] == 0:
         return scores.new_zeros((*scores.shape[:-1], 1))
     largest = _largest(scores, -1)

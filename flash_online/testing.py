@@ -1,5 +1,5 @@
-"""What tests, benchmarks and the demo measure with: the error metric and its tolerance, inputs in awkward layouts, a timer
-and two meters of memory. None of it knows the kernels.
+"""Tools of tests, benchmarks and the demo: the error metric and its tolerance, inputs in unusual memory layouts, a timer, and
+two meters of memory. The module does not depend on the kernels.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Error:
-    """How far a result lies from the truth, over the positions where both are finite."""
+    """The difference between a result and the truth, over the positions where both are finite: its maximum and its root mean
+    square."""
 
     max: float
     rms: float
 
 
 def error(result: Tensor, truth: Tensor) -> Error:
-    """The largest and the root-mean-square difference to a float64 truth."""
+    """The largest and the root-mean-square difference between a result and a float64 truth of its shape."""
     difference = result.detach().double() - truth.detach().double()
     difference = difference[difference.isfinite()]
     if difference.numel() == 0:
@@ -35,7 +36,7 @@ def error(result: Tensor, truth: Tensor) -> Error:
 
 
 def unit_in_last_place(truth: Tensor, dtype: torch.dtype, magnitude: float = 0.0) -> float:
-    """eps(dtype) * max|truth|, at least the spacing of dtype's smallest numbers; `magnitude` raises max|truth|."""
+    """eps(dtype) * max(max|truth|, magnitude), and at least the spacing of dtype's smallest numbers."""
     finite = truth[truth.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
     info = torch.finfo(dtype)
@@ -53,14 +54,15 @@ def assert_close_to_float64(
 ) -> None:
     """Raises AssertionError unless `ours` is about as close to the float64 `truth` as torch's results in the same dtype.
 
-    With ulp = eps(dtype) * max|truth|: max error(ours) <= 2 * max error(torch) + 4 ulp, and the root mean square likewise with
-    1 ulp; torch is whichever of `torchs` is farther off. In float64: 1e-10 of max|truth|. Positions of NaN and of +-inf
-    are compared first, with the truth rounded to `dtype`, since float16 overflows where float64 does not.
+    With ulp = eps(dtype) * max|truth|, the maximum error may be 2 * (maximum error of torch) + 4 ulp, and the root-mean-square
+    error 2 * (that of torch) + 1 ulp; of several `torchs`, the largest error counts. In float64 both may be 1e-10 * max|truth|.
+    The positions of NaN and of +-inf must agree with those of the truth rounded to `dtype`, since float16 overflows where
+    float64 does not.
 
-    `dtype` is the one whose rounding is allowed; ours.dtype if not given. `magnitude` is the size of the terms that a result
-    is summed from. It stands in for max|truth| where they cancel (max|truth| is below a thirtieth of it: the gradient of a
-    softmax over a single key), and in results of fewer than 64 elements, where torch's error is luck rather than a measure;
-    there the root mean square is luck too and is not looked at.
+    `dtype` is the one whose rounding is allowed; ours.dtype if None. `magnitude` is the size of the terms that a result is
+    summed from. It replaces max|truth| where these terms cancel (max|truth| is below a thirtieth of it, as in the gradient of
+    a softmax over a single key), and in results of fewer than 64 elements. So few elements make torch's error a matter of
+    chance; the root-mean-square error is then not checked.
     """
     torchs = [torchs] if isinstance(torchs, Tensor) else list(torchs)
     dtype = dtype or ours.dtype
@@ -108,12 +110,12 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "columns", "unaligne
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """A copy of the tensor whose elements lie in memory in another way, with poison (NaN, True, a huge integer) around them.
+    """A copy of the tensor with another memory layout, surrounded by poison (NaN, True, a huge integer).
 
     contiguous; transposed: the dimensions -3 and -2 swapped, as in [B, L, H, E] storage; sliced: cut out of a larger tensor,
-    padding in every dimension; strided: every third element of the last dimension; columns: the last two dimensions swapped;
-    unaligned: starting one element past an aligned address; expanded: the first dimension has stride 0 (its other entries
-    are lost). A tensor of too few dimensions for a layout is sliced instead.
+    with padding in every dimension; strided: every third element of the last dimension; columns: the last two dimensions
+    swapped; unaligned: starting one element past an aligned address; expanded: the first dimension has stride 0 (all of its
+    entries become the first). A tensor that has too few dimensions for a layout is sliced instead.
     """
     if tensor.dim() == 0 or layout == "contiguous":
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -139,7 +141,7 @@ def random_tensor(
     generator: torch.Generator | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Normal numbers times `scale` on the CPU, the same in every dtype up to rounding, laid out as `lay_out` does."""
+    """Normally distributed numbers times `scale` on the CPU, equal in every dtype up to rounding, in a layout of `lay_out`."""
     values = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
     return lay_out(values.to(dtype), layout).requires_grad_(requires_grad)
 
@@ -164,7 +166,7 @@ def _poison(dtype: torch.dtype):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call takes: the median and the least of `runs` runs."""
+    """Seconds per call: the median and the least of `runs` runs."""
 
     median: float
     best: float
@@ -172,7 +174,8 @@ class Timing:
 
 
 def time_call(call: Callable[[], object], *, seconds: float = 0.5, least_runs: int = 3, device: str = "cpu") -> Timing:
-    """Times a call after one run to warm up, for about `seconds` and at least `least_runs` runs; waits for a CUDA device."""
+    """Times a call, for about `seconds` and at least `least_runs` runs, after one run to warm up. For a CUDA device each run
+    includes the synchronization."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     call()
     wait()
@@ -186,10 +189,10 @@ def time_call(call: Callable[[], object], *, seconds: float = 0.5, least_runs: i
 
 
 def peak_extra_bytes(call: Callable[[], object], *, device: str = "cpu") -> int:
-    """The most bytes that torch's allocator held during the call beyond what it held before, what is returned included.
+    """The largest number of bytes that torch's allocator held during the call beyond those it held before, results included.
 
-    Counts calls of the allocator, so it is exact and repeatable. On the CPU it goes through torch.profiler and sees only
-    what the calling thread allocates, which is where operators allocate.
+    The number is exact and repeatable, as it counts calls of the allocator. On the CPU it comes from torch.profiler, which sees
+    the allocations of the calling thread only; operators allocate in that thread.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -210,10 +213,11 @@ def peak_extra_bytes(call: Callable[[], object], *, device: str = "cpu") -> int:
 
 
 def peak_resident_bytes(call: Callable[[], object]) -> int | None:
-    """The most bytes of physical memory that the process held during the call beyond what it held before; Linux, else None.
+    """The largest number of bytes of physical memory that the process held during the call beyond those it held before; None
+    where the system is not Linux.
 
-    Counts what no allocator reports, to the precision of pages, thread stacks and memory kept from before the call: of use
-    from some ten MiB up.
+    This includes memory that no allocator reports. Pages, thread stacks and memory kept from before the call limit its
+    precision: it is of use from some ten MiB up.
     """
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     try:

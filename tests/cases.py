@@ -11,9 +11,10 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
 EDGE_LENGTHS = [(n, 33) for n in EDGES] + [(33, n) for n in EDGES if n != 33] + [(n, n) for n in (1, 64, 65, 128, 129, 257)]
 
-# Widths: 0 and 1; below, on and past a vector of 16 and 32 floats; the widths of real models; one past the largest of them.
-WIDTHS = [(0, 4), (1, 1), (3, 5), (8, 8), (15, 17), (16, 33), (32, 32), (40, 24), (64, 64), (80, 96), (128, 128), (192, 128)]
-WIDTHS += [(256, 256), (257, 300)]
+# Head dims (of queries and keys, of values): 0 and 1; below, on and past a vector of 16 and of 32 floats; those of real models;
+# one past the largest of these.
+HEAD_DIMS = [(0, 4), (1, 1), (3, 5), (8, 8), (15, 17), (16, 33), (32, 32), (40, 24), (64, 64), (80, 96), (128, 128), (192, 128)]
+HEAD_DIMS += [(256, 256), (257, 300)]
 
 # Heads (query, key, value): one; equal; grouped; one key head for all; key and value heads that differ; an odd ratio.
 HEADS = [(1, 1, 1), (3, 3, 3), (6, 2, 2), (4, 1, 1), (6, 3, 2), (6, 1, 3), (5, 5, 1)]
@@ -44,7 +45,7 @@ OPTIONS = {
     "zero scale": {"scale": 0.0},
     "large scale": {"scale": 30.0},
     "alibi": {"alibi": 1},
-    "alibi a batch": {"alibi": 2, "causal": True},
+    "alibi per batch": {"alibi": 2, "causal": True},
     "alibi lower right": {"alibi": 1, "alignment": "lower_right"},
     "sinks": {"sinks": True},
     "sinks causal lower right": {"sinks": True, "causal": True, "alignment": "lower_right"},
@@ -52,7 +53,7 @@ OPTIONS = {
     "float mask": {"mask": "float"},
     "float mask with -inf": {"mask": "-inf"},
     "mask and window": {"mask": "bool", "window": (6, 4)},
-    "everything": {
+    "all options": {
         "mask": "float",
         "causal": True,
         "window": (9, None),

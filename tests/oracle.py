@@ -1,4 +1,5 @@
-"""Runs a function of flash_online beside the reference in float64 and in its own dtype, forward and backward, and compares."""
+"""Runs a function of flash_online and the reference, the latter in float64 and in the own dtype of the problem, forward and
+backward, and compares the results."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 DEVICE = "cpu"  # where problems of attention run; tests/test_cuda_attention.py sets it
 
 
-def placed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on DEVICE, with its strides, its offset, and what lies around its elements."""
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Moves the tensor to DEVICE together with the storage around its elements; keeps its strides and its offset."""
     if DEVICE == "cpu":
         return tensor
     storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
@@ -39,13 +40,13 @@ class CaptureRng(TorchDispatchMode):
 
 @dataclass
 class Attention:
-    """A problem of attention, small enough to print: its repr() is the whole reproduction."""
+    """A problem of attention that is small enough to print: its repr() is all that is needed to reproduce a failure."""
 
     dtype: torch.dtype = torch.float32
     batch: tuple = (2,)
     heads: tuple = (2, 2, 2)  # of query, key, value
     lengths: tuple = (13, 17)  # queries, keys
-    widths: tuple = (8, 8)  # of query and key, of value
+    head_dims: tuple = (8, 8)  # of query and key, of value
     layouts: tuple = ("contiguous",) * 4  # of query, key, value, mask
     mask: str | None = None  # bool, blocks (bool, three quarters of the blocks of 64 x 64 hidden), float, -inf
     mask_shape: tuple = (1, 1, 1, 1)  # of the dimensions before the last three, the heads, queries, keys: 1 full, 0 broadcast
@@ -67,31 +68,31 @@ class Attention:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
 
     @classmethod
-    def of(cls, options: dict, **rest) -> Attention:
+    def of(cls, options: dict, **others) -> Attention:
         """Splits a line of cases.OPTIONS into tensors to make and options to hand on."""
         options = dict(options)
         made = {name: options.pop(name) for name in ("mask", "alibi", "sinks") if name in options}
-        return cls(options=options, **made, **rest)
+        return cls(options=options, **made, **others)
 
     def rows(self) -> tuple[int, int]:
         """How many queries and keys the tensors have."""
         return self.lengths
 
     def out_shape(self) -> tuple:
-        return (*self.batch, self.heads[0], self.lengths[0], self.widths[1])
+        return (*self.batch, self.heads[0], self.lengths[0], self.head_dims[1])
 
     def lse_shape(self) -> tuple:
         return self.out_shape()[:-1]
 
     def arguments(self) -> tuple:
-        """What follows query, key and value."""
+        """The positional arguments after query, key and value."""
         return ()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """query, key, value and those of mask, alibi_slopes and sinks that the problem has."""
         g = torch.Generator().manual_seed(self.seed)
-        (queries, keys), (width, value_width) = self.lengths, self.widths
-        shapes = zip(self.heads, (queries, keys, keys), (width, width, value_width), self.layouts, strict=False)
+        (queries, keys), (head_dim, head_dim_v) = self.lengths, self.head_dims
+        shapes = zip(self.heads, (queries, keys, keys), (head_dim, head_dim, head_dim_v), self.layouts, strict=False)
         made = {
             name: random_tensor(*self.batch, h, n, e, dtype=self.dtype, layout=layout, scale=self.size, generator=g)
             for name, (h, n, e, layout) in zip(("query", "key", "value"), shapes, strict=True)
@@ -126,7 +127,7 @@ class Attention:
         """Compares out, lse and every wanted gradient with float64."""
         if DEVICE != "cpu" and self.dtype == torch.float64:
             pytest.skip("float64 runs on the CPU alone")
-        inputs = {n: placed(t) for n, t in self.inputs().items()}
+        inputs = {n: to_device(t) for n, t in self.inputs().items()}
         names = [n for n in inputs if n[0] in self.wanted and inputs[n].is_floating_point()]
         g = torch.Generator().manual_seed(self.seed + 1)
         grad_out = torch.randn(self.out_shape(), generator=g).to(DEVICE, self.dtype)
@@ -145,7 +146,7 @@ class Attention:
                 pairs = [(out, grad_out.to(out.dtype))]
                 if grad_lse is not None:
                     pairs.append((lse, grad_lse.to(lse.dtype)))
-                # The reference's lse does not hang on the value, and its results of no sequence on nothing.
+                # The reference's lse does not depend on the value, and without sequences its results depend on no input.
                 pairs = [pair for pair in pairs if not narrow or pair[0].requires_grad]
                 outputs, grads = zip(*pairs, strict=True) if pairs else ((), ())
                 found = [None] * len(names)
@@ -186,16 +187,16 @@ class Attention:
         if DEVICE != "cpu" and names == ["mask"]:  # its backward kernel then reads an lse that its forward did not make
             return False
         beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
-        return not (beyond or 0 in (*self.rows(), *self.widths) or self.dtype == torch.float64)
+        return not (beyond or 0 in (*self.rows(), *self.head_dims) or self.dtype == torch.float64)
 
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
-        """How large the terms are that each result is summed from; a sum of n random ones has sqrt(n) times their size."""
-        (queries, keys), (width, value_width) = self.rows(), self.widths
-        score = _rms(inputs["value"]) * _rms(grad_out) * math.sqrt(max(value_width, 1))
+        """The size of the terms that each result is summed from. The sum of n random terms has sqrt(n) times their size."""
+        (queries, keys), (head_dim, head_dim_v) = self.rows(), self.head_dims
+        score = _rms(inputs["value"]) * _rms(grad_out) * math.sqrt(max(head_dim_v, 1))
         dropout_p = self.options.get("dropout_p", 0.0)
         score = score / (1 - dropout_p if dropout_p < 1 else 1) + self.grad_lse
         scale = self.options.get("scale")
-        scale = abs(scale if scale is not None else 1 / math.sqrt(width or 1))
+        scale = abs(scale if scale is not None else 1 / math.sqrt(head_dim or 1))
         batch, rows = math.prod(self.batch), math.prod(self.batch) * self.heads[0] * queries
         seen_by = [math.sqrt(self.heads[0] // h * queries / max(keys, 1)) + 1 for h in self.heads]
         mask = inputs.get("mask")
@@ -225,7 +226,7 @@ class Packed(Attention):
         return tuple(sum(pair[i] for pair in self.lengths) + self.spare[i] for i in range(2))
 
     def out_shape(self):
-        return self.rows()[0], self.heads[0], self.widths[1]
+        return self.rows()[0], self.heads[0], self.head_dims[1]
 
     def lse_shape(self):
         return self.heads[0], self.rows()[0]
@@ -236,17 +237,18 @@ class Packed(Attention):
 
     def arguments(self):
         longest = [max((pair[i] for pair in self.lengths), default=0) for i in range(2)]
-        return *(placed(starts) for starts in self.starts()), *longest
+        return *(to_device(starts) for starts in self.starts()), *longest
 
     def inputs(self):
         g = torch.Generator().manual_seed(self.seed)
-        (queries, keys), (width, value_width) = self.rows(), self.widths
-        shapes = zip(self.heads, (queries, keys, keys), (width, width, value_width), self.layouts, (0, 1, 1), strict=False)
+        (queries, keys), (head_dim, head_dim_v) = self.rows(), self.head_dims
+        shapes = zip(self.heads, (queries, keys, keys), (head_dim, head_dim, head_dim_v), self.layouts, (0, 1, 1), strict=False)
         made = {}
         for name, (h, n, e, layout, side) in zip(("query", "key", "value"), shapes, strict=True):
             tensor = random_tensor(n, h, e, dtype=self.dtype, scale=self.size, generator=g)
             tensor[n - self.spare[side] :] = math.nan
-            # What is expanded are the heads, as a batch is in a dense problem: rows all alike are another problem, no layout.
+            # The layout "expanded" expands the heads, as it expands the batch of a dense problem: equal rows would be another
+            # problem, not another layout.
             swap = (0, 1) if layout == "expanded" else (0, 0)
             made[name] = lay_out(tensor.transpose(*swap), layout).transpose(*swap)
         return made | self.head_inputs(g, [len(self.lengths)])
@@ -303,7 +305,7 @@ def compare_with_reference(name: str, *args, **kwargs) -> None:
         outputs = [t for t in results if t.is_floating_point()]
         if not grads:
             grads += [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype) for t in outputs]
-        # In a row that was ignored or is not finite a gradient means nothing, but 0 times it must.
+        # The gradient of a row that is ignored or not finite has no meaning, but 0 times it must be 0.
         found = torch.autograd.grad(outputs, leaves, [x.to(t.dtype) for x, t in zip(grads, outputs, strict=True)])
         return results, list(found), leaves
 
@@ -319,7 +321,7 @@ def compare_with_reference(name: str, *args, **kwargs) -> None:
             continue
         if name == "cross_entropy" and i == 0 and "dtype" not in kwargs:
             assert result.dtype == leaves[0].dtype, said
-        # A logarithm is a difference of a score and a lse: what cancels is of their size.
+        # A logarithm is the difference of a score and lse, which cancel: the terms are of the size of the scores.
         size = leaves[0].detach().double()
         size = size[size.isfinite()].abs().max().item() if name != "softmax" and size.isfinite().any() else 0.0
         assert_close_to_float64(result, theirs, expected, result.dtype, name=f"result {i} of {said}", magnitude=size)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import BATCHES, DTYPES, EDGE_LENGTHS, HEADS, MASK_RANKS, MASK_SHAPES, OPTIONS, WIDTHS
+from cases import BATCHES, DTYPES, EDGE_LENGTHS, HEAD_DIMS, HEADS, MASK_RANKS, MASK_SHAPES, OPTIONS
 from oracle import Attention, CaptureRng
 
 import flash_online
@@ -20,14 +20,14 @@ INF = math.inf
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options, dtype):
     Attention.of(options, dtype=dtype, heads=(4, 2, 2), lengths=(13, 21)).check()
-    Attention.of(options, dtype=dtype, heads=(2, 2, 2), lengths=(37, 19), widths=(16, 12)).check()
+    Attention.of(options, dtype=dtype, heads=(2, 2, 2), lengths=(37, 19), head_dims=(16, 12)).check()
 
 
 @pytest.mark.parametrize("lengths", EDGE_LENGTHS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_block_edges(lengths, dtype, causal):
-    Attention(dtype=dtype, batch=(), heads=(2, 1, 1), lengths=lengths, widths=(24, 24), options={"causal": causal}).check()
+    Attention(dtype=dtype, batch=(), heads=(2, 1, 1), lengths=lengths, head_dims=(24, 24), options={"causal": causal}).check()
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_windows_across_blocks(window, alignment, lengths):
     Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options | {"causal": True}, sinks=True, alibi=1).check()
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_widths(widths, dtype):
-    Attention(dtype=dtype, batch=(1,), heads=(2, 2, 2), lengths=(19, 35), widths=widths).check()
+def test_widths(head_dims, dtype):
+    Attention(dtype=dtype, batch=(1,), heads=(2, 2, 2), lengths=(19, 35), head_dims=head_dims).check()
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_heads_and_batches(heads, batch):
-    Attention(batch=batch, heads=heads, lengths=(9, 11), widths=(8, 6), mask="float", mask_rank=3).check()
+    Attention(batch=batch, heads=heads, lengths=(9, 11), head_dims=(8, 6), mask="float", mask_rank=3).check()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -90,7 +90,7 @@ def test_float32_mask_beside_16_bit_query(dtype, kind):
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "m", "s", "qm", "kv", ""], ids=lambda w: w or "nothing")
 @pytest.mark.parametrize("grad_lse", [False, True])
 def test_subsets_of_gradients(wanted, grad_lse):
-    """Each gradient alone: the mask's is right also when nothing else needs one."""
+    """Any subset of gradients: that of the mask, for one, is right also when no other tensor requires grad."""
     Attention(mask="float", mask_shape=(0, 1, 1, 1), sinks=True, wanted=wanted, grad_lse=grad_lse).check()
 
 
@@ -112,10 +112,10 @@ def test_empty_lengths(lengths, options):
 
 
 @pytest.mark.parametrize(
-    "batch, heads, widths", [((0,), (2, 2, 2), (8, 8)), ((2,), (2, 2, 2), (8, 0)), ((2,), (2, 2, 2), (0, 0))]
+    "batch, heads, head_dims", [((0,), (2, 2, 2), (8, 8)), ((2,), (2, 2, 2), (8, 0)), ((2,), (2, 2, 2), (0, 0))]
 )
-def test_other_empty_dimensions(batch, heads, widths):
-    Attention(batch=batch, heads=heads, widths=widths).check()
+def test_other_empty_dimensions(batch, heads, head_dims):
+    Attention(batch=batch, heads=heads, head_dims=head_dims).check()
 
 
 # --- Rows with nothing to attend to, and what is not a number -----------------------------------------------------------
@@ -144,7 +144,7 @@ def test_row_without_keys_is_zero(dtype, mask_kind):
     assert (grads[0][:, :, empty] == 0).all()
     if len(grads) == 4:
         assert (grads[3][empty] == 0).all()
-    # The gradient that reaches lse = -inf is multiplied by nothing.
+    # The gradient of lse has no effect where lse is -inf.
     out, lse = flash_online.attention(query, key, value, mask=mask, **options, return_lse=True)
     assert all(g.isfinite().all() for g in torch.autograd.grad(lse.sum(), inputs, allow_unused=True) if g is not None)
 
@@ -481,9 +481,9 @@ def test_merge_of_far_apart_lses():
 # --- Larger than any tile, once ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ["plain", "causal", "everything"])
+@pytest.mark.parametrize("options", ["plain", "causal", "all options"])
 def test_a_long_sequence(options):
-    Attention.of(OPTIONS[options], batch=(1,), heads=(2, 1, 1), lengths=(700, 1100), widths=(64, 64)).check()
+    Attention.of(OPTIONS[options], batch=(1,), heads=(2, 1, 1), lengths=(700, 1100), head_dims=(64, 64)).check()
 
 
 def test_mask_expanded_by_hand():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_online
 import flash_online.functional as F
-from flash_online import reference
+from flash_online import _attention_derivatives, reference
 
 DOUBLE = torch.float64
 ATTENTION = {**OPTIONS, "dropout": {"dropout_p": 0.4}, "dropout with sinks": {"dropout_p": 0.4, "sinks": True}}
@@ -27,7 +26,7 @@ def randn(*shape, requires_grad=True):
 
 def small(options):
     """An attention of five keys as a function of its differentiable tensors, and these tensors."""
-    problem = Attention.of(options, dtype=DOUBLE, batch=(1,), heads=(2, 1, 1), lengths=(4, 5), widths=(2, 3))
+    problem = Attention.of(options, dtype=DOUBLE, batch=(1,), heads=(2, 1, 1), lengths=(4, 5), head_dims=(2, 3))
     inputs = problem.inputs()
     names = [n for n, t in inputs.items() if t.is_floating_point() and n != "alibi_slopes"]
     rest = {n: t for n, t in inputs.items() if n not in names}
@@ -55,7 +54,7 @@ def test_attention_second_derivatives(options):
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
-@pytest.mark.parametrize("options", ["plain", "everything"])
+@pytest.mark.parametrize("options", ["plain", "all options"])
 def test_attention_second_derivatives_entry_by_entry(options):
     function, inputs = small(OPTIONS[options])
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
@@ -76,10 +75,12 @@ def test_attention_second_derivatives_of_a_part():
 
 def small_packed(options):
     """small() of packed sequences, one of them empty, with rows of no sequence between and after them."""
-    problem = Packed.of(options, dtype=DOUBLE, heads=(2, 1, 1), lengths=((2, 3), (0, 1), (3, 2)), widths=(2, 3), spare=(0, 0))
+    problem = Packed.of(
+        options, dtype=DOUBLE, heads=(2, 1, 1), lengths=((2, 3), (0, 1), (3, 2)), head_dims=(2, 3), spare=(0, 0)
+    )
     inputs = problem.inputs()
     names = [n for n, t in inputs.items() if n != "alibi_slopes"]
-    starts = [torch.tensor(s, dtype=torch.int32) for s in ([0, 2, 2, 5], [1, 3, 4, 5])]  # the key at 0 is nobody's
+    starts = [torch.tensor(s, dtype=torch.int32) for s in ([0, 2, 2, 5], [1, 3, 4, 5])]  # the key at 0 is a padding row
     slopes = inputs.get("alibi_slopes")
 
     def function(*tensors, module=flash_online, **more):
@@ -96,7 +97,7 @@ def small_packed(options):
 PACKED = {
     "plain": {},
     "causal with sinks": {"causal": True, "sinks": True},
-    "everything": {"window": (1, 1), "alignment": "upper_left", "softcap": 2.0, "alibi": 2, "sinks": True, "scale": 0.7},
+    "all options": {"window": (1, 1), "alignment": "upper_left", "softcap": 2.0, "alibi": 2, "sinks": True, "scale": 0.7},
     "dropout": {"dropout_p": 0.4, "causal": True},
 }
 
@@ -178,7 +179,7 @@ def test_drop_in_derivatives(call):
 
 def attentions():
     """(scalar of the result, inputs) for a few options; `module` is flash_online or reference."""
-    for name in ("plain", "causal lower right", "softcap", "sinks", "float mask", "everything"):
+    for name in ("plain", "causal lower right", "softcap", "sinks", "float mask", "all options"):
         function, inputs = small(OPTIONS[name])
 
         def scalar(*tensors, function=function, module=flash_online):
@@ -206,10 +207,10 @@ def rows():
         yield pytest.param(scalar, [torch.randn(4, 6, dtype=DOUBLE)], id=name)
 
 
-EVERYTHING = [*attentions(), *rows()]
+ALL_FUNCTIONS = [*attentions(), *rows()]
 
 
-@pytest.mark.parametrize("scalar, inputs", EVERYTHING)
+@pytest.mark.parametrize("scalar, inputs", ALL_FUNCTIONS)
 def test_func_grad_vjp_jvp(scalar, inputs):
     plain = functools.partial(scalar, module=reference)
     every = tuple(range(len(inputs)))
@@ -222,7 +223,7 @@ def test_func_grad_vjp_jvp(scalar, inputs):
     torch.testing.assert_close(jvp(scalar, tuple(inputs), tangents), jvp(plain, tuple(inputs), tangents))
 
 
-@pytest.mark.parametrize("scalar, inputs", EVERYTHING)
+@pytest.mark.parametrize("scalar, inputs", ALL_FUNCTIONS)
 def test_func_hessian_vector_products(scalar, inputs):
     """Forward over reverse, reverse over reverse, reverse over forward."""
     plain = functools.partial(scalar, module=reference)
@@ -242,7 +243,7 @@ def test_func_hessian_vector_products(scalar, inputs):
         torch.testing.assert_close(product(scalar), product(plain), msg=lambda m, p=product: f"{p.__name__}: {m}")
 
 
-@pytest.mark.parametrize("scalar, inputs", EVERYTHING)
+@pytest.mark.parametrize("scalar, inputs", ALL_FUNCTIONS)
 def test_func_jacobians(scalar, inputs):
     plain = functools.partial(scalar, module=reference)
     torch.testing.assert_close(hessian(scalar)(*inputs), hessian(plain)(*inputs))
@@ -339,7 +340,7 @@ def test_vmap_of_vmap():
 
 
 def test_per_sample_gradients_of_a_model():
-    """What torch.func is mostly used for: a gradient a sample, through an attention layer under override()."""
+    """The main use of torch.func: one gradient per sample, here through an attention layer under override()."""
     model = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=DOUBLE)
     parameters = dict(model.named_parameters())
     x = torch.randn(3, 1, 5, 8, dtype=DOUBLE)
@@ -376,6 +377,5 @@ def test_second_derivative_in_chunks(monkeypatch):
         return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
 
     expected = call()
-    # The package's name `attention` is the function; the module of that name is found where modules are kept.
-    monkeypatch.setattr(sys.modules["flash_online.attention"], "_CHUNK_SCORES", 1)
+    monkeypatch.setattr(_attention_derivatives, "_CHUNK_SCORES", 1)
     torch.testing.assert_close(call(), expected)

@@ -29,7 +29,7 @@ def modules(monkeypatch):
     names = (
         "cases",
         "summary",
-        "turns",
+        "timing",
         "page",
         "peers",
         "cuda_peers",
@@ -85,7 +85,7 @@ def result_of(
         "dtype": dtype,
         "sizes": {"rows": 32, "classes": 65536},
         "options": {},
-        "contestants": {"flash_online": ours, "torch": theirs},
+        "providers": {"flash_online": ours, "torch": theirs},
         "copy": {"gb_per_s": 10.0, "best_gb_per_s": 15.0},
     }
     return result | more
@@ -93,7 +93,7 @@ def result_of(
 
 def with_ratio(summary, *results):
     for result in results:
-        result["ratio"] = summary.ratio(result["contestants"])
+        result["ratio"] = summary.ratio(result["providers"])
     return list(results)
 
 
@@ -125,64 +125,64 @@ def test_the_fastest_peer_may_be_another_in_each_direction(modules):
     result = result_of(2.0, 2.0, function="cross_entropy", case="a")
     peers = {"quack": (2.5, 3.0), "torch math": (0.1, 0.1), "Liger": (9.0, 0.1)}  # ours takes 2 and 4 ms
     for name, (forward, backward) in peers.items():
-        result["contestants"][name] = {"forward_ms": forward, "backward_ms": backward}
-    best = summary.over_best(result["contestants"])
+        result["providers"][name] = {"forward_ms": forward, "backward_ms": backward}
+    best = summary.over_best(result["providers"])
     assert best["forward"] == {"times": pytest.approx(1.25), "peer": "quack"}
     assert best["backward"] == {"times": pytest.approx(0.025), "peer": "Liger"}
     assert best["step"] == {"times": pytest.approx(5.5 / 6), "peer": "quack"}
-    assert summary.over_best({name: result["contestants"][name] for name in ("flash_online", "torch", "torch math")}) is None
+    assert summary.over_best({name: result["providers"][name] for name in ("flash_online", "torch", "torch math")}) is None
     (entry,) = summary.summarize([r | {"over_best": best} for r in with_ratio(summary, result)])
     assert entry["over_best"]["step"]["worst_case"] == "a" and entry["over_best"]["backward"]["peer"] == "Liger"
     record = {"device": "", "torch": "", "commit": "", "date": "", "summary": [entry]}
     assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["report"].summary_page(record))
 
 
-def test_unrest_is_the_yardsticks_median_over_its_least(modules):
-    unrest = modules["summary"].unrest
-    assert unrest([]) is None and unrest([result_of(1.0, 1.0)]) == pytest.approx(1.5)
+def test_noise_is_the_baselines_median_over_its_least(modules):
+    noise = modules["summary"].noise
+    assert noise([]) is None and noise([result_of(1.0, 1.0)]) == pytest.approx(1.5)
     loud = {"dtype": "float32", "matmul": {"gflop_per_s": 100.0, "best_gflop_per_s": 100.0}}
     calm = {"dtype": "float32", "matmul": {"gflop_per_s": 400.0, "best_gflop_per_s": 400.0}}
-    assert unrest([loud, calm, result_of(1.0, 1.0)]) == pytest.approx(2.0)
+    assert noise([loud, calm, result_of(1.0, 1.0)]) == pytest.approx(2.0)
 
 
-def test_marks_are_judged_by_mean_and_by_every_case(modules):
+def test_targets_are_judged_by_mean_and_by_every_case(modules):
     summary = modules["summary"]
 
     def attention(forward, backward, case, **more):
         result = result_of(forward, backward, function="attention", kind="causal", case=case, sizes={"L": 8192}, **more)
-        result["contestants"]["torch flash"] = result["contestants"].pop("torch")
+        result["providers"]["torch flash"] = result["providers"].pop("torch")
         return result
 
     window = attention(2.9, 30.0, "window", options={"window": 512})
     results = with_ratio(summary, attention(2.0, 2.0, "a"), attention(0.9, 0.8, "b"), window, result_of(5.0, 3.0))
-    marks = {mark["mark"]: mark for mark in summary.marks(results)}
-    forward, backward = (marks[f"attention, float32, x torch flash, {direction}"] for direction in summary.DIRECTIONS)
+    targets = {target["target"]: target for target in summary.targets(results)}
+    forward, backward = (targets[f"attention, float32, x torch flash, {direction}"] for direction in summary.DIRECTIONS)
     assert forward["cases"] == 2 and forward["met"]  # the window is not in this mean
     assert backward["mean"] > 1 and backward["worst_case"] == "b, float32" and not backward["met"]
-    assert not marks["attention, window 512, L 8192, x torch flash, forward"]["met"]
-    assert marks["attention, window 512, L 8192, x torch flash, backward"]["met"]
-    assert marks["softmax, 32768 classes and more, x torch, forward"]["met"]
-    assert not marks["softmax, 32768 classes and more, x torch, backward"]["met"]
-    assert marks["softmax, 32768 classes and more, of the copy rate, forward"]["met"]
+    assert not targets["attention, window 512, L 8192, x torch flash, forward"]["met"]
+    assert targets["attention, window 512, L 8192, x torch flash, backward"]["met"]
+    assert targets["softmax, 32768 classes and more, x torch, forward"]["met"]
+    assert not targets["softmax, 32768 classes and more, x torch, backward"]["met"]
+    assert targets["softmax, 32768 classes and more, of the copy rate, forward"]["met"]
 
 
-def test_marks_of_a_gpu_look_at_the_fastest_peer_and_at_the_copy(modules):
+def test_targets_of_a_gpu_look_at_the_fastest_peer_and_at_the_copy(modules):
     summary = modules["summary"]
     results = [
         result_of(2.0, 2.0, function=name, sizes={"rows": 4000}) for name in ("softmax", "cross_entropy", "topk_softmax")
     ]
     for result in results:
-        ours = result["contestants"]["flash_online"]
-        result["contestants"]["quack"] = {f"{d}_ms": ours[f"{d}_ms"] * 1.05 for d in summary.DIRECTIONS}
-        result["over_best"] = summary.over_best(result["contestants"])
-    marks = {mark["mark"]: mark for mark in summary.cuda_marks(results)}
-    assert marks["softmax, log_softmax, x the fastest peer, forward"]["met"]
-    assert marks["cross_entropy, x quack, step"]["mean"] == pytest.approx(1.05)
-    assert not marks["cross_entropy, x quack, step"]["met"]  # 1.1 is wanted
-    share = results[2]["contestants"]["flash_online"]["forward_share"]
-    assert marks["topk_softmax, 4000 rows, of the copy rate, forward"]["worst"] == share
-    assert not any("10 rows" in name for name in marks)
-    assert summary.cuda_marks([]) == []
+        ours = result["providers"]["flash_online"]
+        result["providers"]["quack"] = {f"{d}_ms": ours[f"{d}_ms"] * 1.05 for d in summary.DIRECTIONS}
+        result["over_best"] = summary.over_best(result["providers"])
+    targets = {target["target"]: target for target in summary.cuda_targets(results)}
+    assert targets["softmax, log_softmax, x the fastest peer, forward"]["met"]
+    assert targets["cross_entropy, x quack, step"]["mean"] == pytest.approx(1.05)
+    assert not targets["cross_entropy, x quack, step"]["met"]  # 1.1 is wanted
+    share = results[2]["providers"]["flash_online"]["forward_share"]
+    assert targets["topk_softmax, 4000 rows, of the copy rate, forward"]["worst"] == share
+    assert not any("10 rows" in name for name in targets)
+    assert summary.cuda_targets([]) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "random"}, {"mask": "padding"}, {"window": 5}])
@@ -210,24 +210,24 @@ def test_a_wrong_result_is_caught_before_it_is_timed(modules, monkeypatch):
     def unmasked(inputs, extras, options):
         return flash.call(inputs, [], {})
 
-    for name, contestant in {"flash_online": wider, "torch flash": unmasked}.items():
-        replaced = peers.Contestant(contestant, peers.PEERS["attention"][name].setting)
+    for name, provider in {"flash_online": wider, "torch flash": unmasked}.items():
+        replaced = peers.Provider(provider, peers.PEERS["attention"][name].setting)
         with monkeypatch.context() as patch:
             patch.setitem(peers.PEERS["attention"], name, replaced)
             with pytest.raises(AssertionError, match=name):
                 run.measure(case, "cpu", 0, 1)
 
 
-def test_peers_that_are_not_there_are_absent_with_a_word(modules, monkeypatch):
+def test_peers_that_are_not_there_are_unavailable_with_a_word(modules, monkeypatch):
     run, case = modules["run"], modules["cases"].Case("softmax", {"rows": 4, "classes": 8}, torch.float32, "")
     monkeypatch.setitem(sys.modules, "quack", None)
     inputs, extras = case.inputs("cpu")
-    everyone = run.everyone("softmax", "cuda")
-    assert list(everyone) == ["flash_online", "torch", "torch.compile", "quack", "Liger"]
-    with pytest.raises(modules["peers"].Absent, match="quack"):
-        everyone["quack"].first_call(inputs, extras, {})
-    assert list(run.everyone("softmax", "cuda", ["quack"])) == ["flash_online", "quack"]
-    assert list(run.everyone("softmax", "cpu")) == ["flash_online", "torch"]
+    providers = run.providers_on("softmax", "cuda")
+    assert list(providers) == ["flash_online", "torch", "torch.compile", "quack", "Liger"]
+    with pytest.raises(modules["peers"].Unavailable, match="quack"):
+        providers["quack"].first_call(inputs, extras, {})
+    assert list(run.providers_on("softmax", "cuda", ["quack"])) == ["flash_online", "quack"]
+    assert list(run.providers_on("softmax", "cpu")) == ["flash_online", "torch"]
 
 
 def test_a_peer_that_overwrites_its_input_works_on_a_copy(modules, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_peer_that_overwrites_its_input_works_on_a_copy(modules, monkeypatch):
     case = modules["cases"].Case("cross_entropy", {"rows": 16, "classes": 40}, torch.float32, "")
     monkeypatch.setitem(peers.PEERS["cross_entropy"], "Liger", run.CUDA_PEERS["cross_entropy"]["Liger"])
     result = run.measure(case, "cpu", 0, 2)
-    assert result["absent"] == {} and result["contestants"]["Liger"]["error"] < 1e-5
+    assert result["unavailable"] == {} and result["providers"]["Liger"]["error"] < 1e-5
     assert result["over_best"]["step"]["peer"] in ("torch", "Liger")
 
 
@@ -265,7 +265,7 @@ def test_long_sequences_are_checked_at_some_queries(modules, monkeypatch):
     for options in ({"causal": True}, {"window": 100}, {"mask": "random"}, {"bias": "per head"}):
         case = case_of("attention", {"B": 1, "H": 2, "L": 640, "E": 16}, torch.float32, "", options)
         assert len(run.Truth(case).rows) == 512
-        entry = run.measure(case, "cpu", 0, 1)["contestants"]["flash_online"]
+        entry = run.measure(case, "cpu", 0, 1)["providers"]["flash_online"]
         assert entry["error"] < 1e-5
 
 
@@ -293,31 +293,31 @@ def test_a_quick_run_records_everything(quick_record):
         "memory",
         "load_at_start",
         "load_at_end",
-        "unrest",
+        "noise",
     }
     assert facts <= quick_record.keys() and quick_record["wrong"] == 0
     assert {r["function"] for r in quick_record["results"]} >= {"attention", "softmax", "cross_entropy", "topk_softmax"}
     for result in quick_record["results"]:
-        assert {"kind", "sizes", "options", "ratio", "absent"} <= result.keys()
+        assert {"kind", "sizes", "options", "ratio", "unavailable"} <= result.keys()
         attention = result["function"] == "attention"
-        yardstick, unit = ("matmul", "gflop_per_s") if attention else ("copy", "gb_per_s")
-        assert result[yardstick][unit] > 0 and (attention or result["copy"]["new_gb_per_s"] > 0)
-        assert len(result["contestants"]) >= 2
-        for entry in result["contestants"].values():
+        baseline, unit = ("matmul", "gflop_per_s") if attention else ("copy", "gb_per_s")
+        assert result[baseline][unit] > 0 and (attention or result["copy"]["new_gb_per_s"] > 0)
+        assert len(result["providers"]) >= 2
+        for entry in result["providers"].values():
             for direction in ("forward", "backward"):
-                share = entry[f"{direction}_{unit}"] / result[yardstick][unit]
+                share = entry[f"{direction}_{unit}"] / result[baseline][unit]
                 assert entry[f"{direction}_share"] == pytest.approx(share) and entry[f"{direction}_ms"] > 0
             assert 0 <= entry["error"] < 0.1 and entry["beyond_results_bytes"] < entry["step_extra_bytes"]
-        theirs = result["contestants"][result["ratio"]["against"]]
-        expected = theirs["forward_ms"] / result["contestants"]["flash_online"]["forward_ms"]
+        theirs = result["providers"][result["ratio"]["against"]]
+        expected = theirs["forward_ms"] / result["providers"]["flash_online"]["forward_ms"]
         assert result["ratio"]["forward"] == pytest.approx(expected)
     learned = [r for r in quick_record["results"] if r["options"].get("bias") in ("shared", "per head")]
     assert learned and all(
-        r["ratio"]["against"] == "torch math" and "requires grad" in r["absent"]["torch flash"] for r in learned
+        r["ratio"]["against"] == "torch math" and "requires grad" in r["unavailable"]["torch flash"] for r in learned
     )
     assert {rate > 0 for rates in quick_record["matmul"].values() for rate in rates.values()} == {True}
     assert sum(e["cases"] for e in quick_record["summary"]) == len(quick_record["results"])
-    assert quick_record["marks"] and all(math.isfinite(m.get("mean", 0)) for m in quick_record["marks"])
+    assert quick_record["targets"] and all(math.isfinite(m.get("mean", 0)) for m in quick_record["targets"])
 
 
 def test_report_makes_tables_of_it(modules, quick_record):
@@ -347,7 +347,7 @@ def paper_record(modules):
             us = {"softmax": {"safe": 4 * pass_us, "naive": 3 * pass_us, "online": 3 * pass_us, "flash_online": 2 * pass_us}}
             us |= {f"top {k}": top for k in modules["paper.build"].KS}
             results.append({"rows": rows, "classes": classes, "us": us, "error": {}, "copy_us": 2 * pass_us})
-    results[2] = {"rows": 4000, "classes": 25000, "us": {}, "error": {}, "absent": "3 tensors of its size take 99 GiB"}
+    results[2] = {"rows": 4000, "classes": 25000, "us": {}, "error": {}, "unavailable": "3 tensors of its size take 99 GiB"}
     return {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "results": results}
 
 
@@ -407,12 +407,12 @@ def test_the_papers_kernels_are_right(modules, rows, classes):
 
 def test_a_wrong_result_of_the_papers_kernels_is_caught(modules):
     rows = modules["paper.measure"].Rows(4, 100, "cpu")
-    values, places = rows.expected.topk(5)
-    assert rows.error("right", values.float(), places) < 1e-6
-    with pytest.raises(AssertionError, match="places"):
-        rows.error("wrong", values.float(), places.roll(1, -1))
+    values, indices = rows.expected.topk(5)
+    assert rows.error("right", values.float(), indices) < 1e-6
+    with pytest.raises(AssertionError, match="indices"):
+        rows.error("wrong", values.float(), indices.roll(1, -1))
     with pytest.raises(AssertionError, match="off by"):
-        rows.error("wrong", values.float() * 1.001, places)
+        rows.error("wrong", values.float() * 1.001, indices)
     softmax = torch.softmax(rows.x, -1)
     assert rows.error("right", softmax, None) < 1e-6
     with pytest.raises(AssertionError, match="sums to"):
@@ -439,11 +439,11 @@ def test_the_cells_of_attention(modules):
         "ALiBi",
         "deterministic",
     }
-    for mark in modules["attention.tables"].MARKS:  # a mark of no cell would never be judged
+    for target in modules["attention.tables"].TARGETS:  # a target of no cell would never be judged
         chosen = [c for group in cells.values() for c in group]
-        assert any(mark.members({"group": c.group, "kind": c.kind, "sizes": c.sizes, "options": c.options}) for c in chosen), (
-            mark
-        )
+        assert any(
+            target.members({"group": c.group, "kind": c.kind, "sizes": c.sizes, "options": c.options}) for c in chosen
+        ), target
 
 
 @pytest.mark.parametrize(
@@ -491,7 +491,7 @@ def fake_fa3():
     return types.SimpleNamespace(fwd=fwd, bwd=bwd)
 
 
-def test_every_contestant_solves_the_cells_problem(modules, monkeypatch):
+def test_every_provider_solves_the_cells_problem(modules, monkeypatch):
     """The quick cells, with a stand-in for FlashAttention-3, whose layout is another."""
     measure, peers = modules["attention.measure"], modules["attention.peers"]
     monkeypatch.setattr(torch.ops, "flash_attn_3", fake_fa3(), raising=False)
@@ -500,10 +500,10 @@ def test_every_contestant_solves_the_cells_problem(modules, monkeypatch):
     measured = 0
     for cell in modules["attention.cases"].QUICK:
         result = measure.measure(cell, "cpu", 0, 1, ["FA3", "torch math"])
-        assert not any("wrong" in reason for reason in result["absent"].values()), result["absent"]
-        assert set(result["contestants"]) >= {"flash_online"}
+        assert not any("wrong" in reason for reason in result["unavailable"].values()), result["unavailable"]
+        assert set(result["providers"]) >= {"flash_online"}
         if not cell.options.keys() & {"mask", "bias", "alibi", "dropout"}:
-            assert result["contestants"]["FA3"]["error"] < 0.02 and "backward_ms" in result["contestants"]["FA3"]
+            assert result["providers"]["FA3"]["error"] < 0.02 and "backward_ms" in result["providers"]["FA3"]
             measured += 1
     assert measured == 5
 
@@ -523,49 +523,49 @@ def test_flex_attention_solves_the_cells_problem(modules, monkeypatch, kind):
 
 
 def test_wrong_results_of_attention_are_caught(modules, monkeypatch):
-    """Of a peer: it is absent. Of ours: the cell is not timed."""
+    """Of a peer: it is unavailable. Of ours: the cell is not timed."""
     measure, peers, cases = modules["attention.measure"], modules["attention.peers"], modules["attention.cases"]
     cell = cases.Cell("features", "bool mask", {"B": 1, "H": 2, "L": 128, "E": 16}, {"mask": "random"}, torch.float32)
-    right, flash = peers.CONTESTANTS["flash_online"], peers.CONTESTANTS["torch flash"]
+    right, flash = peers.PROVIDERS["flash_online"], peers.PROVIDERS["torch flash"]
 
-    def unmasked(contestant):
+    def unmasked(provider):
         def make(problem):
             other = problem.without()
             other.mask = torch.ones_like(problem.mask)
-            call = contestant(other)
+            call = provider(other)
             return peers.Call(problem, call.run, call.leaves, call.grad, call.setting)
 
         return make
 
-    monkeypatch.setitem(peers.CONTESTANTS, "torch flash", unmasked(flash))
+    monkeypatch.setitem(peers.PROVIDERS, "torch flash", unmasked(flash))
     result = measure.measure(cell, "cpu", 0, 1)
-    assert "wrong here" in result["absent"]["torch flash"] and "torch flash" not in result["contestants"]
-    monkeypatch.setitem(peers.CONTESTANTS, "flash_online", unmasked(right))
+    assert "wrong here" in result["unavailable"]["torch flash"] and "torch flash" not in result["providers"]
+    monkeypatch.setitem(peers.PROVIDERS, "flash_online", unmasked(right))
     with pytest.raises(AssertionError, match="bool mask .*flash_online: output"):
         measure.measure(cell, "cpu", 0, 1)
     dropout = cases.Cell("features", "dropout", {"B": 2, "H": 4, "L": 128, "E": 16}, {"dropout": 0.5}, torch.float32)
-    monkeypatch.setitem(peers.CONTESTANTS, "flash_online", lambda problem: right(problem.without("dropout")))
+    monkeypatch.setitem(peers.PROVIDERS, "flash_online", lambda problem: right(problem.without("dropout")))
     with pytest.raises(AssertionError, match="what dropout keeps"):
         measure.measure(dropout, "cpu", 0, 1)
 
 
-def attention_result(kind, case, contestants, group="features", **sizes):
-    """Contestants: name -> (forward, backward) milliseconds."""
+def attention_result(kind, case, providers, group="features", **sizes):
+    """Providers: name -> (forward, backward) milliseconds."""
     entries = {
         name: {f"{d}_{key}": value for d, ms in zip(("forward", "backward"), both, strict=True) for key, value in values(ms)}
-        for name, both in contestants.items()
+        for name, both in providers.items()
     }
     for entry in entries.values():
         entry |= {"error": 1e-3, "step_extra_bytes": 900 << 20, "beyond_results_bytes": 1 << 20}
     facts = {"group": group, "kind": kind, "case": case, "sizes": sizes, "options": {}, "dtype": "bfloat16"}
-    return facts | {"contestants": entries, "absent": {"torch math": "too large"}, "matmul": {"tflop_per_s": 800.0}}
+    return facts | {"providers": entries, "unavailable": {"torch math": "too large"}, "matmul": {"tflop_per_s": 800.0}}
 
 
 def values(ms):
     return (("ms", ms), ("tflop_per_s", 100 / ms), ("share", 0.125 / ms))
 
 
-def test_attentions_marks_and_means(modules):
+def test_attentions_targets_and_means(modules):
     tables = modules["attention.tables"]
     peers = {"FA3": (1.0, 2.0), "cuDNN": (2.0, 1.0), "torch flash": (4.0, 4.0), "torch math": (0.1, 0.1)}
     results = [
@@ -574,17 +574,17 @@ def test_attentions_marks_and_means(modules):
         attention_result("block-sparse mask", "c", {"flash_online": (1.0, 1.0), "flash_online, all visible": (3.0, 2.0)}),
         attention_result("bias with gradient", "d", {"flash_online": (1.0, 1.0), "torch efficient": (1.9, 3.5)}),
     ]
-    marks = {mark["mark"]: mark for mark in tables.marks(results)}
-    best = marks["plain, x FA3 and cuDNN, forward"]
+    targets = {target["target"]: target for target in tables.targets(results)}
+    best = targets["plain, x FA3 and cuDNN, forward"]
     assert best["mean"] == pytest.approx(1.0) and best["worst"] == pytest.approx(0.5) and not best["met"]
     assert best["worst_case"] == "b, bfloat16" and best["cases"] == 2
-    assert marks["plain, L <= 1024, x FA3 and cuDNN, backward"]["worst"] == pytest.approx(0.5)
-    assert marks["plain, x torch flash, forward"]["met"] and marks["plain, x torch flash, backward"]["met"]
-    assert marks["block-sparse mask, x flash_online, all visible, forward"]["met"]
-    assert not marks["block-sparse mask, x flash_online, all visible, backward"]["met"]
-    assert marks["bias with gradient, x torch efficient, backward"]["met"]
-    assert marks["masks, biases, dropout, x torch efficient, forward"]["met"]
-    assert marks["memory of a step, d"]["measured"] == pytest.approx(900) and marks["memory of a step, d"]["met"]
+    assert targets["plain, L <= 1024, x FA3 and cuDNN, backward"]["worst"] == pytest.approx(0.5)
+    assert targets["plain, x torch flash, forward"]["met"] and targets["plain, x torch flash, backward"]["met"]
+    assert targets["block-sparse mask, x flash_online, all visible, forward"]["met"]
+    assert not targets["block-sparse mask, x flash_online, all visible, backward"]["met"]
+    assert targets["bias with gradient, x torch efficient, backward"]["met"]
+    assert targets["masks, biases, dropout, x torch efficient, forward"]["met"]
+    assert targets["memory of a step, d"]["measured"] == pytest.approx(900) and targets["memory of a step, d"]["met"]
     plain, sparse, _ = tables.summarize(results)
     assert plain["forward"]["over"]["FA3"] | {"cases": 2, "peer": "FA3"} == plain["forward"]["over"]["FA3"]
     assert plain["forward"]["over_best"]["worst_case"] == "b" and plain["backward"]["over_best"]["peer"] == "cuDNN"
@@ -606,10 +606,10 @@ def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_p
     record, cells = attention_record, modules["attention.cases"].QUICK
     assert record["wrong"] == 0 and len(record["results"]) == len(cells)
     for result in record["results"]:
-        ours = result["contestants"]["flash_online"]
+        ours = result["providers"]["flash_online"]
         assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0 and ours["error"] < 0.02
         assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
-        assert "error" not in result["contestants"].get("FA3", ()) and result["absent"]["FA3"]
+        assert "error" not in result["providers"].get("FA3", ()) and result["unavailable"]["FA3"]
     report = modules["report"]
     for lines in (report.attention_summary(record), report.attention_page(record)):
         assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
@@ -639,7 +639,7 @@ def test_attentions_arguments_are_checked(modules):
 def test_a_cell_of_attention_on_a_gpu(modules, group, match):
     measure = modules["attention.measure"]
     (cell, *_) = measure.chosen([group], match, False)
-    ours = measure.measure(cell, "cuda", 0, 1)["contestants"]["flash_online"]
+    ours = measure.measure(cell, "cuda", 0, 1)["providers"]["flash_online"]
     assert ours["forward_ms"] > 0 and ours["error"] < 0.02
     assert ("backward_ms" in ours) == (group in ("plain", "packed")) and ("step_ms" in ours) == (group == "host")
 
@@ -648,7 +648,7 @@ def test_the_tables_say_who_was_not_replayed(modules, quick_record):
     report, record = modules["report"], json.loads(json.dumps(quick_record))
     assert not any("CUDA graph" in line for line in report.case_tables(record))
     for result in record["results"]:
-        for name, entry in result["contestants"].items():
+        for name, entry in result["providers"].items():
             entry["in_graphs"] = (result["function"], name) == ("topk_softmax", "flash_online")
     (line,) = (line for line in report.case_tables(record) if "CUDA graph" in line)
     assert line.endswith(": torch softmax, topk.")
@@ -660,8 +660,8 @@ def test_row_functions_on_a_gpu(modules, function):
     run, options = modules["run"], {"k": 5} if function == "topk_softmax" else {}
     case = modules["cases"].Case(function, {"rows": 40, "classes": 1000}, torch.float32, "", options)
     result = run.measure(case, "cuda", 0, 1, ["torch", "torch softmax, topk"])
-    assert len(result["contestants"]) == 2
-    for name, entry in result["contestants"].items():
+    assert len(result["providers"]) == 2
+    for name, entry in result["providers"].items():
         assert entry["forward_ms"] > 0 and entry["backward_ms"] > 0
         assert entry["in_graphs"], name
 
@@ -679,18 +679,20 @@ def test_the_pages_show_the_committed_results():
 
 
 def test_training_step(tmp_path, modules):
-    """One small step of each contestant, beside torch's result; the table of measured ones."""
+    """One small step of each provider, beside torch's result; the table of measured ones."""
     pytest.importorskip("tqdm")
     path = tmp_path / "training.json"
     command = [sys.executable, "benchmarks/run.py", "training", "--quick", "--json", path]
     without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
     subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, env=without_fa3)
     record = json.loads(path.read_text())
-    (result,) = record["results"]
-    assert list(result["contestants"]) == ["torch's default", "flash_online"]
+    lengths = modules["training"].LENGTHS if torch.cuda.is_available() else (32,)
+    assert [result["L"] for result in record["results"]] == list(lengths)
+    for result in record["results"]:
+        assert list(result["providers"]) == ["torch's default", "flash_online"]
     if torch.cuda.is_available():
         return
-    record["results"][0]["contestants"] = {
+    record["results"][0]["providers"] = {
         "torch's default": {"attention_ms": 9.0, "step_ms": 30.0},
         "flash_online": {"attention_ms": 6.0, "step_ms": 25.0},
     }

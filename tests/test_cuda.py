@@ -29,12 +29,12 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 GIB = 1 << 30
 
-# Classes: 1; a warp's edge (a lane reads 4 at a time: 128 a step); the change from a warp to a block a row, at 1024; a block's
-# step of 2048; a vocabulary; more than 2^16.
+# Classes: 1; around a warp's step of 128 (each lane reads 4 at a time); around 1024, where a row group grows from a warp to a
+# CTA; around a CTA's step of 2048; a vocabulary; more than 2^16.
 CLASSES = [1, 2, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049, 50257, 70000]
 
-# Dimensions after the rows: classes far apart in memory, so that a lane has a row. Rows on and beside a warp's 32 lanes,
-# classes on and beside the 8 warps of a block.
+# Dimensions after the rows: classes are far apart in memory, and each lane has a row of its own. Numbers of rows around the 32
+# lanes of a warp, numbers of classes around the 8 warps of a CTA.
 INNER = [
     ((2, 5, 3), 1),
     ((3, 7, 31), 1),
@@ -189,7 +189,7 @@ def test_same_bits_in_every_run_and_any_batch(shape, dim):
 
 
 def test_current_stream():
-    """Work is queued behind what the current stream already has to do, and nowhere else."""
+    """Work is queued on the current stream, after the work that is there already."""
     x, grad = gpu(64, 5000), gpu(64, 5000)
     expected = run(flash_online.functional.softmax, x, 1, grad)
     late, late_grad = torch.zeros_like(x), torch.zeros_like(grad)
@@ -259,7 +259,7 @@ def test_tensor_on_another_device_than_the_current_one():
     "shape, dim", [((5_000_000, 3), 1), ((70_000, 40), 1), ((3, 5_000_000), 0), ((5_000_000, 2, 1), 1)], ids=str
 )
 def test_many_rows(shape, dim):
-    """More rows than a grid has blocks in y or z, and than the launch has threads."""
+    """More rows than a grid may have CTAs in y or z, and more than the launch has threads."""
     compare(gpu(*shape, dtype=torch.float16), dim)
 
 

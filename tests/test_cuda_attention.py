@@ -50,8 +50,8 @@ for name in ("options", "lengths", "options_in_pairs", "widths", "heads", "layou
     globals()[f"test_packed_{name}"] = getattr(test_varlen, f"test_{name}")
 
 INF = math.inf
-HALVES = [torch.float16, torch.bfloat16]
-DTYPES = [*HALVES, torch.float32]
+DTYPES_16_BIT = [torch.float16, torch.bfloat16]
+DTYPES = [*DTYPES_16_BIT, torch.float32]
 COUNT, SEED = int(os.environ.get("FLASH_ONLINE_FUZZ", "300")), int(os.environ.get("FLASH_ONLINE_FUZZ_SEED", "0"))
 
 
@@ -73,18 +73,20 @@ def gradients(function, *inputs, **options):
 
 
 # Whole tiles of every size, for the kernels that want aligned rows of many; ragged ends, and more than one tile of each.
-@pytest.mark.parametrize("width", [8, 32, 64, 80, 96, 128, 160, 192, 256, 264, 512])
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 96, 128, 160, 192, 256, 264, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "alignment": "lower_right"}, {"window": (100, 20)}])
-def test_head_dims(width, dtype, options):
+def test_head_dims(head_dim, dtype, options):
     for lengths in [(256, 256), (200, 333), (333, 130)]:
-        Attention(dtype=dtype, batch=(2,), heads=(2, 1, 1), lengths=lengths, widths=(width, width), options=options).check()
+        Attention(
+            dtype=dtype, batch=(2,), heads=(2, 1, 1), lengths=lengths, head_dims=(head_dim, head_dim), options=options
+        ).check()
 
 
-@pytest.mark.parametrize("widths", [(192, 128), (64, 256), (256, 64), (40, 72), (512, 264), (72, 400)], ids=str)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_wide_and_narrow_values(widths, dtype):
-    Attention(dtype=dtype, heads=(4, 2, 2), lengths=(300, 270), widths=widths, options={"causal": True}).check()
+@pytest.mark.parametrize("head_dims", [(192, 128), (64, 256), (256, 64), (40, 72), (512, 264), (72, 400)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT, ids=str)
+def test_wide_and_narrow_values(head_dims, dtype):
+    Attention(dtype=dtype, heads=(4, 2, 2), lengths=(300, 270), head_dims=head_dims, options={"causal": True}).check()
 
 
 # Options by pairs, on lengths of several tiles.
@@ -108,7 +110,7 @@ PAIRS = {
 def test_options_in_pairs(pair, dtype):
     first, second = (PAIRS[name] for name in pair)
     options = first.get("options", {}) | second.get("options", {})
-    made = {"lengths": (150, 210), "widths": (64, 64)} | first | second | {"options": options}
+    made = {"lengths": (150, 210), "head_dims": (64, 64)} | first | second | {"options": options}
     if "mask" in first and "mask" in second:
         pytest.skip("a call has one mask")
     Attention(dtype=dtype, **made).check()
@@ -124,16 +126,16 @@ LARGE_MASKS = {
     "causal": {"options": {"causal": True}},
     "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
     "groups": {"heads": (8, 4, 1)},
-    "narrow": {"widths": (40, 24)},
-    "wide": {"widths": (128, 96)},
+    "narrow": {"head_dims": (40, 24)},
+    "wide": {"head_dims": (128, 96)},
 }
 
 
 @pytest.mark.parametrize("made", LARGE_MASKS.values(), ids=LARGE_MASKS)
 @pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_large_masks(made, mask_dtype):
-    """8 heads' masks that the batch shares: more tiles than a GPU has multiprocessors, which have a kernel of their own."""
-    made = {"mask": "float", "heads": (8, 2, 2), "lengths": (520, 616), "widths": (64, 64)} | made
+    """The batch shares the masks of 8 heads. They have more tiles than a GPU has SMs, which a separate kernel runs."""
+    made = {"mask": "float", "heads": (8, 2, 2), "lengths": (520, 616), "head_dims": (64, 64)} | made
     Attention(dtype=torch.bfloat16, batch=(3,), mask_shape=(0, 1, 1, 1), mask_dtype=mask_dtype, **made).check()
 
 
@@ -154,63 +156,66 @@ SPARSE_MASKS = {
 
 
 @pytest.mark.parametrize("made", SPARSE_MASKS.values(), ids=SPARSE_MASKS)
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_masks_of_blocks(dtype, width, made):
-    """Masks of whole blocks, where many a block of queries sees one half of a tile of keys, and what runs on the same tiles."""
-    made = {"mask": "blocks", "mask_shape": (0, 0, 1, 1), "lengths": (576, 640), "widths": (width, width)} | made
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT, ids=str)
+def test_masks_of_blocks(dtype, head_dim, made):
+    """Masks of whole 64 x 64 blocks, where a block of queries often sees only one half of a tile of keys, and all options that
+    run on tiles of that size."""
+    made = {"mask": "blocks", "mask_shape": (0, 0, 1, 1), "lengths": (576, 640), "head_dims": (head_dim, head_dim)} | made
     Attention(dtype=dtype, **made).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences_of_many_lengths(dtype):
     lengths = tuple((random.Random(n).choice([0, 1, 63, 64, 65, 128, 200, 513]),) * 2 for n in range(40))
-    Packed(dtype=dtype, heads=(4, 2, 2), lengths=lengths, widths=(64, 64), options={"causal": True}).check()
+    Packed(dtype=dtype, heads=(4, 2, 2), lengths=lengths, head_dims=(64, 64), options={"causal": True}).check()
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_packed_sequences_of_unlike_lengths(width):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_of_unlike_lengths(head_dim):
     """Who has time takes the next tile; the last one of the longest sequence has rows for few of its threads."""
     lengths = tuple((n, n) for n in (3000, 1, 700, 64, 2000, 129))
-    Packed(heads=(4, 2, 2), dtype=torch.bfloat16, lengths=lengths, widths=(width, width), options={"causal": True}).check()
+    Packed(
+        heads=(4, 2, 2), dtype=torch.bfloat16, lengths=lengths, head_dims=(head_dim, head_dim), options={"causal": True}
+    ).check()
 
 
 @pytest.mark.parametrize("longest", [64, 700])
 def test_more_packed_sequences_than_are_ordered_together(longest):
     choose = random.Random(longest)
     lengths = tuple((choose.choice([0, 1, 33, 64, longest]), choose.choice([0, 1, 65, longest])) for _ in range(300))
-    Packed(heads=(2, 1, 1), dtype=torch.float16, lengths=lengths, widths=(64, 64), options={"causal": True}).check()
+    Packed(heads=(2, 1, 1), dtype=torch.float16, lengths=lengths, head_dims=(64, 64), options={"causal": True}).check()
 
 
 # One block of keys: its backward kernel takes one head's block of queries, or one after another of several heads and blocks.
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES_16_BIT, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 1)], ids=str)
 @pytest.mark.parametrize("longest", [64, 128])
-def test_packed_sequences_of_one_block_of_keys(dtype, width, heads, longest):
-    choose = random.Random(width)
+def test_packed_sequences_of_one_block_of_keys(dtype, head_dim, heads, longest):
+    choose = random.Random(head_dim)
     lengths = tuple((choose.choice([0, 1, 33, 64, longest]), choose.choice([0, 1, 5, 63, 64])) for _ in range(30))
     for options in ({"causal": True}, {"window": (9, 3)}):
-        Packed(dtype=dtype, heads=heads, lengths=lengths, widths=(width, width), options=options).check()
+        Packed(dtype=dtype, heads=heads, lengths=lengths, head_dims=(head_dim, head_dim), options=options).check()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (63, 64), (64, 7), (128, 64)], ids=str)
 def test_gradients_of_one_block_of_keys_repeat(lengths, options):
-    """Whatever the mode: nothing is added in memory."""
+    """In both modes, since no kernel adds to sums in global memory."""
     queries, keys = lengths
     query, key, value = gpu(3, 4, queries, 64, grad=True), gpu(3, 2, keys, 64, grad=True), gpu(3, 2, keys, 64, grad=True)
     first, second = (gradients(flash_online.attention, query, key, value, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("width", [64, 96, 128])
-def test_packed_results_repeat(width):
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_packed_results_repeat(head_dim):
     """Short tiles follow each other closely: what is loaded for the next must not reach the one before."""
-    choose = random.Random(width)
+    choose = random.Random(head_dim)
     lengths = [choose.choice([0, 1, 5, 63, 64, 65, 128, 200, 513]) for _ in range(60)]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-    query, key, value = (gpu(sum(lengths), heads, width) for heads in (4, 2, 2))
+    query, key, value = (gpu(sum(lengths), heads, head_dim) for heads in (4, 2, 2))
 
     def call():
         return flash_online.varlen_attention(query, key, value, starts, starts, 513, 513, causal=True, return_lse=True)
@@ -221,7 +226,7 @@ def test_packed_results_repeat(width):
 
 
 def test_packed_lengths_are_not_read_by_the_host():
-    """In a CUDA graph nothing may be: the same graph serves other lengths."""
+    """The host must read no lengths in a CUDA graph: one graph serves sequences of other lengths too."""
     query, key, value = (gpu(300, 2, 64) for _ in range(3))
     starts = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
 
@@ -262,7 +267,7 @@ def test_cuda_graph_of_forward_and_backward(options):
 
 
 def test_the_first_cuda_call_of_a_thread():
-    """The memory is torch's cache's, so that nothing but the kernel's launch calls CUDA there; nor in autograd's thread."""
+    """Memory comes from torch's cache, so that the kernel's launch is the first CUDA call of that thread, and of autograd's."""
     query, key, value = (gpu(2, 4, 64, 64, grad=True) for _ in range(3))
     expected = flash_online.attention(query, key, value).detach()
     outs = []
@@ -275,7 +280,7 @@ def test_the_first_cuda_call_of_a_thread():
 
 
 def test_side_stream_and_its_order():
-    """Work goes to the current stream: behind what is queued there, ahead of what is not."""
+    """Work goes to the current stream: after the work that is queued there, and without waiting for other streams."""
     query = torch.zeros(1, 8, 2048, 64, device="cuda", dtype=torch.bfloat16)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -287,9 +292,9 @@ def test_side_stream_and_its_order():
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": True}, {"dropout_p": 0.1}], ids=str)
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_deterministic_runs_agree(width, options):
-    inputs = [gpu(2, 4, 1000, width, grad=True) for _ in range(3)]
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_runs_agree(head_dim, options):
+    inputs = [gpu(2, 4, 1000, head_dim, grad=True) for _ in range(3)]
     options = dict(options)
     if "mask" in options:
         options["mask"] = gpu(1, 4, 1000, 1000)
@@ -304,30 +309,30 @@ def test_deterministic_runs_agree(width, options):
             assert torch.equal(a, b)
 
 
-# More blocks of keys than a GPU has multiprocessors: in the backward pass one block of threads takes several. Queries are one
-# block, two, three (which is odd), or none that see the last keys.
+# More blocks of keys than a GPU has SMs: in the backward pass one CTA takes several. The queries make one block, two, three (an
+# odd number), or do not see the last keys.
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 9)}], ids=str)
 @pytest.mark.parametrize("lengths", [(40, 385), (128, 130), (333, 300)], ids=str)
-@pytest.mark.parametrize("width", [64, 128])
-def test_many_blocks_of_keys(width, lengths, options):
-    made = {"dtype": torch.bfloat16, "batch": (3,), "heads": (24, 24, 24), "widths": (width, width)}
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_blocks_of_keys(head_dim, lengths, options):
+    made = {"dtype": torch.bfloat16, "batch": (3,), "heads": (24, 24, 24), "head_dims": (head_dim, head_dim)}
     Attention(lengths=lengths, options=options, **made).check()
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_many_packed_blocks_of_keys(width):
-    choose = random.Random(width)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_packed_blocks_of_keys(head_dim):
+    choose = random.Random(head_dim)
     lengths = tuple((choose.choice([0, 1, 64, 130, 300]), choose.choice([0, 1, 65, 129, 400])) for _ in range(30))
-    made = {"dtype": torch.float16, "heads": (8, 4, 4), "widths": (width, width)}
+    made = {"dtype": torch.float16, "heads": (8, 4, 4), "head_dims": (head_dim, head_dim)}
     Packed(lengths=lengths, options={"causal": True}, **made).check()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 9)}], ids=str)
 @pytest.mark.parametrize("lengths", [(40, 385), (333, 300)], ids=str)
-@pytest.mark.parametrize("width", [64, 128])
-def test_many_blocks_of_keys_in_turn(width, lengths, options):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_blocks_of_keys_in_turn(head_dim, lengths, options):
     queries, keys = lengths
-    inputs = [gpu(5, heads, rows, width, grad=True) for heads, rows in ((48, queries), (24, keys), (24, keys))]
+    inputs = [gpu(5, heads, rows, head_dim, grad=True) for heads, rows in ((48, queries), (24, keys), (24, keys))]
     first, second = (gradients(flash_online.attention, *inputs, deterministic=True, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # Floats in another order, rounded once.
@@ -399,23 +404,24 @@ def test_a_sequence_over_64k(options):
 @pytest.mark.parametrize("lengths", [(1, 300), (5, 300), (33, 65)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_queries_of_many_heads(dtype, lengths, layout):
-    """Where a key head's query heads see the same keys they may share a tile; causal rows of one query do, others may not."""
+    """Query heads that share a key head may share a tile if all of their rows see equal keys: causal rows of one query do, and
+    other causal rows do not."""
     for options in ({}, {"causal": True, "alignment": "lower_right"}, {"softcap": 20.0}, {"window": (50, 300)}):
         Attention(
             dtype=dtype,
             heads=(12, 2, 2),
             lengths=lengths,
-            widths=(64, 64),
+            head_dims=(64, 64),
             layouts=(layout, "contiguous", "contiguous", "contiguous"),
             options=options,
         ).check()
 
 
 @pytest.mark.parametrize("window", [(700, 0), (300, 40), (60, 0)], ids=str)
-@pytest.mark.parametrize("width", [64, 128])
-def test_windows_of_more_tiles_than_multiprocessors(width, window):
-    """Tiles that see all of a window are dealt out first, those of the first rows behind them."""
-    size = {"heads": (16, 4, 4), "lengths": (1400, 1400), "widths": (width, width)}
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_windows_of_more_tiles_than_sms(head_dim, window):
+    """Tiles that see a whole window are scheduled first, those of the first rows after them."""
+    size = {"heads": (16, 4, 4), "lengths": (1400, 1400), "head_dims": (head_dim, head_dim)}
     Attention(dtype=torch.bfloat16, batch=(3,), **size, options={"window": window}, wanted="").check()
 
 
@@ -464,9 +470,9 @@ def test_fuzz():
         if problem.dtype == torch.float64:
             problem.dtype = torch.bfloat16
         if type(problem) is Attention and choose.random() < 0.3:
-            width = choose.choice([64, 72, 128, 256])
-            problem.widths, problem.lengths = (
-                (width, width),
+            head_dim = choose.choice([64, 72, 128, 256])
+            problem.head_dims, problem.lengths = (
+                (head_dim, head_dim),
                 (choose.choice([64, 128, 192, 300]), choose.choice([128, 257, 400])),
             )
         try:

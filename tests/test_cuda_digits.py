@@ -25,7 +25,7 @@ def test_extreme_scores(size, dtype, lengths):
             dtype=dtype,
             heads=(4, 1, 1),
             lengths=lengths,
-            widths=(64, 64),
+            head_dims=(64, 64),
             options={"scale": sign * size / 64, "causal": True},
             grad_lse=False,
         ).check()
@@ -34,41 +34,46 @@ def test_extreme_scores(size, dtype, lengths):
 @pytest.mark.parametrize(
     "shape, options, seed",
     [
-        ({"heads": (4, 4, 1), "widths": (64, 64), "mask_shape": (1, 1, 1, 0)}, {"window": (30, 2), "scale": 1.0}, 8001118),
-        ({"widths": (128, 128), "mask_shape": (1, 1, 0, 0), "alibi": 1}, {"alignment": "lower_right", "scale": 4.0}, 8001145),
+        ({"heads": (4, 4, 1), "head_dims": (64, 64), "mask_shape": (1, 1, 1, 0)}, {"window": (30, 2), "scale": 1.0}, 8001118),
+        (
+            {"head_dims": (128, 128), "mask_shape": (1, 1, 0, 0), "alibi": 1},
+            {"alignment": "lower_right", "scale": 4.0},
+            8001145,
+        ),
     ],
     ids=["keys", "queries and keys"],
 )
 def test_gradients_of_masks_at_large_scores(shape, options, seed):
-    """Sums over keys are 0, where weights are made of the scores that lse is of: of scores of 1,000 and more each last bit."""
+    """Sums over keys are 0 only if weights are computed from the very scores that lse was computed from. At scores of 1,000 and
+    more every last bit counts."""
     made = {"lengths": (128, 128), "mask": "-inf", "size": 4.0, "grad_lse": False}
     Attention(**shape, **made, options=options, seed=seed).check()
 
 
 LAST_DIGITS = {  # problems of float32 that a score, or a difference of two gradients of weights, rounded once too often fails
     "alibi": Attention(
-        batch=(1,), heads=(4, 4, 1), lengths=(9, 160), widths=(8, 1), mask="bool", mask_shape=(0, 1, 1, 0),
+        batch=(1,), heads=(4, 4, 1), lengths=(9, 160), head_dims=(8, 1), mask="bool", mask_shape=(0, 1, 1, 0),
         options={"causal": True, "alignment": "lower_right"}, alibi=1, sinks=True, size=4.0, seed=6011316,
     ),
     "alibi, mask": Attention(
-        heads=(6, 2, 3), lengths=(14, 8), widths=(16, 16), layouts=("expanded", "columns", "contiguous", "strided"),
+        heads=(6, 2, 3), lengths=(14, 8), head_dims=(16, 16), layouts=("expanded", "columns", "contiguous", "strided"),
         mask="-inf", options={"alignment": "lower_right"}, alibi=1, size=4.0, seed=6012186,
     ),
     "alibi, packed": Packed(
-        heads=(6, 2, 3), lengths=((29, 0), (7, 20)), widths=(3, 16), alibi=1, size=4.0, seed=6007111, spare=(0, 70),
+        heads=(6, 2, 3), lengths=((29, 0), (7, 20)), head_dims=(3, 16), alibi=1, size=4.0, seed=6007111, spare=(0, 70),
         layouts=("unaligned", "contiguous", "transposed", "strided"),
     ),
     "scale below 0": Attention(
-        batch=(1, 2), heads=(3, 1, 1), lengths=(8, 24), widths=(1, 1), size=4.0, grad_lse=False, seed=6010156,
+        batch=(1, 2), heads=(3, 1, 1), lengths=(8, 24), head_dims=(1, 1), size=4.0, grad_lse=False, seed=6010156,
         layouts=("unaligned", "contiguous", "expanded", "contiguous"),
         options={"causal": True, "alignment": "lower_right", "scale": -0.5},
     ),
     "large scale": Packed(
-        heads=(1, 1, 1), lengths=((26, 160), (1, 24)), widths=(64, 64), options={"scale": 4.0}, size=4.0, wanted="kv",
+        heads=(1, 1, 1), lengths=((26, 160), (1, 24)), head_dims=(64, 64), options={"scale": 4.0}, size=4.0, wanted="kv",
         layouts=("expanded", "contiguous", "contiguous", "contiguous"), seed=8001156, spare=(70, 0),
     ),
     "sinks": Attention(
-        heads=(4, 2, 1), lengths=(21, 2), widths=(8, 40), layouts=("strided", "contiguous", "contiguous", "transposed"),
+        heads=(4, 2, 1), lengths=(21, 2), head_dims=(8, 40), layouts=("strided", "contiguous", "contiguous", "transposed"),
         options={"causal": True, "alignment": "lower_right"}, sinks=True, size=4.0, wanted="kv", grad_lse=False, seed=6008101,
     ),
 }  # fmt: skip
@@ -98,16 +103,16 @@ def test_last_digits_of_float32(name):
     ids=["scale below 0", "mask", "dropout"],
 )
 def test_lse_of_wide_head_dims(problem):
-    """In 16 bits: lse has float32's tolerance, and the tensor cores cut off of each of sixteen partial sums."""
-    Attention(dtype=torch.float16, batch=(1,), heads=(1, 1, 1), widths=(256, 256), grad_lse=False, **problem).check()
+    """In 16 bits: lse has the tolerance of float32, though the tensor cores truncate each of sixteen partial sums."""
+    Attention(dtype=torch.float16, batch=(1,), heads=(1, 1, 1), head_dims=(256, 256), grad_lse=False, **problem).check()
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}], ids=["", "dropout"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("width", [20, 64, 128, 256])
-def test_scores_of_a_lone_key_have_no_gradient(width, deterministic, options):
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+def test_scores_of_a_lone_key_have_no_gradient(head_dim, deterministic, options):
     """A query that sees one key weighs it 1 whatever its score: float32 says 0, not the rounding of two sums of products."""
-    query, key, value = (torch.randn(2, 4, 150, width, device="cuda", requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(2, 4, 150, head_dim, device="cuda", requires_grad=True) for _ in range(3))
     bias = torch.zeros(150, 150, device="cuda", requires_grad=True)
     for mask in (None, bias):
         out = flash_online.attention(query, key, value, window=(0, 0), mask=mask, deterministic=deterministic, **options)
@@ -138,16 +143,17 @@ TF32_CALLS = {
 
 
 @pytest.mark.parametrize("name", TF32_CALLS)
-@pytest.mark.parametrize("width", [20, 32, 64, 96, 128, 192, 256, 300])
-def test_tf32_where_torch_allows_it(width, name):
-    """Errors within 2^-15 of what results are summed from, where tf32's numbers have 2^-11; none of it is left afterwards."""
+@pytest.mark.parametrize("head_dim", [20, 32, 64, 96, 128, 192, 256, 300])
+def test_tf32_where_torch_allows_it(head_dim, name):
+    """Errors are within 2^-15 of the terms that results are summed from, where tf32 itself has 2^-11. After the setting is
+    undone, results are exact again."""
     options = dict(TF32_CALLS[name])
     lengths, matmul = (200, 333), torch.backends.cuda.matmul
-    shapes = [(2, heads, n, width) for heads, n in zip((4, 2, 2), (lengths[0], *lengths[1:] * 2), strict=True)]
+    shapes = [(2, heads, n, head_dim) for heads, n in zip((4, 2, 2), (lengths[0], *lengths[1:] * 2), strict=True)]
     leaves = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
     if options.pop("mask", False):
         options["mask"] = torch.rand(lengths, device="cuda") > 0.3
-    grad_out, grad_lse = torch.randn(2, 4, lengths[0], width, device="cuda"), torch.randn(2, 4, lengths[0], device="cuda")
+    grad_out, grad_lse = torch.randn(2, 4, lengths[0], head_dim, device="cuda"), torch.randn(2, 4, lengths[0], device="cuda")
 
     def run(function, leaves, dtype=torch.float32):
         out, lse = function(*leaves, **options, return_lse=True)
@@ -167,7 +173,7 @@ def test_tf32_where_torch_allows_it(width, name):
     for ours, expected in zip(coarse, truth, strict=True):
         assert (ours - expected).abs().max() < 2**-15 * max(1, expected.abs().max().item())
     if torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin > 100 << 10:  # with less some have no room for it
-        assert torch.equal(coarse[0], exact[0]) == (width > 256)
+        assert torch.equal(coarse[0], exact[0]) == (head_dim > 256)
 
 
 @pytest.mark.parametrize("setting", ["the forward pass alone", "the backward pass alone"])

@@ -7,7 +7,7 @@ import torch
 
 import flash_online
 import flash_online.functional as F
-from flash_online import _linear
+from flash_online import _linear_cross_entropy_ops
 from flash_online.testing import assert_close_to_float64, error, peak_extra_bytes
 
 TF = torch.nn.functional
@@ -62,7 +62,7 @@ def compare(x, w, target, linear_bias=None, **options):
 @pytest.fixture(params=["one chunk", "chunks of 128 rows"])
 def chunks(request, monkeypatch):
     if request.param != "one chunk":
-        monkeypatch.setattr(_linear, "_CHUNK_BYTES", {"cuda": 1})
+        monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cuda": 1})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,10 +104,10 @@ def test_positions(dtype, chunks):
 
 def test_an_accumulator_in_float32(monkeypatch):
     """More chunks than a 16-bit gradient may be rounded over: products that add to a float32 one."""
-    monkeypatch.setattr(_linear, "_CHUNK_BYTES", {"cuda": 1})
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cuda": 1})
     for dtype in (torch.bfloat16, torch.float16):
         x, w, target = leaf(4096, 16, dtype=dtype), leaf(512, 16, dtype=dtype), torch.randint(0, 512, (4096,), device="cuda")
-        assert _linear.chunk_plan(4096, 512, 16, dtype, "cuda", True) == (128, True)
+        assert _linear_cross_entropy_ops.chunk_plan(4096, 512, 16, dtype, "cuda", True) == (128, True)
         truth = torch.autograd.grad(plain(x.double(), w.double(), target, reduction="sum"), w)[0]
         torchs = torch.autograd.grad(plain(x, w, target, reduction="sum"), w)[0]
         ours = torch.autograd.grad(F.linear_cross_entropy(x, w, target, reduction="sum"), w)[0]
@@ -129,7 +129,7 @@ def test_autocast():
 
 
 def test_an_incoming_gradient_is_not_rounded():
-    """0.3 is 0.26% off in bfloat16, and so would be every gradient; the kept graph's gradients stay what they were."""
+    """0.3 is 0.26% off in bfloat16, and every gradient would be if it were rounded. With the graph kept, gradients repeat."""
     x, w, target = leaf(64, 64, dtype=torch.bfloat16), leaf(33, 64, dtype=torch.bfloat16), torch.arange(64, device="cuda") % 33
     truth = torch.autograd.grad(plain(x.double(), w.double(), target), (x, w))
     loss = flash_online.linear_cross_entropy(x, w, target, dtype=torch.float32)
@@ -198,7 +198,7 @@ def test_compiled():
 
 @pytest.mark.parametrize("rows", [4096, 16384])
 def test_the_bar_of_memory(rows):
-    """A vocabulary of 128256 at width 4096 in bfloat16: at most 600 MiB beyond the gradients, forward and backward."""
+    """A vocabulary of 128256 at hidden size 4096 in bfloat16: at most 600 MiB beyond the gradients, forward and backward."""
     if torch.cuda.mem_get_info()[0] < 8 << 30:
         pytest.skip("needs 8 GiB of free GPU memory")
     x, w = leaf(rows, 4096, dtype=torch.bfloat16), leaf(128256, 4096, dtype=torch.bfloat16, scale=0.02)

@@ -1,5 +1,6 @@
-"""logsumexp, cross_entropy and topk_softmax on CUDA against float64, and what all row kernels share: every kind of row (held by
-lanes, a block, a cluster; split; of any strides), any alignment, the same bits in every run and any batch, CUDA graphs."""
+"""logsumexp, cross_entropy and topk_softmax on CUDA against float64, and properties of all row kernels: every kind of row
+(register rows of lanes, of a CTA and of a cluster; split rows; rows of any strides), any alignment, equal bits in every run and
+in any batch, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TF = torch.nn.functional
 
-# On both sides of every change of team, in vectors of 4 and of 8 elements; lengths that leave a row off 16 bytes; the longest
-# held row and the first split one.
+# On both sides of every change of the row group, in vectors of 4 and of 8 elements; lengths after which the next row is not
+# aligned to 16 bytes; the longest row kept in registers or shared memory, and the first split row.
 CLASSES = [1, 3, 64, 65, 127, 130, 256, 257, 513, 1024, 1031, 2048, 2049, 4099, 8192, 8195, 16384, 16390, 32771, 65537, 131073]
 LONG = [262143, 524288, 524299, 1_000_003]
 
@@ -254,8 +255,8 @@ def test_zeros_are_equal(classes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, classes", [(700, 40000), (500, 70001), (150, 200_000)], ids=str)
 def test_more_rows_than_room(rows, classes, dtype):
-    """A cluster of blocks that takes several rows, one after the other, leaves what it leaves of one; rows of 16 bytes and
-    others in turns."""
+    """A cluster that takes several rows one after another gives each the result that it has alone; aligned and unaligned rows
+    alternate."""
     x, grad, target = gpu(rows, classes, dtype=dtype), gpu(rows, classes, dtype=dtype), torch.arange(rows, device="cuda")
 
     def run(x, grad, target):
@@ -273,7 +274,7 @@ def test_more_rows_than_room(rows, classes, dtype):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["indices", "weighted", "smoothed", "probabilities"])
 def test_reduced_losses(kind, reduction, dtype):
-    """What is one operator each way: rows for one block, and for several; with a gradient that is not 1."""
+    """The loss that is one operator in each direction: rows for one CTA and for several, with a gradient other than 1."""
     for shape in ((90, 130), (4, 130, 5), (3, 40000), (40000, 17)):
         x = gpu(*shape, dtype=dtype)
         target = torch.rand(shape, device="cuda").to(dtype) if kind == "probabilities" else indices(x)
@@ -418,7 +419,7 @@ def test_topk_layouts(layout):
 
 @pytest.mark.parametrize("classes", [100, 3000, 40000])
 def test_topk_of_awkward_orders(classes):
-    """Ascending: every element is a candidate. Equal ones. All candidates with one lane. In the last vector."""
+    """Ascending rows, where every element is a candidate; equal elements; all candidates in one lane, or in the last vector."""
     x = torch.arange(2 * classes, device="cuda", dtype=torch.float32).view(2, classes) / classes
     for k in (1, 5, 32, 60):
         compare_topk(x, k)
@@ -463,8 +464,8 @@ def test_topk_same_bits_in_every_run_and_any_batch(classes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, classes", [(4000, 1700), (1500, 17001), (40, 300_003)], ids=str)
 def test_topk_of_more_rows_than_room(rows, classes, dtype):
-    """A block that takes several rows, or pieces of them, finds in each what it finds in that one alone; rows of 16 bytes and
-    others in turns; rows of equal elements, of which far too many wait, between others."""
+    """A CTA that takes several rows, or pieces of them, gives each the result that it has alone; aligned and unaligned rows
+    alternate, and between others there are rows of equal elements, which have far too many candidates."""
     x = gpu(rows, classes, dtype=dtype)
     x[3::7, : classes // 2] = 2.0
     for k in (5, 31):

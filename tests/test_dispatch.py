@@ -1,4 +1,4 @@
-"""Who runs a call: explain(), strict(), and that both speak of the decision the call itself makes."""
+"""Which kernel or function runs a call: explain() and strict() report the decision that the call itself makes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
 import flash_online.functional as F
-from flash_online import explain, packed, plan
+from flash_online import explain, plan
 
 TF = torch.nn.functional
-dense = importlib.import_module("flash_online.attention")  # the module, whose name is the function's too
+dense = importlib.import_module("flash_online.attention")  # the module: the package's attribute is the function
+packed = importlib.import_module("flash_online.varlen")
 Q, K, V = (torch.randn(2, 4, 5, 8) for _ in range(3))
 LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
 
@@ -28,7 +29,7 @@ def nested(layout):
 
 
 class Named(torch.Tensor):
-    """A subclass that does nothing but exist: torch hands it through its functions, and so do we."""
+    """A subclass without any method: torch's functions take and return it, and so do ours."""
 
 
 # Calls that go to torch: the function, its arguments, a word of the reason.
@@ -116,7 +117,7 @@ OURS = {
         (Q[0, 0, :3], K[0, 0], TARGET.clamp(max=4)),
         {"reduction": "none", "return_lse": True},
         ["linear_cross_entropy_forward"],
-        3 * 4 + 4 + 3 * 5 * 4,  # the rows' weights, a number that stands for the logits while they are checked, a chunk of them
+        3 * 4 + 4 + 3 * 5 * 4,  # weights of rows, the one number behind the expanded logits of the checks, a chunk of logits
     ),
 }
 
@@ -136,7 +137,7 @@ def test_ours(name):
 
 
 def test_explain_runs_nothing():
-    """A call whose scores would be 4 TB is explained at once, and the random generator stands where it stood."""
+    """A call whose scores would be 4 TB is explained at once, and the state of the random generator does not change."""
     query = torch.randn(1, 1, 1, 8).expand(1, 1, 1 << 20, 8)
     state = torch.get_rng_state()
     result = explain(flash_online.attention, query, query, query, dropout_p=0.5)
@@ -229,12 +230,12 @@ def test_decisions_for_gpus(major, dtype, word, monkeypatch):
             assert "float64" in plan.refusal("softmax", x, dtype=torch.float64)
 
 
-def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), width=64, packed=False, backward=False):
+def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), head_dim=64, packed=False, backward=False):
     """(name, reason to refuse) of the CUDA kernels for a call of attention, the best first."""
     introspect = pytest.importorskip("flash_online._introspect")
     if not introspect.build_info(str(plan.LIBRARY))["architectures"]:
         pytest.skip("a build without CUDA has no kernels to choose among")
-    tensor = ((2, 4, 512, width), (2048 * width, 512 * width, width, 1), 0)
+    tensor = ((2, 4, 512, head_dim), (2048 * head_dim, 512 * head_dim, head_dim, 1), 0)
     lines = introspect.attention_candidates(
         str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, False, gpu, backward
     )
@@ -247,26 +248,26 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         ({"dtype": "float32"}, "dtype"),
         ({"mask": ("float32", mask)}, "float32"),
         ({"mask": ("bfloat16", ((1, 1, 512, 512), (0, 0, 1, 512), 0))}, "mask's rows"),
-        ({"mask": ("bool", mask), "width": 256}, "192"),
-        ({"mask": ("bool", mask), "width": 512}, "192"),
+        ({"mask": ("bool", mask), "head_dim": 256}, "192"),
+        ({"mask": ("bool", mask), "head_dim": 512}, "192"),
         ({"packed": True, "mask": ("bool", mask)}, "packed"),
-        ({"packed": True, "width": 264}, "packed"),
-        ({"width": 36}, "multiple of 8"),
+        ({"packed": True, "head_dim": 264}, "packed"),
+        ({"head_dim": 36}, "multiple of 8"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
         found = candidates(**options)
         assert found["sm80"] == "" and reason in found["sm90"]
-    assert "head dim" in candidates(width=1024)["sm80"]
+    assert "head dim" in candidates(head_dim=1024)["sm80"]
 
 
 def test_what_hoppers_forward_pass_takes():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in (
         {},
-        {"width": 264},
-        {"width": 512},
+        {"head_dim": 264},
+        {"head_dim": 512},
         {"packed": True},
-        {"packed": True, "width": 256},
+        {"packed": True, "head_dim": 256},
         {"mask": ("bool", mask)},
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 1, 512), 0))},
         {"mask": ("bfloat16", mask)},
@@ -278,15 +279,15 @@ def test_what_hoppers_backward_pass_takes():
     for options in (
         {},
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))},
-        {"width": 128},
-        {"width": 40},
-        {"width": 256},
+        {"head_dim": 128},
+        {"head_dim": 40},
+        {"head_dim": 256},
     ):
         assert candidates(backward=True, **options) == {"sm80": "", "sm90": ""}
     for options, reason in (
         ({"dtype": "float32"}, "dtype"),
-        ({"width": 36}, "16 bytes"),
-        ({"width": 264}, "head dim"),
+        ({"head_dim": 36}, "16 bytes"),
+        ({"head_dim": 264}, "head dim"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
         found = candidates(backward=True, **options)
@@ -300,7 +301,7 @@ MATMUL = torch.backends.cuda.matmul
 
 @pytest.fixture
 def allow():
-    """Sets torch's precision of float32 products on CUDA, and puts it back."""
+    """Sets torch's precision of float32 products on CUDA, and restores it."""
     before = MATMUL.fp32_precision
 
     def set_precision(allowed: bool):
@@ -312,7 +313,7 @@ def allow():
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """float32 calls on the CPU hand torch's setting on; its kernels do not look at it."""
+    """Makes float32 calls on the CPU pass on torch's setting, which the CPU kernels ignore."""
     for module in (dense, packed):
         monkeypatch.setattr(module, "tf32_for", lambda query: query.dtype is torch.float32 and dense.tf32_allowed())
 
@@ -326,8 +327,8 @@ class Handed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.startswith("flash_online::attention"):
-            place = [argument.name for argument in func._schema.arguments].index("tf32")
-            self.calls.append((func._schema.name.removeprefix("flash_online::attention_"), args[place:] == (True,)))
+            index = [argument.name for argument in func._schema.arguments].index("tf32")
+            self.calls.append((func._schema.name.removeprefix("flash_online::attention_"), args[index:] == (True,)))
         return func(*args, **(kwargs or {}))
 
 
@@ -353,7 +354,7 @@ def test_fewer_digits_are_for_float32_on_cuda_alone(allow):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("allowed", [False, True])
 def test_torchs_setting_reaches_every_operator_and_its_backward_pass(allowed, dtype, allow, as_on_cuda):
-    """The backward pass goes by what was set when the forward pass was called."""
+    """The backward pass uses the setting that was active when the forward pass was called."""
     wanted = allowed and dtype == torch.float32
     inputs = [t.to(dtype) for t in (Q, K, V)]
     packed_inputs = [t[0].transpose(0, 1).contiguous() for t in inputs]
@@ -386,7 +387,7 @@ def test_torchs_setting_under_transforms(allow, as_on_cuda):
 
 
 def test_compiled_calls_follow_torchs_setting(allow, as_on_cuda):
-    """One graph for each setting, without a break; a change of it compiles again."""
+    """One graph per setting, without a break; a change of the setting compiles again."""
     graphs = []
 
     def backend(graph, inputs):

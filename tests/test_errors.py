@@ -13,7 +13,7 @@ K = V = torch.randn(2, 4, 7, 8)
 LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 1, 2])
 RAW = torch.ops.flash_online
 PACKED_NOTHING = (None, None, None, 5, 5, -1, -1, False, 1.0, 0.0, 0.0)
-NOTHING = (None, None, None, None, -1, -1, False, 1.0, 0.0, 0.0)
+NO_OPTIONS = (None, None, None, None, -1, -1, False, 1.0, 0.0, 0.0)
 
 
 PACKED, STARTS = torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -38,7 +38,7 @@ BAD = {
     "mask on another device": (lambda: attend(mask=torch.ones(5, 7, device="meta")), "mask", "meta", "cpu"),
     "query of one dimension": (lambda: attend(Q[0, 0, 0]), "query", "[8]"),
     "key of one dimension": (lambda: attend(k=K[0, 0, 0]), "key", "[8]"),
-    "widths that differ": (lambda: attend(k=K[..., :6]), "key", "6", "8"),
+    "head dims that differ": (lambda: attend(k=K[..., :6]), "key", "6", "8"),
     "lengths that differ": (lambda: attend(v=V[:, :, :6]), "value", "6", "7"),
     "key heads that do not divide": (lambda: attend(k=K[:, :3], v=V[:, :3]), "key", "3", "4"),
     "value heads that do not divide": (lambda: attend(v=V[:, :3]), "value", "3", "4"),
@@ -72,7 +72,7 @@ BAD = {
     "packed: key of another dtype": (lambda: pack(k=PACKED.double()), "key", "float64", "float32"),
     "packed: value on another device": (lambda: pack(v=PACKED.to("meta")), "value", "meta", "cpu"),
     "packed: integers": (lambda: pack(PACKED.int(), PACKED.int(), PACKED.int()), "query", "int32"),
-    "packed: widths that differ": (lambda: pack(k=PACKED[..., :6]), "key", "6", "8"),
+    "packed: head dims that differ": (lambda: pack(k=PACKED[..., :6]), "key", "6", "8"),
     "packed: lengths that differ": (lambda: pack(v=PACKED[:7]), "value", "7", "9"),
     "packed: key heads that do not divide": (lambda: pack(k=PACKED[:, :3]), "key", "3", "4"),
     "packed: value heads that do not divide": (lambda: pack(v=PACKED[:, :3]), "value", "3", "4"),
@@ -134,25 +134,25 @@ BAD = {
 
 # The raw operators check for themselves: C++ programs call them without Python in front.
 RAW_BAD = {
-    "rank": (lambda: RAW.attention_forward(Q[0], K[0], V[0], *NOTHING), "query"),
-    "ranks that differ": (lambda: RAW.attention_forward(Q, K[0], V, *NOTHING), "key"),
-    "widths": (lambda: RAW.attention_forward(Q, K[..., :4], V, *NOTHING), "key"),
-    "lengths": (lambda: RAW.attention_forward(Q, K, V[:, :, :3], *NOTHING), "value"),
-    "heads": (lambda: RAW.attention_forward(Q, K[:, :3], V, *NOTHING), "key"),
-    "batches": (lambda: RAW.attention_forward(Q, K[:1], V, *NOTHING), "key"),
-    "dtypes": (lambda: RAW.attention_forward(Q, K.half(), V, *NOTHING), "key"),
-    "mask": (lambda: RAW.attention_forward(Q, K, V, torch.zeros(1, 1, 5, 6), *NOTHING[1:]), "mask"),
-    "mask rank": (lambda: RAW.attention_forward(Q, K, V, torch.zeros(5, 7), *NOTHING[1:]), "mask"),
-    "dropout without rng": (lambda: RAW.attention_forward(Q, K, V, *NOTHING[:-1], 0.5), "rng"),
+    "rank": (lambda: RAW.attention_forward(Q[0], K[0], V[0], *NO_OPTIONS), "query"),
+    "ranks that differ": (lambda: RAW.attention_forward(Q, K[0], V, *NO_OPTIONS), "key"),
+    "head dims": (lambda: RAW.attention_forward(Q, K[..., :4], V, *NO_OPTIONS), "key"),
+    "lengths": (lambda: RAW.attention_forward(Q, K, V[:, :, :3], *NO_OPTIONS), "value"),
+    "heads": (lambda: RAW.attention_forward(Q, K[:, :3], V, *NO_OPTIONS), "key"),
+    "batches": (lambda: RAW.attention_forward(Q, K[:1], V, *NO_OPTIONS), "key"),
+    "dtypes": (lambda: RAW.attention_forward(Q, K.half(), V, *NO_OPTIONS), "key"),
+    "mask": (lambda: RAW.attention_forward(Q, K, V, torch.zeros(1, 1, 5, 6), *NO_OPTIONS[1:]), "mask"),
+    "mask rank": (lambda: RAW.attention_forward(Q, K, V, torch.zeros(5, 7), *NO_OPTIONS[1:]), "mask"),
+    "dropout without rng": (lambda: RAW.attention_forward(Q, K, V, *NO_OPTIONS[:-1], 0.5), "rng"),
     "rng": (
-        lambda: RAW.attention_forward(Q, K, V, None, None, None, torch.zeros(1), *NOTHING[4:-1], 0.5),
+        lambda: RAW.attention_forward(Q, K, V, None, None, None, torch.zeros(1), *NO_OPTIONS[4:-1], 0.5),
         "rng",
     ),
-    "sinks": (lambda: RAW.attention_forward(Q, K, V, None, None, torch.zeros(3), None, *NOTHING[4:]), "sinks"),
-    "slopes": (lambda: RAW.attention_forward(Q, K, V, None, torch.zeros(4), None, None, *NOTHING[4:]), "alibi_slopes"),
+    "sinks": (lambda: RAW.attention_forward(Q, K, V, None, None, torch.zeros(3), None, *NO_OPTIONS[4:]), "sinks"),
+    "slopes": (lambda: RAW.attention_forward(Q, K, V, None, torch.zeros(4), None, None, *NO_OPTIONS[4:]), "alibi_slopes"),
     "gradient's shape": (
         lambda: RAW.attention_backward(
-            Q[:, :, :4], None, Q, K, V, None, None, None, None, Q, Q[..., 0], Q[..., 0], *NOTHING[4:], False, False
+            Q[:, :, :4], None, Q, K, V, None, None, None, None, Q, Q[..., 0], Q[..., 0], *NO_OPTIONS[4:], False, False
         ),
         "grad_out",
     ),

@@ -262,9 +262,9 @@ def test_causal_is_the_upper_left_triangle(lengths):
     torch.testing.assert_close(F.scaled_dot_product_attention(query, key, value, is_causal=True), expected)
 
 
-@pytest.mark.parametrize("widths", [(8, 3), (3, 8), (1, 1), (33, 65)], ids=str)
-def test_value_width_differs(widths):
-    attention((2, 2, 5, widths[0]), (2, 2, 7, widths[0]), (2, 2, 7, widths[1]))
+@pytest.mark.parametrize("head_dims", [(8, 3), (3, 8), (1, 1), (33, 65)], ids=str)
+def test_value_width_differs(head_dims):
+    attention((2, 2, 5, head_dims[0]), (2, 2, 7, head_dims[0]), (2, 2, 7, head_dims[1]))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_value_width_differs(widths):
         ((2, 2, 0, 8), (2, 2, 0, 8), (2, 2, 0, 6)),
         ((0, 8), (0, 8), (0, 8)),
     ],
-    ids=["batch", "heads", "queries", "keys", "width", "value width", "both lengths", "2-D"],
+    ids=["batch", "heads", "queries", "keys", "head dim", "value head dim", "both lengths", "2-D"],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sizes_of_zero(shapes, is_causal):

@@ -25,7 +25,7 @@ SEED = int(os.environ.get("FLASH_ONLINE_FUZZ_SEED", "0"))
 
 
 def length(choose: random.Random) -> int:
-    """Mostly short, sometimes past a block's edge, rarely nothing."""
+    """Mostly short, sometimes past the edge of a block, rarely 0."""
     return choose.choice([0, 1, 2, 3, 7, *range(4, 40), 63, 64, 65, 100, 129, 160])
 
 
@@ -50,13 +50,13 @@ def attention(choose: random.Random, seed: int) -> Attention:
     if choose.random() < 0.3:
         options["scale"] = choose.choice([0.0, -0.5, 0.1, 1.0, 4.0])
     dtype = choose.choice(DTYPES)
-    width = choose.choice([0, 1, 3, 8, 16, 24, 33, 64])
+    head_dim = choose.choice([0, 1, 3, 8, 16, 24, 33, 64])
     return Attention(
         dtype=dtype,
         batch=choose.choice([(), (1,), (2,), (1, 2)]),
         heads=groups,
         lengths=(queries, keys),
-        widths=(width, choose.choice([width, width, 1, 5, 16, 40])),
+        head_dims=(head_dim, choose.choice([head_dim, head_dim, 1, 5, 16, 40])),
         layouts=layouts,
         mask=choose.choice([None, None, None, "bool", "float", "-inf"]),
         mask_shape=tuple(choose.choice([0, 1, 1]) for _ in range(4)),
@@ -80,7 +80,7 @@ def packed(choose: random.Random, seed: int) -> Packed:
         dtype=dense.dtype,
         heads=dense.heads if sum(q * k for q, k in lengths) <= 4000 else (1, 1, 1),
         lengths=lengths,
-        widths=dense.widths,
+        head_dims=dense.head_dims,
         layouts=dense.layouts,
         spare=(choose.choice([0, 0, 1, 70]), choose.choice([0, 0, 1, 70])),
         options=dense.options,
@@ -149,7 +149,7 @@ def test_fuzz():
 
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_fuzz_on_a_lesser_instruction_set(instruction_set):
-    """The same sources, compiled for another processor: other vectors, other sums, the same tolerance."""
+    """The kernels compiled for another processor have other vectors and sum in another order; the tolerance is equal."""
     sets = build_info()["instruction_sets"]
     if instruction_set not in sets or sets.index(instruction_set) >= sets.index(build_info()["cpu"]):
         pytest.skip(f"{instruction_set} is not in this build, or no lesser set than this processor's")

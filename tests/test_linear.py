@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_online
 import flash_online.functional as F
-from flash_online import _linear, reference
+from flash_online import _linear_cross_entropy_ops, reference
 from flash_online.testing import assert_close_to_float64, error, peak_extra_bytes
 
 TF = torch.nn.functional
@@ -43,9 +43,9 @@ needs_torchs = pytest.mark.skipif(not hasattr(TF, "linear_cross_entropy"), reaso
 
 def of_rows(monkeypatch, rows, pitch=1):
     """Makes every chunk one of `rows` rows."""
-    monkeypatch.setattr(_linear, "_ROW_UNIT", rows)
-    monkeypatch.setattr(_linear, "_CHUNK_BYTES", {"cpu": 1})
-    monkeypatch.setattr(_linear, "_PITCH_BYTES", {"cpu": pitch})
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_ROW_UNIT", rows)
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_PITCH_BYTES", {"cpu": pitch})
 
 
 @pytest.fixture(params=["one chunk", "chunks of 4 rows", "chunks of 4 rows, padded"])
@@ -58,9 +58,9 @@ def leaf(*shape, dtype=torch.float32, scale=1.0):
     return (torch.randn(shape) * scale).to(dtype).requires_grad_()
 
 
-def problem(rows=13, width=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True):
+def problem(rows=13, hidden=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True):
     """(input, linear_weight) and keywords: target, linear_bias."""
-    input, linear_weight = leaf(rows, width, dtype=dtype), leaf(classes, *positions, width, dtype=dtype)
+    input, linear_weight = leaf(rows, hidden, dtype=dtype), leaf(classes, *positions, hidden, dtype=dtype)
     if soft:
         target = torch.rand(rows, classes, *positions).softmax(1).to(dtype).requires_grad_()
     else:
@@ -96,7 +96,7 @@ def test_edges_of_chunks(rows, reduction, monkeypatch):
 @pytest.mark.parametrize("classes", [1, 2, 17, 64, 1031])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_class_counts(classes, dtype):
-    args, kwargs = problem(rows=150, width=33, classes=classes, dtype=dtype)
+    args, kwargs = problem(rows=150, hidden=33, classes=classes, dtype=dtype)
     compare(F.linear_cross_entropy, plain, args, kwargs)
 
 
@@ -123,14 +123,14 @@ def test_one_row_without_a_batch():
 @pytest.mark.parametrize("sizes", [(0, 6, 7), (3, 0, 7), (0, 0, 7)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_sizes_of_zero(sizes, reduction):
-    rows, width, classes = sizes
-    args, kwargs = problem(rows, width, classes, ignored=False)
+    rows, hidden, classes = sizes
+    args, kwargs = problem(rows, hidden, classes, ignored=False)
     compare(F.linear_cross_entropy, plain, args, kwargs | {"reduction": reduction})
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
 def test_strides(layout):
-    (x, w), kwargs = problem(rows=8, width=6, classes=6)
+    (x, w), kwargs = problem(rows=8, hidden=6, classes=6)
     made = {
         "transposed": lambda t: t.detach().t().contiguous().t(),
         "expanded": lambda t: t.detach()[:1].expand(t.shape),
@@ -216,7 +216,7 @@ WRONG = {
     "input of 3 dimensions": (lambda x, w, t: ((x[None], w, t[None]), {}), "input"),
     "input of none": (lambda x, w, t: ((x[0, 0], w, t), {}), "input"),
     "weight of 1 dimension": (lambda x, w, t: ((x, w[0], t), {}), "linear_weight"),
-    "widths": (lambda x, w, t: ((x, w[:, :5], t), {}), "linear_weight"),
+    "hidden sizes": (lambda x, w, t: ((x, w[:, :5], t), {}), "linear_weight"),
     "bias": (lambda x, w, t: ((x, w, t), {"linear_bias": torch.zeros(6)}), "linear_bias"),
     "positions without a batch": (lambda x, w, t: ((x[0], w[:, None], t[0]), {}), "input"),
     "dtypes": (lambda x, w, t: ((x, w.double(), t), {}), "linear_weight"),
@@ -254,7 +254,7 @@ def test_autocast(dtype, lower):
     """Dtypes and values of the result and of the gradients as torch's; products in the lower precision."""
     for soft in (False, True):
         for reduction in ("mean", "none"):
-            (x, w), kwargs = problem(rows=64, width=32, dtype=dtype, soft=soft)
+            (x, w), kwargs = problem(rows=64, hidden=32, dtype=dtype, soft=soft)
             leaves, results = (x, w, kwargs["linear_bias"]), []
             for function in (F.linear_cross_entropy, plain):
                 with torch.autocast("cpu", lower):
@@ -275,7 +275,7 @@ def test_autocast(dtype, lower):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 1, 3), (2, 0)], ids=str)
 def test_everything_beside_the_reference(lead, reduction, soft, chunks):
-    """Any dimensions in front, lse and z-loss, every incoming gradient another one."""
+    """Any leading dimensions, lse and z-loss; all incoming gradients differ."""
     for positions in ((),) if not lead else ((), (2, 3)):
         x, w, b = (leaf(*s, dtype=DOUBLE) for s in ((*lead, 6), (7, *positions, 6), (7, *positions)))
         if soft:
@@ -308,7 +308,7 @@ def test_everything_beside_the_reference(lead, reduction, soft, chunks):
 
 def test_dtype_and_lse_are_the_accumulators():
     for dtype in (torch.float16, torch.bfloat16):
-        (x, w), kwargs = problem(rows=300, width=64, classes=50, dtype=dtype)
+        (x, w), kwargs = problem(rows=300, hidden=64, classes=50, dtype=dtype)
         loss, lse = flash_online.linear_cross_entropy(
             x, w, **kwargs, return_lse=True, dtype=torch.float32, weight=torch.rand(50)
         )
@@ -319,7 +319,7 @@ def test_dtype_and_lse_are_the_accumulators():
 
 
 def test_second_use_and_other_incoming_gradients():
-    """What was handed out stays as it was, and what is handed out next is right."""
+    """Gradients that were returned do not change later, and those of the next backward pass are right."""
     for dtype in (torch.bfloat16, torch.float32):
         (x, w), kwargs = problem(dtype=dtype)
         loss = flash_online.linear_cross_entropy(x, w, **kwargs, dtype=torch.float32)
@@ -336,8 +336,8 @@ def test_second_use_and_other_incoming_gradients():
 
 
 def test_an_incoming_gradient_is_not_rounded():
-    """0.3 is 0.26% off in bfloat16, and so would be every gradient."""
-    (x, w), kwargs = problem(rows=64, width=64, classes=33, dtype=torch.bfloat16)
+    """0.3 is 0.26% off in bfloat16, and every gradient would be if it were rounded."""
+    (x, w), kwargs = problem(rows=64, hidden=64, classes=33, dtype=torch.bfloat16)
     truth = torch.autograd.grad(
         plain(x.double(), w.double(), kwargs["target"], linear_bias=kwargs["linear_bias"].double()), (x, w)
     )
@@ -349,7 +349,7 @@ def test_an_incoming_gradient_is_not_rounded():
 
 
 def test_a_loss_scale_saves_float16():
-    """Of 4096 rows' mean every gradient of a logit is below float16's smallest number, until the loss is scaled."""
+    """In the mean of 4096 rows the gradient of each logit is below float16's smallest number, unless the loss is scaled."""
     torch.manual_seed(1)
     x, w, target = (
         leaf(4096, 8, dtype=torch.float16),
@@ -375,17 +375,17 @@ def test_the_sum_over_chunks_keeps_its_accuracy(scale, monkeypatch):
         torchs = torch.autograd.grad(plain(x, w, target, reduction="sum").float() * scale, (x, w))
         for rows, accumulator in ((2048, False), (256, False), (16, True)):
             of_rows(monkeypatch, rows)
-            assert _linear.chunk_plan(2048, 160, 48, dtype, "cpu", True) == (rows, accumulator)
+            assert _linear_cross_entropy_ops.chunk_plan(2048, 160, 48, dtype, "cpu", True) == (rows, accumulator)
             loss = flash_online.linear_cross_entropy(x, w, target, reduction="sum", dtype=torch.float32)
             ours = torch.autograd.grad(loss * scale, (x, w))
             for found, other, exact in zip(ours, torchs, truth, strict=True):
-                assert_close_to_float64(found, other, exact, name=f"{rows} rows a chunk")
+                assert_close_to_float64(found, other, exact, name=f"{rows} rows per chunk")
                 assert error(found, exact).rms < 2 * error(other, exact).rms
 
 
 def test_plans_of_chunks():
-    """Rows a chunk and the need for an accumulator, at the sizes that the bars are set for and at the edges."""
-    bfloat16, plan = torch.bfloat16, _linear.chunk_plan
+    """Rows per chunk and the need for an accumulator, at the sizes that performance targets are set for and at the edges."""
+    bfloat16, plan = torch.bfloat16, _linear_cross_entropy_ops.chunk_plan
     assert plan(4096, 128256, 4096, bfloat16, "cuda", True) == (2048, False)
     assert plan(16384, 128256, 4096, bfloat16, "cuda", True) == (2048, False)
     assert 2048 * 128256 * 2 < 512 << 20
@@ -405,7 +405,7 @@ def test_plans_of_chunks():
 def test_memory_of_a_chunk(reduction, dtype, monkeypatch):
     """Forward and backward hold the gradients and a chunk: 4 MiB here, where all logits were 64."""
     budget, size = 4 << 20, dtype.itemsize
-    monkeypatch.setattr(_linear, "_CHUNK_BYTES", {"cpu": budget})
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": budget})
     x, w, target = leaf(4096, 32, dtype=dtype), leaf((16 << 10) // size, 32, dtype=dtype), torch.randint(0, 4096, (4096,))
     assert x.shape[0] * w.shape[0] * size == 64 << 20
 
@@ -415,7 +415,7 @@ def test_memory_of_a_chunk(reduction, dtype, monkeypatch):
         return x.grad, w.grad
 
     gradients = (x.numel() + w.numel()) * size
-    # Beside: some numbers a row; on the CPU a second copy of some rows; in 16 bits the accumulator and a product.
+    # In addition: some numbers per row; on the CPU a second copy of some rows; in 16 bits the accumulator and a product.
     beside = 20 * 4096 * 4 + 2 * (1 << 20) + (0 if size == 4 else 6 * w.numel())
     call()
     x.grad = w.grad = None
@@ -425,7 +425,7 @@ def test_memory_of_a_chunk(reduction, dtype, monkeypatch):
 
 
 def test_same_bits_in_every_run():
-    args, kwargs = problem(rows=600, width=40, classes=101, dtype=torch.bfloat16)
+    args, kwargs = problem(rows=600, hidden=40, classes=101, dtype=torch.bfloat16)
     runs = []
     for _ in range(2):
         loss = F.linear_cross_entropy(*args, **kwargs)
@@ -555,7 +555,7 @@ def test_inductor():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_checkpoints_and_saved_tensors_elsewhere(reduction):
-    """What the forward pass keeps may be made anew or lie in another memory until the backward pass."""
+    """Tensors that the forward pass saves may be recomputed or lie in other memory until the backward pass."""
     leaves, target = (leaf(30, 8), leaf(11, 8)), torch.arange(30) % 11
 
     def step(x, w):
@@ -569,7 +569,7 @@ def test_checkpoints_and_saved_tensors_elsewhere(reduction):
 
 
 def test_gradients_of_several_steps_add_up():
-    """.grad takes what the backward pass hands over, without a copy, and is nobody else's."""
+    """.grad takes the tensor that the backward pass returns, without a copy, and shares it with no other tensor."""
     x, w, target = leaf(30, 8), leaf(11, 8), torch.arange(30) % 11
     for _ in range(3):
         F.linear_cross_entropy(x, w, target).backward()
@@ -610,7 +610,7 @@ def test_override_and_torchs_module():
 
 
 def test_which_operators_run():
-    """Gradients are made on the way forward where that is right, and the forward pass alone runs where nothing wants one."""
+    """The forward pass computes the gradients where it may, and computes none where no tensor requires grad."""
     for dtype, options, wanted in (
         (torch.float32, {}, "step"),
         (torch.float32, {"return_lse": True}, "step"),
@@ -637,7 +637,7 @@ def test_explain_and_strict():
     big = flash_online.explain(
         F.linear_cross_entropy, torch.empty(1).expand(16384, 4096), vocabulary, torch.zeros(16384).long()
     )
-    assert big.extra["chunk of logits"] <= _linear._CHUNK_BYTES["cpu"] + (128 * 128256 * 4)
+    assert big.extra["chunk of logits"] <= _linear_cross_entropy_ops._CHUNK_BYTES["cpu"] + (128 * 128256 * 4)
     with flash_online.strict(), pytest.raises(RuntimeError, match="strict|device meta"):
         F.linear_cross_entropy(rows, rows, torch.zeros(16384, dtype=torch.long, device="meta"))
     with pytest.raises(NotImplementedError, match="linear_cross_entropy: device meta"):
@@ -645,7 +645,7 @@ def test_explain_and_strict():
 
 
 def test_where_torch_has_none(monkeypatch):
-    """As before torch 2.13: ours still runs, nothing is overridden that is not there, and nothing is forwarded."""
+    """As before torch 2.13: our function runs, override() does not add one to torch, and no call is forwarded to torch."""
     (x, w), kwargs = problem()
     monkeypatch.delitem(F.ORIGINALS, "linear_cross_entropy", raising=False)
     monkeypatch.delattr(TF, "linear_cross_entropy", raising=False)

@@ -10,8 +10,8 @@ import flash_online
 from flash_online.testing import peak_extra_bytes, peak_resident_bytes
 
 
-def attention_inputs(length, heads=2, width=16, requires_grad=True):
-    return [torch.randn(1, heads, length, width, requires_grad=requires_grad) for _ in range(3)]
+def attention_inputs(length, heads=2, head_dim=16, requires_grad=True):
+    return [torch.randn(1, heads, length, head_dim, requires_grad=requires_grad) for _ in range(3)]
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "window", "softcap", "alibi", "sinks"])
@@ -71,9 +71,9 @@ def test_a_large_bias_needs_no_square_for_each_head(shape):
 def test_the_bar_of_a_long_sequence():
     """L = 16384, H = 8, E = 64 in float32: at most 1.5 times the bytes of q, k, v, out and their gradients.
 
-    Memory does not depend on how many keys a query sees, so a window keeps the test short; the whole is in the benchmarks.
+    Memory does not depend on how many keys a query sees, so a window keeps the test short; the benchmarks measure without one.
     """
-    inputs = attention_inputs(16384, heads=8, width=64)
+    inputs = attention_inputs(16384, heads=8, head_dim=64)
     tensors = 2 * 4 * inputs[0].numel() * 4
     grad = torch.randn_like(inputs[0])
 
@@ -87,13 +87,13 @@ def test_the_bar_of_a_long_sequence():
 
 
 def test_forward_alone_keeps_out_and_lse():
-    inputs = attention_inputs(4096, heads=4, width=32, requires_grad=False)
+    inputs = attention_inputs(4096, heads=4, head_dim=32, requires_grad=False)
     out_bytes = inputs[0].numel() * 4
     assert peak_extra_bytes(lambda: flash_online.attention(*inputs)) < 1.5 * out_bytes
 
 
 def test_cross_entropy_makes_no_copy_of_the_logits():
-    """Forward: a few numbers a row. Backward: the gradient. torch keeps a log-softmax beside it."""
+    """The forward pass allocates a few numbers per row, the backward pass the gradient. Torch also keeps a log-softmax."""
     logits = torch.randn(256, 32000, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 32000, (256,))
     size = logits.numel() * 2

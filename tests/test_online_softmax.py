@@ -36,7 +36,7 @@ class Algebra:
         return np.asarray(values, self.dtype)
 
     def reference(self, row):
-        """(max, sum, lse) in the wide type; (-inf, 0, -inf) where nothing is finite to measure from."""
+        """(max, sum, lse) in the wide type; (-inf, 0, -inf) where no element is finite."""
         wide = np.asarray(row, self.wide)
         top = wide.max(initial=-INF)
         total = self.exp(wide - top).sum() if top > -INF else self.wide(0)

@@ -116,7 +116,7 @@ def test_compiled_modules_follow():
 
 
 def test_forwarding_inside_a_block_reaches_torch():
-    """Not our function again, which stands in torch's place."""
+    """The call goes to torch's function, not to ours, which has replaced it in torch.nn.functional."""
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
     with flash_online.override():
         result = TF.softmax(nested, -1)

@@ -43,9 +43,9 @@ def attention_tensors(dtype, layout):
     return query, key, value
 
 
-def forward_arguments(dtype, layout, everything):
+def forward_arguments(dtype, layout, all_options):
     query, key, value = attention_tensors(dtype, layout)
-    if not everything:
+    if not all_options:
         return query, key, value, None, None, None, None, *PLAIN
     accumulator = accumulator_of(dtype)
     mask = torch.randn(4, key.shape[-2], 3, dtype=dtype).mT.unsqueeze(0)  # shared by the batch; strides not in order
@@ -53,14 +53,14 @@ def forward_arguments(dtype, layout, everything):
     return query, key, value, mask, slopes, torch.randn(4, dtype=accumulator), torch.tensor([3, 4]), *DROPPED
 
 
-def backward_arguments(dtype, layout, everything):
-    query, key, value, mask, slopes, sinks, rng, *options = forward_arguments(dtype, layout, everything)
+def backward_arguments(dtype, layout, all_options):
+    query, key, value, mask, slopes, sinks, rng, *options = forward_arguments(dtype, layout, all_options)
     out, lse, lse_low = RAW.attention_forward(query, key, value, mask, slopes, sinks, rng, *options)
-    grads = torch.randn_like(out), torch.randn_like(lse) if everything else None
+    grads = torch.randn_like(out), torch.randn_like(lse) if all_options else None
     return *grads, query, key, value, mask, slopes, sinks, rng, out, lse, lse_low, *options, mask is not None, False
 
 
-def varlen_forward_arguments(dtype, layout, everything):
+def varlen_forward_arguments(dtype, layout, all_options):
     make = (lambda t, h, e: torch.randn(h, t, e, dtype=dtype).transpose(0, 1)) if layout == "transposed" else None
     make = make or (lambda t, h, e: torch.randn(t, h, e, dtype=dtype))
     query, key, value = make(7, 4, 8), make(9, 2, 8), make(9, 1, 6)
@@ -69,18 +69,18 @@ def varlen_forward_arguments(dtype, layout, everything):
     if layout == "empty":
         key, value = key[:0], value[:0]
     starts = torch.tensor([0, 3, 3, 6], dtype=torch.int32), torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    if not everything:
+    if not all_options:
         return query, key, value, *starts, None, None, None, 3, 4, *PLAIN
     accumulator = accumulator_of(dtype)
     slopes, sinks = torch.rand(4, dtype=accumulator).expand(3, 4), torch.randn(4, dtype=accumulator)
     return query, key, value, *starts, slopes, sinks, torch.tensor([3, 4]), 3, 4, *DROPPED
 
 
-def varlen_backward_arguments(dtype, layout, everything):
-    *tensors, longest_query, longest_key = (arguments := varlen_forward_arguments(dtype, layout, everything))[:10]
+def varlen_backward_arguments(dtype, layout, all_options):
+    *tensors, max_seqlen_q, max_seqlen_k = (arguments := varlen_forward_arguments(dtype, layout, all_options))[:10]
     out, lse, lse_low = RAW.attention_varlen_forward(*arguments)
-    grads = torch.randn_like(out), torch.randn_like(lse) if everything else None
-    return *grads, *tensors, out, lse, lse_low, longest_query, longest_key, *arguments[10:], False
+    grads = torch.randn_like(out), torch.randn_like(lse) if all_options else None
+    return *grads, *tensors, out, lse, lse_low, max_seqlen_q, max_seqlen_k, *arguments[10:], False
 
 
 def parts(dtype):
@@ -142,12 +142,12 @@ def row_calls(dtype, layout):
 
 
 def calls(dtype, layout):
-    for everything in (False, True):
-        yield RAW.attention_forward, forward_arguments(dtype, layout, everything)
-        yield RAW.attention_backward, backward_arguments(dtype, layout, everything)
-        yield RAW.attention_inference, (*forward_arguments(dtype, layout, False)[:3], everything, 0.5)
-        yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, everything)
-        yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, everything)
+    for all_options in (False, True):
+        yield RAW.attention_forward, forward_arguments(dtype, layout, all_options)
+        yield RAW.attention_backward, backward_arguments(dtype, layout, all_options)
+        yield RAW.attention_inference, (*forward_arguments(dtype, layout, False)[:3], all_options, 0.5)
+        yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, all_options)
+        yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, all_options)
     outs, lses = parts(dtype)
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
     yield RAW.attention_merge, (outs, lses)

@@ -177,7 +177,7 @@ def test_rows_at_the_edges_of_chunks(classes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_chunks_of_very_different_size(dtype):
-    """The maximum comes first, last, in steps, or far above or below zero; whole chunks weigh nothing, or hold -inf."""
+    """The maximum comes first, last, in steps, or far above or below zero; whole chunks have weight 0, or hold -inf."""
     base = random_tensor(1, 9000, dtype=torch.float32)
     rows = [base + 200 * (torch.arange(9000) // 2048 == chunk) for chunk in range(5)]
     rows += [base + torch.linspace(-300, 0, 9000), base - 3000, base + 3000, base * 1e4]
@@ -273,11 +273,11 @@ def test_topk_of_long_rows(k, dtype):
     assert torch.equal(x.gather(1, indices), x.topk(k).values)
     torch.testing.assert_close(probabilities.double(), torch.softmax(x.double(), 1).topk(k).values, rtol=2e-2, atol=1e-7)
     assert all(len(set(row)) == k for row in indices.tolist())
-    for place in (0, 1, 31, 2047, 2048, 4999):
+    for index in (0, 1, 31, 2047, 2048, 4999):
         y = x.clone()
-        y[:, place] = math.nan
+        y[:, index] = math.nan
         probabilities, indices = flash_online.topk_softmax(y, k)
-        assert (indices[:, 0] == place).all() and probabilities.isnan().all()
+        assert (indices[:, 0] == index).all() and probabilities.isnan().all()
 
 
 def test_topk_dtype_and_order():

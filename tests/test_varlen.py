@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, HEADS, OPTIONS, WIDTHS
+from cases import DTYPES, HEAD_DIMS, HEADS, OPTIONS
 from oracle import CaptureRng, Packed
 
 import flash_online
@@ -35,7 +35,7 @@ LENGTHS = {
 @pytest.mark.parametrize("options", MASKLESS.values(), ids=MASKLESS.keys())
 def test_options(options, dtype):
     Packed.of(options, dtype=dtype, heads=(4, 2, 2)).check()
-    Packed.of(options, dtype=dtype, heads=(2, 2, 2), lengths=((37, 19), (0, 4), (70, 90)), widths=(16, 12)).check()
+    Packed.of(options, dtype=dtype, heads=(2, 2, 2), lengths=((37, 19), (0, 4), (70, 90)), head_dims=(16, 12)).check()
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
@@ -53,12 +53,12 @@ FEATURES = {
     "upper left": {"alignment": "upper_left"},
     "softcap": {"softcap": 2.0},
     "slopes": {"alibi": 1},
-    "slopes a sequence": {"alibi": 2},
+    "slopes per sequence": {"alibi": 2},
     "sinks": {"sinks": True},
     "dropout": {"dropout_p": 0.3},
     "scale": {"scale": 0.7},
 }
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if pair != ("slopes", "slopes a sequence")]
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if pair != ("slopes", "slopes per sequence")]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
@@ -70,15 +70,15 @@ def test_options_in_pairs(pair):
     Packed.of(options, dtype=DTYPES[number % 4], heads=heads, lengths=lengths, seed=number).check()
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_widths(widths, dtype):
-    Packed(dtype=dtype, heads=(2, 2, 2), lengths=((19, 35), (4, 4)), widths=widths).check()
+def test_widths(head_dims, dtype):
+    Packed(dtype=dtype, heads=(2, 2, 2), lengths=((19, 35), (4, 4)), head_dims=head_dims).check()
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_heads(heads):
-    Packed(heads=heads, widths=(8, 6), options={"causal": True}, sinks=True).check()
+    Packed(heads=heads, head_dims=(8, 6), options={"causal": True}, sinks=True).check()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,7 +120,7 @@ def forward_and_backward(call, tensors, cotangents):
 )
 def test_same_bits_as_a_dense_call_on_each_sequence(lengths, dtype, options):
     """A sequence's results and gradients do not depend on what it is packed with."""
-    problem = Packed.of(options, dtype=dtype, heads=(4, 2, 1), lengths=LENGTHS[lengths], widths=(24, 17), size=2.0)
+    problem = Packed.of(options, dtype=dtype, heads=(4, 2, 1), lengths=LENGTHS[lengths], head_dims=(24, 17), size=2.0)
     inputs = problem.inputs()
     tensors, slopes, sinks = [inputs[n] for n in ("query", "key", "value")], inputs.get("alibi_slopes"), inputs.get("sinks")
     tensors += [] if sinks is None else [sinks]
@@ -182,7 +182,8 @@ def test_dropout_mask_of_later_batches():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_past_the_end(dtype):
-    """They are 0, lse -inf, gradients 0; what they hold, NaN here and in the gradients that come in, reaches nothing."""
+    """Results of padding rows are 0, lse -inf, gradients 0. Their contents and their incoming gradients, here NaN, affect no
+    other result."""
     problem = Packed(dtype=dtype, heads=(4, 2, 2), spare=(130, 70), sinks=True)
     inputs = problem.inputs()
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
@@ -221,7 +222,7 @@ def test_nan_in_one_sequence_does_not_reach_its_neighbours():
 
 
 def test_rows_before_the_first_sequence():
-    """A first start above 0: the rows before it belong to nobody, as those past the end."""
+    """A first start above 0: the rows before it are padding rows, as are those past the end."""
     query, key, value = (torch.randn(n, 2, 8, requires_grad=True) for n in (9, 12, 12))
     starts = torch.tensor([2, 5, 9], dtype=torch.int32), torch.tensor([3, 4, 12], dtype=torch.int32)
     results = []
@@ -252,7 +253,7 @@ def test_sequences_longer_than_the_longest_are_cut():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_starts_that_are_not_starts(starts, dtype):
-    """No error and nothing out of bounds: what is around the tensors is NaN, and reaches nothing."""
+    """No error and no access out of bounds: the memory around the tensors is NaN, which reaches no result."""
     query, key, value = (lay_out(torch.randn(12, 2, 8).to(dtype), "sliced").requires_grad_() for _ in range(3))
     starts = torch.tensor(starts, dtype=torch.int32)
     out, lse = flash_online.varlen_attention(query, key, value, starts, starts, 12, 12, return_lse=True)
@@ -306,11 +307,11 @@ def test_same_bits_for_any_number_of_threads(dtype):
 
 
 def test_extra_memory_is_linear_and_explained():
-    """Beside the results: lse, and a thread's tiles; explain's bound holds and is near."""
+    """In addition to the results: lse, and the tiles of each thread; the bound that explain gives holds and is close."""
     pytest.importorskip("flash_online._introspect")
     for dtype in (torch.float32, torch.bfloat16):
         for lengths in (((2000, 2000),), ((65, 65),) * 30, ((1, 2000), (2000, 1))):
-            problem = Packed(dtype=dtype, heads=(2, 2, 2), lengths=lengths, spare=(0, 0), widths=(64, 64))
+            problem = Packed(dtype=dtype, heads=(2, 2, 2), lengths=lengths, spare=(0, 0), head_dims=(64, 64))
             arguments = (*problem.inputs().values(), *problem.arguments())
             explained = flash_online.explain(flash_online.varlen_attention, *arguments).extra
             out = arguments[0].numel() * dtype.itemsize
@@ -320,8 +321,8 @@ def test_extra_memory_is_linear_and_explained():
 
 
 def test_backward_memory_is_linear():
-    """Some numbers a row, in the pass back too: a square of 4096 x 4096 would be 64 MiB a head."""
-    problem = Packed(heads=(2, 2, 2), lengths=((4096, 4096), (3, 4096), (0, 0)), widths=(16, 16), spare=(0, 0))
+    """Some numbers per row, also in the backward pass: a square of 4096 x 4096 would be 64 MiB per head."""
+    problem = Packed(heads=(2, 2, 2), lengths=((4096, 4096), (3, 4096), (0, 0)), head_dims=(16, 16), spare=(0, 0))
     tensors = [t.requires_grad_() for t in problem.inputs().values()]
 
     def step():

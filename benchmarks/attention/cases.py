@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 TOKENS, HIDDEN = 16384, 2048  # of every plain cell
-BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: side of a block, share of the blocks that nobody sees
+BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: side of a block, share of the blocks that are hidden
 CHECKED_SEQUENCES = 3  # of a packed cell: the longest, the first and the last
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem of a group; `kind` is what cells are summed up by. `sizes` and `options` make the label.
+    """One problem of a group; cells are summarised by `kind`. `sizes` and `options` make the label.
 
     Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
     sees itself and the W keys before it); `softcap`; `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "padding"
@@ -57,8 +57,8 @@ class Problem:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).to(cell.dtype)
 
-        heads, width = cell.sizes["H"], cell.sizes["E"]
-        key_heads, value_width = cell.sizes.get("Hkv", heads), cell.sizes.get("Ev", width)
+        heads, head_dim = cell.sizes["H"], cell.sizes["E"]
+        key_heads, head_dim_v = cell.sizes.get("Hkv", heads), cell.sizes.get("Ev", head_dim)
         if cell.lengths:
             ends = torch.tensor([0, *cell.lengths]).cumsum(0)
             self.starts, self.longest = ends.int().to(device), max(cell.lengths)
@@ -66,15 +66,15 @@ class Problem:
         else:
             batch, length = cell.sizes["B"], cell.sizes["L"]
             rows, key_rows = (batch, heads, length), (batch, key_heads, length)
-        self.query, self.key = normal(*rows, width).requires_grad_(), normal(*key_rows, width).requires_grad_()
-        self.value, self.grad = normal(*key_rows, value_width).requires_grad_(), normal(*rows, value_width)
+        self.query, self.key = normal(*rows, head_dim).requires_grad_(), normal(*key_rows, head_dim).requires_grad_()
+        self.value, self.grad = normal(*key_rows, head_dim_v).requires_grad_(), normal(*rows, head_dim_v)
         if self.options.get("alibi"):
             self.slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
         if bias := self.options.get("bias"):
             self.mask = normal(1, heads, length, length).requires_grad_(bias == "learned")
         elif (kind := self.options.get("mask")) == "random":
             self.mask = torch.rand(1, 1, length, length, generator=generator, device=device) < 0.5
-        elif kind == "padding":  # the shortest sequence fills half of the length and a bit, the longest all
+        elif kind == "padding":  # the shortest sequence fills a little more than half of the length, the longest all of it
             lengths = torch.tensor([length * (batch + n + 1) // (2 * batch) for n in range(batch)], device=device)
             self.mask = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]
         elif kind == "blocks":
@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What wants gradients."""
+        """The tensors that get gradients."""
         learned = self.options.get("bias") == "learned"
         return [self.query, self.key, self.value, *([self.mask] if learned else [])]
 
@@ -104,20 +104,20 @@ class Problem:
         if self.mask is not None and self.mask.dtype == torch.bool:
             return int(self.mask.sum()) * (batch * heads * length**2 // self.mask.numel())
         if self.options.get("causal"):
-            before = min(self.options.get("window", length), length - 1)  # of the last query
+            before = min(self.options.get("window", length), length - 1)  # keys that the last query sees before itself
             return batch * heads * (length * (before + 1) - before * (before + 1) // 2)
         return batch * heads * length**2
 
     def flops(self, direction: str) -> int:
-        """Of the matrix products: QK', PV; backward QK' again, dV, dP, dQ, dK."""
-        width = self.cell.sizes["E"]
-        value_width = self.cell.sizes.get("Ev", width)
-        return self.visible_pairs() * (2 * (width + value_width) if direction == "forward" else 6 * width + 4 * value_width)
+        """Operations of the matrix products: forward QK', PV; backward QK' again, dV, dP, dQ, dK."""
+        head_dim = self.cell.sizes["E"]
+        head_dim_v = self.cell.sizes.get("Ev", head_dim)
+        return self.visible_pairs() * (2 * (head_dim + head_dim_v) if direction == "forward" else 6 * head_dim + 4 * head_dim_v)
 
-    # --- What of it is checked: the query heads of the first key head; of one batch entry, or of some packed sequences --------
+    # --- What is checked: the query heads of the first key head, in one batch entry or in some packed sequences ---------------
 
     def pieces(self) -> list[slice]:
-        """Along the first dimension. A learned bias gets its gradient from the whole batch."""
+        """The checked slices of the first dimension. A learned bias gets its gradient from the whole batch."""
         if not self.cell.lengths:
             return [slice(None) if self.options.get("bias") == "learned" else slice(0, 1)]
         lengths, starts = self.cell.lengths, self.starts.tolist()
@@ -125,12 +125,12 @@ class Problem:
         return [slice(starts[n], starts[n + 1]) for n in list(chosen)[:CHECKED_SEQUENCES]]
 
     def part(self, tensor: Tensor, piece: slice, of_query: bool) -> Tensor:
-        """[B, H, L, E] of a piece."""
+        """A piece of a tensor as [B, H, L, E]."""
         heads = slice(0, self.cell.group_size if of_query else 1)
         return tensor[piece, heads].transpose(0, 1)[None] if self.cell.lengths else tensor[piece, heads]
 
     def parts(self, results: list[Tensor]) -> list[Tensor]:
-        """Of [out, gradients...], piece by piece."""
+        """The checked parts of [out, gradients...], piece by piece."""
         return [self.part(t, piece, n < 2) for piece in self.pieces() for n, t in enumerate(results)]
 
 
@@ -139,19 +139,19 @@ def _plain() -> list[Cell]:
     return [
         Cell(
             "plain",
-            f"E {width}, {'causal' if causal else 'full'}",
-            {"B": TOKENS // length, "H": HIDDEN // width, "L": length, "E": width},
+            f"E {head_dim}, {'causal' if causal else 'full'}",
+            {"B": TOKENS // length, "H": HIDDEN // head_dim, "L": length, "E": head_dim},
             {"causal": True} if causal else {},
         )
-        for width in (64, 128, 256)
+        for head_dim in (64, 128, 256)
         for causal in (False, True)
         for length in lengths
     ]
 
 
 def _features() -> list[Cell]:
-    def cell(kind: str, width: int = 128, *, dtype=torch.bfloat16, sizes: dict | None = None, **options) -> Cell:
-        sizes = {"B": 4, "H": 16, "L": 4096, "E": width} | (sizes or {})
+    def cell(kind: str, head_dim: int = 128, *, dtype=torch.bfloat16, sizes: dict | None = None, **options) -> Cell:
+        sizes = {"B": 4, "H": 16, "L": 4096, "E": head_dim} | (sizes or {})
         return Cell("features", kind, sizes, options, dtype)
 
     return [
@@ -162,8 +162,8 @@ def _features() -> list[Cell]:
         cell("bias with gradient", 64, bias="learned"),
         cell("bool mask, GQA", sizes={"Hkv": 4}, mask="random"),
         cell("dropout", dropout=0.1),
-        *(cell("float32", width, dtype=torch.float32, sizes={"B": 2, "L": 2048}) for width in (64, 128)),
-        *(cell("other head dims", width) for width in (80, 96, 160)),
+        *(cell("float32", head_dim, dtype=torch.float32, sizes={"B": 2, "L": 2048}) for head_dim in (64, 128)),
+        *(cell("other head dims", head_dim) for head_dim in (80, 96, 160)),
         cell("other head dims", 192, sizes={"Ev": 128}),
         cell("E 512", 512, sizes={"B": 1, "H": 4}),
         cell("GQA", sizes={"B": 2, "H": 32, "Hkv": 8}, causal=True),

@@ -24,17 +24,17 @@ COLORS = {OURS: "#3465a4", FA3: "#e08214", CUDNN: "#3a8a4d", FLASH: "#8a8f98"}
 def plain(record: dict):
     """A panel for each direction and mask by head dim: TFLOP/s over the length, the matmul rate of the run as a line."""
     results = [r for r in record["results"] if r["group"] == "plain"]
-    widths = sorted({r["sizes"]["E"] for r in results})
+    head_dims = sorted({r["sizes"]["E"] for r in results})
     rows = [(direction, causal) for direction in DIRECTIONS for causal in (False, True)]
-    size = (3.2 * len(widths), 2.7 * len(rows))
-    figure, panels = plt.subplots(len(rows), len(widths), figsize=size, layout="constrained", squeeze=False, sharey="row")
+    size = (3.2 * len(head_dims), 2.7 * len(rows))
+    figure, panels = plt.subplots(len(rows), len(head_dims), figsize=size, layout="constrained", squeeze=False, sharey="row")
     for (direction, causal), of_row in zip(rows, panels, strict=True):
-        for width, axes in zip(widths, of_row, strict=True):
-            members = [r for r in results if r["sizes"]["E"] == width and bool(r["options"].get("causal")) == causal]
+        for head_dim, axes in zip(head_dims, of_row, strict=True):
+            members = [r for r in results if r["sizes"]["E"] == head_dim and bool(r["options"].get("causal")) == causal]
             members.sort(key=lambda r: r["sizes"]["L"])
             key = f"{direction}_tflop_per_s"
             for name, color in COLORS.items():
-                of_name = [(r["sizes"]["L"], r["contestants"].get(name, {})) for r in members]
+                of_name = [(r["sizes"]["L"], r["providers"].get(name, {})) for r in members]
                 points = [(length, entry[key]) for length, entry in of_name if key in entry]
                 if points:
                     axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.5, label=name, color=color)
@@ -50,7 +50,7 @@ def plain(record: dict):
             axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-            axes.set_title(f"{direction}, {'causal' if causal else 'full'}, E {width}", fontsize=9)
+            axes.set_title(f"{direction}, {'causal' if causal else 'full'}, E {head_dim}", fontsize=9)
         of_row[0].set_ylabel("TFLOP/s")
     for axes in panels[-1]:
         axes.set_xlabel("L")

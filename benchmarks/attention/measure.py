@@ -1,11 +1,13 @@
-"""python benchmarks/run.py attention: every cell checked first, then its contestants timed in turn.
+"""python benchmarks/run.py attention: every cell is checked first, then its providers are timed, interleaved.
 
 Checked against float64, for ours and for every peer: the output and all gradients of the query heads that share the first key
 head, of the first batch entry (of every one for a bias with gradient) or of three packed sequences. Ours must meet the
-tolerance of the tests, the peers a looser one. What dropout drops is checked by its mean, the same call without it by numbers.
+tolerance of the tests, the peers a looser one. Dropout is checked by the mean and variance of what it keeps, and the same call
+without dropout by its results.
 
 Times are medians between CUDA events; backward is timed apart from forward, forward without gradient. Short cells are replayed
-from a CUDA graph; for the host's cost calls are only enqueued. A product of two 8192 x 8192 matrices takes its turns with them.
+from a CUDA graph; for the host's cost calls are only enqueued. The baseline, a product of two 8192 x 8192 matrices, is timed in
+the same rounds.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from peers import PEER_TOLERANCE, Absent
+from peers import PEER_TOLERANCE, Unavailable
 from summary import DIRECTIONS, FLASH, MATH, OURS
+from timing import EventTimer, GraphTimer, HostTimer, interleave
 from torch import Tensor
 from tqdm import tqdm
-from turns import Enqueued, Events, Replays, take_turns
 
 from flash_online import reference, testing
 
 from .cases import CELLS, QUICK, Cell, Problem
-from .peers import Call, contestants
-from .tables import CUDNN, EFFICIENT, marks, summarize, summary_lines
+from .peers import Call, providers
+from .tables import CUDNN, EFFICIENT, summarize, summary_lines, targets
 
 CHUNK = 1 << 25  # scores of the reference at a time
-YARDSTICK, YARDSTICK_ROUNDS = {"cpu": 512, "cuda": 8192}, 3
+BASELINE_SIZE, BASELINE_ROUNDS = {"cpu": 512, "cuda": 8192}, 3
 STEP = "step"  # forward and backward together, of the host group
 
 
@@ -42,7 +44,7 @@ STEP = "step"  # forward and backward together, of the host group
 
 def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
     """What `problem.parts` of [out, gradients...] should be, by the plain reference: in float64 the truth, in the cell's dtype
-    the error that plain torch makes."""
+    a result with the error that plain torch makes."""
     results = []
     slopes = None if problem.slopes is None else problem.slopes[: problem.cell.group_size].to(dtype)
     for piece in problem.pieces():
@@ -56,7 +58,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, grad: Tensor, options: dict) -> list[Tensor]:
-    """In chunks of queries; of a causal chunk only the keys up to its end, with which its queries then align."""
+    """The reference in chunks of queries. A causal chunk needs only the keys up to its end, to which its queries then align."""
     batch, heads, length = leaves[0].shape[:3]
     causal, window = options.get("causal", False), options.get("window")
     size = max(1, CHUNK // (batch * heads * length))
@@ -64,8 +66,8 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
     for begin in range(0, length, size):
         rows = slice(begin, min(begin + size, length))
         keys = slice(max(0, begin - window) if window else 0, rows.stop if causal else length)
-        places = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
-        chunk = [t[place].detach().requires_grad_() for t, place in zip(leaves, places, strict=False)]
+        indices = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
+        chunk = [t[index].detach().requires_grad_() for t, index in zip(leaves, indices, strict=False)]
         seen = chunk[3] if len(chunk) > 3 else mask
         out = reference.attention(
             *chunk[:3],
@@ -77,8 +79,8 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
             alibi_slopes=slopes,
         )
         outs.append(out.detach())
-        for total, place, part in zip(totals, places, torch.autograd.grad(out, chunk, grad[..., rows, :]), strict=False):
-            total[place] += part
+        for total, index, part in zip(totals, indices, torch.autograd.grad(out, chunk, grad[..., rows, :]), strict=False):
+            total[index] += part
     return [torch.cat(outs, -2), *totals]
 
 
@@ -98,8 +100,8 @@ def reason(error: Exception) -> str:
 
 
 def check_dropout(name: str, problem: Problem, make) -> None:
-    """With values of one a row of the output is the sum of the weights w kept, over 1 - p: its mean is 1, its variance
-    p / (1 - p) sum(w^2), which is least where all n keys have the same weight."""
+    """With values of 1 an element of the output is the sum of a query's kept weights w over 1 - p. Its mean is 1 and its
+    variance p / (1 - p) sum(w^2), which is least if all n keys have the same weight."""
     ones = problem.without()
     ones.value = torch.ones_like(problem.value)
     call = make(ones)
@@ -116,22 +118,22 @@ def check_dropout(name: str, problem: Problem, make) -> None:
 
 
 def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call, dict]]:
-    """A step of each: its call, its error, relative to max|truth|, and its memory. Peers that cannot, or that are wrong, are
-    entered under `absent`; raises AssertionError where ours is wrong."""
+    """Checks a step of every provider. Returns its call, its error, relative to max|truth|, and its memory. Peers that cannot
+    run, or that are wrong, are entered under `unavailable`; raises AssertionError if ours is wrong."""
     cell, parts, facts, calls = problem.cell, {}, {}, {}
     for name, make in makers.items():
         taken = []
         try:
             call = make(problem)
-            step(call)  # what is compiled, planned or kept from now on is not this step's memory
+            step(call)  # so that what a first call compiles, plans or keeps is not counted as memory of the next
             extra = testing.peak_extra_bytes(lambda call=call, taken=taken: taken.append(step(call)), device=problem.device)
-        except Absent as why:
-            result["absent"][name] = str(why)
+        except Unavailable as why:
+            result["unavailable"][name] = str(why)
             continue
-        except Exception as error:  # whatever a peer raises; ours may only be missing
+        except Exception as error:  # a peer may raise anything, ours only NotImplementedError
             if name.startswith(OURS) and not isinstance(error, NotImplementedError):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}: {reason(error)}") from error
-            result["absent"][name] = reason(error)
+            result["unavailable"][name] = reason(error)
             continue
         results, missing = taken.pop()
         calls[name] = call
@@ -139,7 +141,7 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
         if missing:
             if name.startswith(OURS):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, backward: {missing}")
-            result["absent"][f"{name}, backward"] = missing
+            result["unavailable"][f"{name}, backward"] = missing
         else:
             returned = sum(t.numel() * t.element_size() for t in results)
             facts[name] |= {"step_extra_bytes": extra, "beyond_results_bytes": extra - returned}
@@ -150,7 +152,8 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
             parts[name] = problem.parts(results)
     truth, plain = expected(problem, torch.float64), expected(problem, cell.dtype)
     count = 1 + len(problem.leaves)  # parts of a piece
-    for name in sorted(parts, key=lambda name: name.startswith(OURS)):  # the peers first: ours is not judged by a wrong one
+    # Peers come first, so that ours is not compared with a wrong one.
+    for name in sorted(parts, key=lambda name: name.startswith(OURS)):
         got, errors = parts[name], []
         without_backward = len(got) < len(truth)
         wanted, theirs = (list(t[::count]) if without_backward else t for t in (truth, plain))
@@ -164,7 +167,7 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
                 testing.assert_close_to_float64(part, [theirs[n], *(peer[n] for peer in fused)], right, cell.dtype, name=whose)
             elif not (errors[-1] <= PEER_TOLERANCE[cell.dtype] and part.isfinite().all()):
                 wrong = f"off by {errors[-1]:.2g} of the largest" if part.isfinite().all() else "not finite"
-                result["absent"][name] = f"wrong here, its {what} is {wrong}"
+                result["unavailable"][name] = f"wrong here, its {what} is {wrong}"
                 del parts[name], calls[name]
                 break
         facts[name]["error"] = max(errors)
@@ -176,15 +179,15 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
 
 @functools.cache
 def matmul(device: str):
-    """Of bfloat16, whatever the cell's dtype: the chip's rate."""
-    size = YARDSTICK[device]
+    """A product of bfloat16 matrices, whatever the cell's dtype: it stands for the chip's rate."""
+    size = BASELINE_SIZE[device]
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 
 
-def turns_of(group: str, call: Call, backward: bool, device: str) -> dict[str, object]:
-    """What is timed -> its turns."""
+def timers_of(group: str, call: Call, backward: bool, device: str) -> dict[str, object]:
+    """direction or STEP -> timer."""
 
     @contextlib.contextmanager
     def inference():
@@ -196,19 +199,19 @@ def turns_of(group: str, call: Call, backward: bool, device: str) -> dict[str, o
 
     if group == "host":
         return {
-            "forward": Enqueued(call.run, inference, device, wait=False),
-            STEP: Enqueued(whole_step, call.setting, device, wait=True),
+            "forward": HostTimer(call.run, inference, device, wait=False),
+            STEP: HostTimer(whole_step, call.setting, device, wait=True),
         }
     if group == "short":
         with inference():
-            return {"forward": Replays(call.run, torch.cuda.graph_pool_handle())}
-    turns = {"forward": Events(call.run, inference, device)}
+            return {"forward": GraphTimer(call.run, torch.cuda.graph_pool_handle())}
+    timers = {"forward": EventTimer(call.run, inference, device)}
     if backward:
         with call.setting():
             out = call.run()
         again = functools.partial(torch.autograd.grad, out, call.leaves, call.grad, retain_graph=True)
-        turns["backward"] = Events(again, call.setting, device)
-    return turns
+        timers["backward"] = EventTimer(again, call.setting, device)
+    return timers
 
 
 def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[str] | None = None) -> dict:
@@ -219,24 +222,24 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
         "sizes": cell.sizes,
         "options": cell.options,
         "dtype": str(cell.dtype)[6:],
-        "contestants": {},
-        "absent": {},
+        "providers": {},
+        "unavailable": {},
     }
     problem = Problem(cell, device)
-    checked = check(problem, contestants(cell, peers), result)
-    turns = {}
+    checked = check(problem, providers(cell, peers), result)
+    timers = {}
     for name, (call, _) in checked.items():
         try:
-            turns[name] = turns_of(cell.group, call, f"{name}, backward" not in result["absent"], device)
-        except Exception as error:  # what runs may still refuse to be captured
+            timers[name] = timers_of(cell.group, call, f"{name}, backward" not in result["unavailable"], device)
+        except Exception as error:  # a call that runs may still refuse to be captured
             if name.startswith(OURS):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, in a CUDA graph: {reason(error)}") from error
-            result["absent"][name] = reason(error)
-    yardstick = Events(matmul(device), torch.no_grad, device, YARDSTICK_ROUNDS)
-    in_order = [of_one[what] for what in (*DIRECTIONS, STEP) for of_one in turns.values() if what in of_one]
-    take_turns([*in_order, yardstick], seconds, rounds)
-    result["matmul"] = {"tflop_per_s": 2e-12 * YARDSTICK[device] ** 3 / yardstick.median}
-    for name, of_one in turns.items():
+            result["unavailable"][name] = reason(error)
+    baseline = EventTimer(matmul(device), torch.no_grad, device, BASELINE_ROUNDS)
+    in_order = [of_one[what] for what in (*DIRECTIONS, STEP) for of_one in timers.values() if what in of_one]
+    interleave([*in_order, baseline], seconds, rounds)
+    result["matmul"] = {"tflop_per_s": 2e-12 * BASELINE_SIZE[device] ** 3 / baseline.median}
+    for name, of_one in timers.items():
         call, facts = checked[name]
         entry = facts | {"rounds": len(of_one["forward"].times)}
         for what, taken in of_one.items():
@@ -244,7 +247,7 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
             if cell.group != "host":
                 entry[f"{what}_tflop_per_s"] = 1e-12 * call.problem.flops(what) / taken.median
                 entry[f"{what}_share"] = entry[f"{what}_tflop_per_s"] / result["matmul"]["tflop_per_s"]
-        result["contestants"][name] = entry
+        result["providers"][name] = entry
     return result
 
 
@@ -253,14 +256,14 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
 
 def line(result: dict) -> str:
     parts = []
-    for name, entry in result["contestants"].items():
+    for name, entry in result["providers"].items():
         if result["group"] in ("plain", "features", "packed"):
             rates = (f"{entry[f'{d}_tflop_per_s']:.0f}" for d in DIRECTIONS if f"{d}_ms" in entry)
             parts.append(f"{name} {'/'.join(rates)}")
         else:
             took = (f"{1e3 * entry[key]:.1f}" for key in ("forward_ms", f"{STEP}_ms") if key in entry)
             parts.append(f"{name} {'/'.join(took)} us")
-    parts += [f"{name} absent ({why[:40]})" for name, why in result["absent"].items()]
+    parts += [f"{name} unavailable ({why[:40]})" for name, why in result["unavailable"].items()]
     return f"{result['kind']:20} {result['case']:44} matmul {result['matmul']['tflop_per_s']:.0f}; " + ", ".join(parts)
 
 
@@ -271,15 +274,15 @@ def chosen(only: list[str] | None, match: str | None, quick: bool) -> list[Cell]
 
 
 def save(record: dict, path: Path) -> dict:
-    """The record with its summary and marks; written after every cell, so that a run that is cut short leaves what it has."""
-    record = record | {"summary": summarize(record["results"]), "marks": marks(record["results"])}
+    """Adds the summary and targets to the record and writes it: after every cell, in case the run is cut short."""
+    record = record | {"summary": summarize(record["results"]), "targets": targets(record["results"])}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 
 def run(cells: list[Cell], device: str, facts: Callable[[], dict], path: Path, peers: list[str] | None) -> int:
-    """The whole benchmark; `facts` are those of the machine and the run."""
+    """The whole benchmark; `facts` returns the facts of the machine and the run."""
     started, record = time.perf_counter(), facts() | {"wrong": 0, "results": []}
     with tqdm(cells, desc="attention", dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
         for cell in bar:

@@ -1,4 +1,4 @@
-"""The contestants: each a function that makes of a Problem the Call to time, or raises Absent."""
+"""The providers of attention. Each is a function that returns the Call to time for a Problem, or raises Unavailable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as torch_functional
-from peers import LARGEST_SQUARE, Absent
+from peers import MAX_SCORE_BYTES, Unavailable
 from summary import FLASH, MATH, OURS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,11 +31,11 @@ NOT_IN_SDPA = ("window", "softcap", "alibi")
 
 @dataclass(frozen=True)
 class Call:
-    """`run` returns the output, in the contestant's layout, of `leaves` in that layout; `view` turns either into the problem's.
-    `setting` is entered around turns, so that choosing a backend is not in the time.
+    """`run` returns the output for `leaves`, both in the provider's layout; `view` converts from it to the problem's layout.
+    `setting` is entered around samples, so that choosing a backend is not timed.
     """
 
-    problem: Problem  # that it solves: the cell's, but for `ours_all_visible`
+    problem: Problem  # what it solves: the cell's problem, except in `ours_all_visible` and `ours_by_default`
     run: Callable[[], Tensor]
     leaves: list[Tensor]
     grad: Tensor
@@ -73,12 +73,12 @@ def ours_dropped_in(problem: Problem) -> Call:
 
 
 def ours_by_default(problem: Problem) -> Call:
-    """Beside the deterministic gradients."""
+    """Without the option, for comparison with the deterministic gradients."""
     return ours(problem.without("deterministic"))
 
 
 def ours_all_visible(problem: Problem) -> Call:
-    """Beside a mask of hidden blocks, one of the same size that hides none."""
+    """With a mask that hides nothing, for comparison with a mask of hidden blocks of the same size."""
     dense = problem.without()
     dense.mask = torch.ones_like(problem.mask)
     return ours(dense)
@@ -87,7 +87,7 @@ def ours_all_visible(problem: Problem) -> Call:
 def load_fa3() -> None:
     path = os.environ.get(FA3_VARIABLE)
     if not path:
-        raise Absent(f"{FA3_VARIABLE} (or --fa3) names no binary of it")
+        raise Unavailable(f"{FA3_VARIABLE} (or --fa3) names no binary of it")
     _load_library(str(Path(path).resolve()))
 
 
@@ -100,7 +100,7 @@ def _load_library(path: str) -> None:
 
 
 class FA3Attention(torch.autograd.Function):
-    """Its two registered operators, after load_fa3(); query, key and value [B, L, H, E] or packed [T, H, E]."""
+    """FA3's two registered operators, after load_fa3(); query, key and value [B, L, H, E] or packed [T, H, E]."""
 
     @staticmethod
     def forward(ctx, query, key, value, options, deterministic):
@@ -120,7 +120,7 @@ class FA3Attention(torch.autograd.Function):
 
 def fa3(problem: Problem) -> Call:
     if problem.mask is not None or problem.slopes is not None or "dropout" in problem.options:
-        raise Absent("it has no masks, biases, slopes or dropout")
+        raise Unavailable("it has no masks, biases, slopes or dropout")
     load_fa3()
     options = {
         "softmax_scale": problem.query.shape[-1] ** -0.5,
@@ -133,7 +133,7 @@ def fa3(problem: Problem) -> Call:
     if problem.starts is not None:
         options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), problem.starts)
         options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), problem.longest)
-    else:  # [B, L, H, E] is its own order of memory
+    else:  # FA3's own layout is [B, L, H, E]
         leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves]
         grad, view = grad.transpose(1, 2).contiguous(), _heads_first
     deterministic = problem.options.get("deterministic", False)
@@ -145,15 +145,15 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
-    def contestant(problem: Problem) -> Call:
+    def provider(problem: Problem) -> Call:
         if problem.starts is not None or any(name in problem.options for name in NOT_IN_SDPA):
-            raise Absent("torch's function has no such option")
+            raise Unavailable("torch's function has no such option")
         deterministic = problem.options.get("deterministic")
         if deterministic and backend != SDPBackend.FLASH_ATTENTION:
-            raise Absent("this backend has no deterministic backward pass")
+            raise Unavailable("this backend has no deterministic backward pass")
         scores = 4 * problem.query.shape[:-1].numel() * problem.key.shape[-2]
-        if backend == SDPBackend.MATH and scores > LARGEST_SQUARE:
-            raise Absent(f"its scores take more than {LARGEST_SQUARE >> 20} MiB")
+        if backend == SDPBackend.MATH and scores > MAX_SCORE_BYTES:
+            raise Unavailable(f"its scores take more than {MAX_SCORE_BYTES >> 20} MiB")
         options = {"is_causal": problem.options.get("causal", False), "dropout_p": problem.options.get("dropout", 0.0)}
         if problem.mask is not None:
             options["attn_mask"] = problem.mask
@@ -164,7 +164,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
         )
         return Call(problem, run, problem.leaves, problem.grad, lambda: _backend(backend, deterministic))
 
-    return contestant
+    return provider
 
 
 @contextmanager
@@ -184,11 +184,11 @@ def _backend(backend: SDPBackend, deterministic: bool | None):
 
 
 def flex(problem: Problem) -> Call:
-    """Compiled anew for every cell."""
+    """FlexAttention, compiled again for every cell."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if problem.device != "cuda":
-        raise Absent("it is compiled for CUDA alone here")
+        raise Unavailable("it is compiled for CUDA alone here")
     cap, slopes, blocks = problem.options.get("softcap"), problem.slopes, problem.blocks
     window = problem.options.get("window", problem.query.shape[-2])
 
@@ -196,16 +196,16 @@ def flex(problem: Problem) -> Call:
         s = cap * torch.tanh(s / cap) if cap else s
         return s if slopes is None else s - slopes[h] * (i - j).abs()
 
-    def seen(b, h, i, j):
+    def visible(b, h, i, j):
         if blocks is not None:
             return blocks[i // (problem.mask.shape[-2] // len(blocks)), j // (problem.mask.shape[-1] // len(blocks))]
         return (i >= j) & (i - j <= window)
 
     torch.compiler.reset()
-    torch._functorch.config.donated_buffer = False  # a step's graph is kept for the next turn
+    torch._functorch.config.donated_buffer = False  # the timer keeps a step's graph for its next sample
     length = problem.query.shape[-2]
     options = {
-        "block_mask": create_block_mask(seen, None, None, length, length, device=problem.query.device),
+        "block_mask": create_block_mask(visible, None, None, length, length, device=problem.query.device),
         "score_mod": score if cap or slopes is not None else None,
         "enable_gqa": problem.cell.group_size > 1,
     }
@@ -230,7 +230,7 @@ def torch_varlen(problem: Problem) -> Call:
     return Call(problem, run, problem.leaves, problem.grad)
 
 
-CONTESTANTS: dict[str, Callable[[Problem], Call]] = {
+PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     OURS: ours,
     DROP_IN: ours_dropped_in,
     DEFAULT: ours_by_default,
@@ -243,7 +243,8 @@ CONTESTANTS: dict[str, Callable[[Problem], Call]] = {
     FLEX: flex,
     VARLEN: torch_varlen,
 }
-# The memory-efficient backend is far behind on plain cells, FlexAttention takes seconds to compile: each where it is a rival.
+# The memory-efficient backend is far behind on plain cells and FlexAttention takes seconds to compile, so that each is timed
+# only where it competes.
 IN_GROUP = {
     "plain": (OURS, FA3, CUDNN, FLASH),
     "features": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
@@ -259,10 +260,10 @@ IN_KIND = {
     "softcap": (FLEX,),
     "ALiBi": (FLEX,),
 }
-PEERS = [name for name in CONTESTANTS if not name.startswith(OURS)]
+PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]
 
 
-def contestants(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:
-    """Of a cell, ours first; of the peers those that are wanted, if any are named."""
+def providers(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:
+    """The providers of a cell, ours first; if `wanted` names peers, only those."""
     names = (*IN_GROUP[cell.group], *(IN_KIND.get(cell.kind, ()) if cell.group == "features" else ()))
-    return {n: c for n, c in CONTESTANTS.items() if n in names and (n not in PEERS or not wanted or n in wanted)}
+    return {n: c for n, c in PROVIDERS.items() if n in names and (n not in PEERS or not wanted or n in wanted)}

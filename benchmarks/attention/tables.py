@@ -1,4 +1,4 @@
-"""What a run of attention says in short, the marks that are set, and its pages, made of benchmarks/results/attention.json."""
+"""The summary of a run of attention, its targets, and the pages made from benchmarks/results/attention.json."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from page import heading, marks_table, number, pair, table, times
+from page import heading, number, pair, table, targets_table, times
 from summary import DIRECTIONS, FLASH, MATH, OURS, geometric_mean, judge
 
 FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAttention", "torch varlen_attn"
-# The same call of ours in another way: not among the peers, but for what the marks compare with.
+# Our function called in another way. These are no peers, but targets may compare with them.
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
 FORWARD, BACKWARD = (("forward",), ("backward",))
 MIB = 1 << 20
@@ -24,14 +24,14 @@ GROUPS = {
 
 
 def over(result: dict, direction: str, peers: Iterable[str] | None = None) -> tuple[float, str] | None:
-    """How many times faster ours is than the fastest of these peers (of all but math and ours by another way), and its name."""
-    entries, key = result["contestants"], f"{direction}_ms"
+    """How many times faster ours is than the fastest of these peers (none given: all but math), and its name."""
+    entries, key = result["providers"], f"{direction}_ms"
     named = peers or [name for name in entries if name != MATH and not name.startswith(OURS)]
-    rivals = {name: entries[name][key] for name in named if key in entries.get(name, ())}
-    if not rivals or key not in entries.get(OURS, ()):
+    peer_times = {name: entries[name][key] for name in named if key in entries.get(name, ())}
+    if not peer_times or key not in entries.get(OURS, ()):
         return None
-    best = min(rivals, key=rivals.get)
-    return rivals[best] / entries[OURS][key], best
+    best = min(peer_times, key=peer_times.get)
+    return peer_times[best] / entries[OURS][key], best
 
 
 def summarize(results: list[dict]) -> list[dict]:
@@ -39,7 +39,7 @@ def summarize(results: list[dict]) -> list[dict]:
     each peer and than the fastest of all, each with its worst cell."""
     groups = defaultdict(list)
     for result in results:
-        if OURS in result["contestants"] and result["group"] != "host":
+        if OURS in result["providers"] and result["group"] != "host":
             groups[result["group"], result["kind"]].append(result)
     return [
         {"group": group, "kind": kind, "cases": len(members)} | {d: _side(members, d) for d in DIRECTIONS}
@@ -48,11 +48,11 @@ def summarize(results: list[dict]) -> list[dict]:
 
 
 def _side(members: list[dict], direction: str) -> dict | None:
-    ours = [m["contestants"][OURS] for m in members if f"{direction}_ms" in m["contestants"][OURS]]
+    ours = [m["providers"][OURS] for m in members if f"{direction}_ms" in m["providers"][OURS]]
     if not ours:
         return None
     side = {key: geometric_mean(e[f"{direction}_{key}"] for e in ours) for key in ("tflop_per_s", "share")} | {"over": {}}
-    for name in dict.fromkeys(name for m in members for name in m["contestants"] if name != OURS):
+    for name in dict.fromkeys(name for m in members for name in m["providers"] if name != OURS):
         side["over"][name] = _over([(m["case"], over(m, direction, [name])) for m in members])
     side["over_best"] = _over([(m["case"], over(m, direction)) for m in members])
     return side
@@ -71,9 +71,9 @@ def _over(found: list[tuple[str, tuple[float, str] | None]]) -> dict | None:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Asked of the times by which ours is faster than the fastest of `peers` (all, where none are named), over cells that have
-    one of them: `mean` of their geometric mean, `each` of every one."""
+class Target:
+    """A bound on how many times faster ours is than the fastest of `peers` (none given: of all), over the cells that have one
+    of them: `mean` bounds the geometric mean, `each` every cell."""
 
     name: str
     members: Callable[[dict], bool]
@@ -84,7 +84,7 @@ class Mark:
 
 
 def _of(group: str, *kinds: str, **sizes: int) -> Callable[[dict], bool]:
-    """Cells of a group, of these kinds, of these sizes, if any are named."""
+    """Whether a result is of this group and, if they are given, of these kinds and sizes."""
     return lambda r: (
         r["group"] == group and (not kinds or r["kind"] in kinds) and all(r["sizes"].get(n) == s for n, s in sizes.items())
     )
@@ -94,72 +94,74 @@ def _long_packed(result: dict) -> bool:
     return result["group"] == "packed" and result["kind"] != "512 of 64"
 
 
-MARKS = (
-    Mark("plain", _of("plain"), (FA3, CUDNN), 1.04, 0.95, FORWARD),
-    Mark("plain, E 64", _of("plain", E=64), (FA3, CUDNN), 1.08, None, FORWARD),
-    Mark("plain", _of("plain"), (FA3, CUDNN), 1.03, 0.92, BACKWARD),
-    Mark("plain, L <= 1024", lambda r: _of("plain")(r) and r["sizes"]["L"] <= 1024, (FA3, CUDNN), 1.15, None, BACKWARD),
-    Mark("plain, E 256", _of("plain", E=256), (FA3, CUDNN), 1.1, None, BACKWARD),
-    Mark("plain", _of("plain"), (FLASH,), 1.1, 0.95),
-    Mark("bool mask, padding mask, bias", _of("features", "bool mask", "padding mask", "bias"), (CUDNN,), None, 1.15, FORWARD),
-    Mark(
+TARGETS = (
+    Target("plain", _of("plain"), (FA3, CUDNN), 1.04, 0.95, FORWARD),
+    Target("plain, E 64", _of("plain", E=64), (FA3, CUDNN), 1.08, None, FORWARD),
+    Target("plain", _of("plain"), (FA3, CUDNN), 1.03, 0.92, BACKWARD),
+    Target("plain, L <= 1024", lambda r: _of("plain")(r) and r["sizes"]["L"] <= 1024, (FA3, CUDNN), 1.15, None, BACKWARD),
+    Target("plain, E 256", _of("plain", E=256), (FA3, CUDNN), 1.1, None, BACKWARD),
+    Target("plain", _of("plain"), (FLASH,), 1.1, 0.95),
+    Target(
+        "bool mask, padding mask, bias", _of("features", "bool mask", "padding mask", "bias"), (CUDNN,), None, 1.15, FORWARD
+    ),
+    Target(
         "masks, biases, dropout",
         _of("features", "bool mask", "padding mask", "bias", "bias with gradient", "bool mask, GQA", "dropout"),
         (EFFICIENT,),
         None,
         1.8,
     ),
-    Mark("bias with gradient", _of("features", "bias with gradient"), (EFFICIENT,), None, 3.0, BACKWARD),
-    Mark("block-sparse mask", _of("features", "block-sparse mask"), (DENSE,), None, 2.5),
-    Mark("dropout", _of("features", "dropout"), (CUDNN, FLASH), None, 1.3, FORWARD),
-    Mark("dropout", _of("features", "dropout"), (CUDNN,), None, 1.0, BACKWARD),
-    Mark("float32", _of("features", "float32"), (EFFICIENT,), None, 1.1),
-    Mark("E 512", _of("features", "E 512"), (EFFICIENT,), None, 1.5),
-    Mark("GQA, 8 key heads", _of("features", "GQA", Hkv=8), (), None, 1.0),
-    Mark("window", _of("features", "window"), (), None, 1.0),
-    Mark("window 128", lambda r: r["options"].get("window") == 128, (FA3,), None, 2.0, FORWARD),
-    Mark("deterministic", _of("features", "deterministic"), (DEFAULT,), None, 0.85, BACKWARD),
-    Mark("deterministic", _of("features", "deterministic"), (FA3,), None, 1.1, BACKWARD),
-    Mark("deterministic, E 256", _of("features", "deterministic", E=256), (FLASH,), None, 2.0, BACKWARD),
-    Mark("packed", _long_packed, (FA3,), None, 1.0),
-    Mark("packed, 512 of 64", _of("packed", "512 of 64"), (FA3,), None, 3.0),
-    Mark("packed", _long_packed, (VARLEN,), None, 1.1),
-    Mark("packed, 512 of 64", _of("packed", "512 of 64"), (VARLEN,), None, 2.0),
-    Mark("short, in a CUDA graph", _of("short"), (), None, 1.0, FORWARD),
+    Target("bias with gradient", _of("features", "bias with gradient"), (EFFICIENT,), None, 3.0, BACKWARD),
+    Target("block-sparse mask", _of("features", "block-sparse mask"), (DENSE,), None, 2.5),
+    Target("dropout", _of("features", "dropout"), (CUDNN, FLASH), None, 1.3, FORWARD),
+    Target("dropout", _of("features", "dropout"), (CUDNN,), None, 1.0, BACKWARD),
+    Target("float32", _of("features", "float32"), (EFFICIENT,), None, 1.1),
+    Target("E 512", _of("features", "E 512"), (EFFICIENT,), None, 1.5),
+    Target("GQA, 8 key heads", _of("features", "GQA", Hkv=8), (), None, 1.0),
+    Target("window", _of("features", "window"), (), None, 1.0),
+    Target("window 128", lambda r: r["options"].get("window") == 128, (FA3,), None, 2.0, FORWARD),
+    Target("deterministic", _of("features", "deterministic"), (DEFAULT,), None, 0.85, BACKWARD),
+    Target("deterministic", _of("features", "deterministic"), (FA3,), None, 1.1, BACKWARD),
+    Target("deterministic, E 256", _of("features", "deterministic", E=256), (FLASH,), None, 2.0, BACKWARD),
+    Target("packed", _long_packed, (FA3,), None, 1.0),
+    Target("packed, 512 of 64", _of("packed", "512 of 64"), (FA3,), None, 3.0),
+    Target("packed", _long_packed, (VARLEN,), None, 1.1),
+    Target("packed, 512 of 64", _of("packed", "512 of 64"), (VARLEN,), None, 2.0),
+    Target("short, in a CUDA graph", _of("short"), (), None, 1.0, FORWARD),
 )
-MOST_STEP_MIB = 1100  # of a bias with gradient, 512 of them the gradient itself
-MOST_US = {"forward": 12.0, "step": 100.0}  # of the host
+MAX_STEP_MIB = 1100  # for a bias with gradient; 512 of them are the gradient itself
+MAX_US = {"forward": 12.0, "step": 100.0}  # of the host group
 
 
-def marks(results: list[dict]) -> list[dict]:
-    """The marks set for the CUDA kernels, each with what this run measured and whether that reaches it."""
+def targets(results: list[dict]) -> list[dict]:
+    """The targets of the CUDA kernels, each with what this run measured and whether it is met."""
     found = []
-    for mark in MARKS:
-        name = f"{mark.name}, x {' and '.join(mark.peers) or 'the fastest peer'}"
-        for direction in mark.directions:
-            members = [r for r in results if mark.members(r) and over(r, direction, mark.peers)]
+    for target in TARGETS:
+        name = f"{target.name}, x {' and '.join(target.peers) or 'the fastest peer'}"
+        for direction in target.directions:
+            members = [r for r in results if target.members(r) and over(r, direction, target.peers)]
             found += judge(
                 name,
                 members,
-                lambda r, d, peers=mark.peers: over(r, d, peers)[0],
-                mark.mean,
-                mark.each,
+                lambda r, d, peers=target.peers: over(r, d, peers)[0],
+                target.mean,
+                target.each,
                 (direction,),
             )
     for result in results:
-        ours = result["contestants"].get(OURS)
+        ours = result["providers"].get(OURS)
         if ours and result["kind"] == "bias with gradient":
-            found.append(_most("memory of a step", result, ours["step_extra_bytes"] / MIB, MOST_STEP_MIB, "MiB"))
-        for what, most in MOST_US.items() if ours and result["group"] == "host" else ():
-            taken = max(e[f"{what}_ms"] for name, e in result["contestants"].items() if name.startswith(OURS))
+            found.append(_at_most("memory of a step", result, ours["step_extra_bytes"] / MIB, MAX_STEP_MIB, "MiB"))
+        for what, most in MAX_US.items() if ours and result["group"] == "host" else ():
+            taken = max(e[f"{what}_ms"] for name, e in result["providers"].items() if name.startswith(OURS))
             label = "host's time of a call" if what == "forward" else "wall time of forward and backward"
-            found.append(_most(label, result, 1e3 * taken, most, "us"))
+            found.append(_at_most(label, result, 1e3 * taken, most, "us"))
     return found
 
 
-def _most(what: str, result: dict, measured: float, most: float, unit: str) -> dict:
+def _at_most(what: str, result: dict, measured: float, most: float, unit: str) -> dict:
     return {
-        "mark": f"{what}, {result['case']}",
+        "target": f"{what}, {result['case']}",
         "most": most,
         "unit": unit,
         "measured": measured,
@@ -207,13 +209,13 @@ def summary_table(record: dict) -> list[str]:
 
 def summary_lines(record: dict) -> list[str]:
     """For the terminal."""
-    return ["", *summary_table(record), "", *marks_table(record)]
+    return ["", *summary_table(record), "", *targets_table(record)]
 
 
 def cell_table(results: list[dict]) -> list[str]:
-    """TFLOP/s, forward / backward; of short and host cells microseconds."""
+    """TFLOP/s, forward / backward; microseconds for short and host cells."""
     group = results[0]["group"]
-    names = list(dict.fromkeys(name for r in results for name in r["contestants"]))
+    names = list(dict.fromkeys(name for r in results for name in r["providers"]))
     rated = group in ("plain", "features", "packed")
     keys = [f"{d}_{'tflop_per_s' if rated else 'ms'}" for d in ("forward", "step" if group == "host" else "backward")]
 
@@ -225,19 +227,21 @@ def cell_table(results: list[dict]) -> list[str]:
 
     rows = []
     for r in results:
-        ours, best = r["contestants"].get(OURS, {}), [over(r, d) for d in DIRECTIONS]
-        row = [f"{r['kind']}: {r['case']}" if group != "plain" else r["case"], *(value(r["contestants"].get(n)) for n in names)]
+        ours, best = r["providers"].get(OURS, {}), [over(r, d) for d in DIRECTIONS]
+        row = [f"{r['kind']}: {r['case']}" if group != "plain" else r["case"], *(value(r["providers"].get(n)) for n in names)]
         if group != "host":
             shares = [ours.get(f"{d}_share") for d in DIRECTIONS if f"{d}_share" in ours]
             row.append(pair((100 * s for s in shares), lambda s: f"{s:.0f}") or "-")
             row.append(pair((b[0] for b in best if b), times) or "-")
         if rated:
-            extra = [r["contestants"].get(n, {}).get("beyond_results_bytes") for n in names]
+            extra = [r["providers"].get(n, {}).get("beyond_results_bytes") for n in names]
             row.append(" / ".join("-" if e is None else number(e / MIB) for e in extra))
-        errors = [r["contestants"].get(n, {}).get("error") for n in names]
+        errors = [r["providers"].get(n, {}).get("error") for n in names]
         row.append(" / ".join("-" if e is None else f"{e:.0e}".replace("e-0", "e-") for e in errors))
         rows.append(row)
-    unit = "TFLOP/s, forward / backward" if rated else "us a launch" if group == "short" else "us: call / forward and backward"
+    unit = (
+        "TFLOP/s, forward / backward" if rated else "us per launch" if group == "short" else "us: call / forward and backward"
+    )
     head = [unit, *names, *(["of matmul, %", "x the fastest"] if group != "host" else [])]
     return table([*head, *(["MiB beyond results"] if rated else []), "error"], rows)
 
@@ -251,10 +255,10 @@ def cell_tables(record: dict) -> list[str]:
         lines += ["", f"### {title}", "", *cell_table(results)]
         reasons = defaultdict(Counter)
         for r in results:
-            for name, why in r["absent"].items():
+            for name, why in r["unavailable"].items():
                 reasons[why][name] += 1
         if reasons:
-            lines += ["", "Absent, in so many of these cells:"]
+            lines += ["", "Unavailable, in so many of these cells:"]
         for why, names in reasons.items():
             lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
     return lines
@@ -268,12 +272,12 @@ def attention_page(record: dict) -> list[str]:
     matmul = [r["matmul"]["tflop_per_s"] for r in record["results"]]
     lines = [*heading(record), ""]
     if matmul:
-        took = f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds a cell"
+        took = f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds per cell"
         lines += [f"{took}; matmul {number(min(matmul))} to {number(max(matmul))} TFLOP/s.", ""]
     if record["wrong"]:
         lines += [f"{record['wrong']} cells of ours were wrong and are not here.", ""]
-    met = sum(mark["met"] for mark in record["marks"])
-    lines += [f"{met} of {len(record['marks'])} marks are met.", "", *marks_table(record), "", *summary_table(record)]
+    met = sum(target["met"] for target in record["targets"])
+    lines += [f"{met} of {len(record['targets'])} targets are met.", "", *targets_table(record), "", *summary_table(record)]
     if any(r["group"] == "plain" for r in record["results"]):
         lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](figures/attention_plain.png)"]
     return lines + cell_tables(record)

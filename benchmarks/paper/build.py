@@ -17,7 +17,7 @@ SOURCES = [
     *(ROOT / "csrc" / "core" / n for n in ("online_softmax.h", "config.h")),
 ]
 FOLDER = ROOT / "build" / "paper"
-KS = (5, 10, 15, 30)  # those that kernels.cu has kernels for
+KS = (5, 10, 15, 30)  # the values of k that kernels.cu has kernels for
 FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-shared", "-Xcompiler=-fPIC"]
 
 
@@ -26,7 +26,7 @@ class Missing(Exception):
 
 
 def build(architecture: str) -> Path:
-    """The library for an architecture as nvcc names it (sm_90); compiled where none of these very sources is there yet."""
+    """The library for an architecture as nvcc names it (sm_90); compiled unless the library of these very sources exists."""
     text = b"".join(source.read_bytes() for source in SOURCES) + " ".join([architecture, *FLAGS]).encode()
     library = FOLDER / f"libpaper-{architecture}-{hashlib.sha256(text).hexdigest()[:12]}.so"
     if library.is_file():
@@ -59,7 +59,7 @@ class Kernels:
         self._call("top_k", [y, values, indices], [*y.shape, values.shape[1]])
 
     def softmax_top_k(self, name: str, x: Tensor, values: Tensor, indices: Tensor) -> None:
-        """name: safe or online. The k largest probabilities, falling, and their places; tensors as for top_k."""
+        """name: safe or online. The k largest probabilities, descending, and their indices; tensors as for top_k."""
         self._call(f"{name}_softmax_top_k", [x, values, indices], [*x.shape, values.shape[1]])
 
     def _call(self, function: str, tensors: list[Tensor], sizes) -> None:

@@ -55,7 +55,7 @@ def softmax(record: dict):
 
 
 def top(record: dict):
-    """Above k 5, every contestant; below the paper's fused kernel for every k."""
+    """Upper row: k 5, every provider. Lower row: the paper's fused kernel for every k."""
     batches = measured(record)
     figure, panels = plt.subplots(2, len(batches), figsize=(9.2, 7.2), layout="constrained", squeeze=False)
     tops = [what for what in record["results"][0]["us"] if what != SOFTMAX]

@@ -1,13 +1,13 @@
 // The softmaxes of Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867, as plain as they are
-// there: float32, one block a row, a thread takes every kThreads-th element, and each pass over the row reads it from memory
-// again. Nothing is vectorized, held back or split, so that what is measured is the passes. For `run.py paper` alone.
+// there: float32, one CTA per row, a thread takes every kThreads-th element, and each pass over the row reads it from memory
+// again. Nothing is vectorized, kept on chip or split, so that what is measured is the passes. Only `run.py paper` uses them.
 //
-//   accesses of an element      reads                    writes
+//   accesses per element        reads                    writes
 //   naive softmax               sum, result              result
 //   safe softmax                maximum, sum, result     result
 //   online softmax              maximum and sum, result  result
 //   top k of a vector           1                        -
-//   safe softmax and top k      maximum, the rest        -
+//   safe softmax and top k      maximum, all else        -
 //   online softmax and top k    1                        -
 #include <cuda_runtime.h>
 
@@ -29,20 +29,20 @@ using State = OnlineSoftmax<float, FastNatural>;
 
 struct Problem {
   const float* input;
-  float* result;  // of a softmax [rows, classes], of a top k [rows, k]
+  float* result;  // softmax: [rows, classes]; top k: [rows, k]
   int* indices;
   int64_t classes;
 };
 
-// ---- a block's row
+// ---- the row of a CTA
 
 template <int kThreads, class F>
 __device__ __forceinline__ void for_each(const float* row, int64_t classes, const F& f) {
-  // As memory that nobody writes, so that the next elements are on their way before the last result is written.
+  // __ldg() says that the input is never written, so that loads may be issued before the previous result is stored.
   for (int64_t c = threadIdx.x; c < classes; c += kThreads) f(__ldg(row + c), c);
 }
 
-// The same value for all threads of the block.
+// All threads of the CTA get the result.
 template <int kThreads, class Combine>
 __device__ __forceinline__ float reduce(float x, float identity, const Combine& combine) {
   __shared__ float of_warp[kWarp];
@@ -52,7 +52,7 @@ __device__ __forceinline__ float reduce(float x, float identity, const Combine& 
     return value;
   };
   x = over_lanes(x);
-  __syncthreads();  // the previous reduction's have been read
+  __syncthreads();  // the values of the previous reduction have been read
   if (lane == 0) of_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
   return over_lanes(lane < kThreads / kWarp ? of_warp[lane] : identity);
@@ -67,17 +67,17 @@ __device__ __forceinline__ float reduce_sum(float x) {
   return reduce<kThreads>(x, 0, [](float a, float b) { return a + b; });
 }
 
-// Section 3.1: partial results are moved to the block's maximum and added.
+// Section 3.1: partial results are rescaled to the CTA's maximum and added.
 template <int kThreads>
 __device__ __forceinline__ State merge(State state) {
-  state.raise(reduce_max<kThreads>(state.max));
+  state.raise_max(reduce_max<kThreads>(state.max));
   state.sum = reduce_sum<kThreads>(state.sum);
   return state;
 }
 
 // ---- the k largest
 
-// A thread's own list, in falling order: an element walks up it from below until it meets a larger one (algorithm 4).
+// A thread's own list in descending order: an element moves up from the end until it meets a larger one (algorithm 4).
 template <int kCount>
 struct Top {
   float value[kCount];
@@ -109,8 +109,8 @@ struct Entry {
   int index;
 };
 
-// The kCount largest of the lists of a warp's lanes, entry i in lane i. `head()` is the first of a lane's list, `drop()`
-// drops it.
+// The kCount largest entries of the lists of a warp's lanes, entry i in lane i. `head()` returns the first entry of a lane's
+// list, `drop()` removes it.
 template <int kCount, class Head, class Drop>
 __device__ __forceinline__ Entry merge_lists(const Head& head, const Drop& drop) {
   static_assert(kCount <= kWarp);
@@ -128,7 +128,7 @@ __device__ __forceinline__ Entry merge_lists(const Head& head, const Drop& drop)
   return mine;
 }
 
-// Writes weight(element) and the place of the block's kCount largest elements.
+// Writes weight(element) and the index of the CTA's kCount largest elements.
 template <int kThreads, int kCount, class Weight>
 __device__ __forceinline__ void write_top(Top<kCount>& top, const Problem& problem, const Weight& weight) {
   __shared__ Entry of_warp[kThreads / kWarp][kCount];
@@ -145,7 +145,7 @@ __device__ __forceinline__ void write_top(Top<kCount>& top, const Problem& probl
   }
 }
 
-// ---- the functions: what a block does with its row
+// ---- the functions: what a CTA does with its row
 
 template <int kThreads, class Weight>
 __device__ __forceinline__ void write_row(const float* row, const Problem& problem, const Weight& weight) {
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ P
   Function::template run<kThreads>(problem.input + blockIdx.x * problem.classes, problem);
 }
 
-// Queues a block for each row, as in the authors' benchmark of up to 256 threads, fewer where a thread would have less than
+// Launches a CTA per row, as in the authors' benchmark of up to 256 threads, of fewer where a thread would have less than
 // eight elements. Returns a cudaError_t.
 template <class Function>
 int launch(const Problem& problem, int64_t rows, void* stream) {
@@ -265,8 +265,8 @@ int launch_top(const Problem& problem, int64_t rows, int k, void* stream) {
 
 }  // namespace
 
-// What build.py calls. Pointers are to memory of the device; x [rows, classes] and what is written lie without gaps, and of a
-// top k the number of classes is below 2^31. The results are those of launch().
+// What build.py calls. Pointers are to device memory; x [rows, classes] and the results are contiguous, and a top k has fewer
+// than 2^31 classes. Each function returns what launch() returns.
 extern "C" {
 
 int naive_softmax(const float* x, float* y, int64_t rows, int64_t classes, void* stream) {

@@ -1,9 +1,9 @@
-"""python benchmarks/run.py paper: the paper's kernels and this library's, each checked first, then timed in turn.
+"""python benchmarks/run.py paper: the paper's kernels and this library's, each checked first, then timed, interleaved.
 
 Every kernel is checked against torch in float64, at as many rows, spread over the batch, as have half a million elements; that
-probabilities of every row sum to 1 and that every place was written is checked over all rows. A call is timed as often as fills
+probabilities of every row sum to 1 and that every index was written is checked over all rows. A call is timed as often as fills
 two milliseconds, short ones replayed from a CUDA graph, so that the host's part of a call does not count; inputs are normal
-numbers, the same in every turn. What fits into the chip's cache is read from there, as in the paper.
+elements, the same in every sample. What fits into the chip's cache is read from there, as in the paper.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from summary import OURS
+from timing import GraphTimer, interleave
 from torch import Tensor
 from tqdm import tqdm
-from turns import Replays, take_turns
 
 import flash_online
 
@@ -34,13 +34,13 @@ CLASSES = (
 QUICK = (63, 1000, 25000)
 CHECKED_ELEMENTS = 1 << 19
 TOLERANCE = 1e-4  # of the largest probability: float32 sums over up to 10^7 terms, by the chip's own exp
-ALIKE = 1e-5  # logits whose probabilities may be the same number in float32
+ALIKE = 1e-5  # difference of logits whose probabilities may be equal in float32
 TENSORS = 3  # of the input's size: it, the paper's result, ours
 TOP = "top {}"  # the results' name for a k
 
 
 class Rows:
-    """A batch of rows, its results, and what is right at the rows that are checked."""
+    """A batch of rows, its results, and the expected result of the rows that are checked."""
 
     def __init__(self, rows: int, classes: int, device: str = "cuda"):
         generator = torch.Generator(device).manual_seed(0)
@@ -61,7 +61,7 @@ class Rows:
             self.indices[k].fill_(-1)
 
     def error(self, name: str, result: Tensor, indices: Tensor | None) -> float:
-        """Relative to the largest probability. Raises AssertionError beyond the tolerance, or where places are wrong."""
+        """Relative to the largest probability. Raises AssertionError beyond the tolerance, or if indices are wrong."""
         expected = self.expected
         if indices is None:
             worst = (result.sum(-1) - 1).abs().max().item()
@@ -72,14 +72,14 @@ class Rows:
             expected = expected.topk(k).values
             chosen = self.sample.gather(-1, indices[self.checked].long())
             off = (chosen - self.sample.topk(k).values).abs().max().item()
-            assert off <= ALIKE, f"{name}: these are not the places of the {k} largest"
+            assert off <= ALIKE, f"{name}: these are not the indices of the {k} largest"
         error = ((result[self.checked] - expected).abs().max() / expected.max()).item()
         assert error <= TOLERANCE, f"{name}: off by {error:.2g} of the largest probability, allowed {TOLERANCE}"
         return error
 
 
-def contestants(rows: Rows, kernels: Kernels) -> dict[str, dict]:
-    """What is timed -> name -> a call that returns (probabilities, places or None)."""
+def providers(rows: Rows, kernels: Kernels) -> dict[str, dict]:
+    """What is timed -> name -> a call that returns (probabilities, indices or None)."""
 
     def softmax(name):
         def call():
@@ -121,9 +121,9 @@ def measure(size: tuple[int, int], kernels: Kernels, seconds: float, rounds: int
     result = {"rows": size[0], "classes": size[1], "us": {}, "error": {}}
     needed = TENSORS * 4 * size[0] * size[1]
     if needed > 0.95 * torch.cuda.mem_get_info()[0]:
-        return result | {"absent": f"{TENSORS} tensors of its size take {needed / 2**30:.0f} GiB"}
+        return result | {"unavailable": f"{TENSORS} tensors of its size take {needed / 2**30:.0f} GiB"}
     rows = Rows(*size)
-    calls = contestants(rows, kernels)
+    calls = providers(rows, kernels)
     with torch.no_grad(), flash_online.strict():
         for what, by_name in calls.items():
             k = None if what == SOFTMAX else int(what.split()[1])
@@ -133,21 +133,21 @@ def measure(size: tuple[int, int], kernels: Kernels, seconds: float, rounds: int
                 label = f"{what}, {name}, rows {size[0]}, classes {size[1]}"
                 result["error"][what][name] = rows.error(label, *call())
         pool = torch.cuda.graph_pool_handle()
-        turns = {(what, name): Replays(call, pool) for what, by_name in calls.items() for name, call in by_name.items()}
-        # Not copy_(): in a graph that is no kernel, and at some sizes a third slower.
-        copy = Replays(lambda: torch.neg(rows.x, out=rows.y), pool)
-        take_turns([*turns.values(), copy], seconds, rounds)
+        timers = {(what, name): GraphTimer(call, pool) for what, by_name in calls.items() for name, call in by_name.items()}
+        # copy_() is no kernel in a CUDA graph, and a third slower at some sizes; torch.neg moves the same bytes.
+        copy = GraphTimer(lambda: torch.neg(rows.x, out=rows.y), pool)
+        interleave([*timers.values(), copy], seconds, rounds)
     result["copy_us"] = 1e6 * copy.median
     result["rounds"] = len(copy.times)
-    for (what, name), t in turns.items():
+    for (what, name), t in timers.items():
         result["us"].setdefault(what, {})[name] = 1e6 * t.median
     return result
 
 
 def line(result: dict) -> str:
     head = f"rows {result['rows']:5} classes {result['classes']:9}  "
-    if "absent" in result:
-        return head + result["absent"]
+    if "unavailable" in result:
+        return head + result["unavailable"]
     parts = [f"copy {result['copy_us']:.1f}"]
     for what, us in result["us"].items():
         parts.append(f"{what}: " + " ".join(f"{name} {t:.1f}" for name, t in us.items()))
@@ -155,7 +155,7 @@ def line(result: dict) -> str:
 
 
 def run(quick: bool, facts: Callable[[], dict], path: Path) -> int:
-    """The whole benchmark; `facts` are those of the machine and the run. 2 where it cannot be made here."""
+    """The whole benchmark; `facts` returns the facts of the machine and the run. Returns 2 if it cannot run here."""
     try:
         if not torch.cuda.is_available():
             raise Missing("the paper's kernels need a CUDA GPU")

@@ -1,15 +1,15 @@
-"""The tables of docs/paper.md, made of benchmarks/results/paper.json by report.py."""
+"""The tables of docs/paper.md, which report.py makes from benchmarks/results/paper.json."""
 
 from __future__ import annotations
 
 from page import heading, number, table, times
 from summary import OURS
 
-# What a speed-up is over, and who has one. The first entry of the results' names is the baseline.
+# The baseline of each speed-up, and the kernels that have one.
 SOFTMAX, BASELINE, FASTER = "softmax", "safe", ("naive", "online", OURS)
 TOP_BASELINE, TOP_FASTER = "unfused", ("safe, fused", "online, fused", OURS)
 CLAIMS = {SOFTMAX: 1.3, "top 5": 5.0}  # the abstract's, on a V100: "up to"
-LEAST_CLASSES = 1000  # below, a call is a launch and little else
+LEAST_CLASSES = 1000  # with fewer, a call is a launch and little else
 CHOSEN = (4000, 25000, 1000000)  # classes at which every k is shown
 
 
@@ -28,7 +28,7 @@ def measured(record: dict) -> dict[int, dict[int, dict]]:
     """rows -> classes -> result, without the sizes that were too large."""
     by_rows: dict[int, dict[int, dict]] = {}
     for result in record["results"]:
-        if "absent" not in result:
+        if "unavailable" not in result:
             by_rows.setdefault(result["rows"], {})[result["classes"]] = result
     return by_rows
 
@@ -88,7 +88,9 @@ def _cells(result: dict | None, what: str, baseline: str, faster: tuple[str, ...
 
 
 def paper_page(record: dict) -> list[str]:
-    absent = [f"V {r['classes']} at batch {r['rows']} ({r['absent']})" for r in record["results"] if "absent" in r]
+    unavailable = [
+        f"V {r['classes']} at batch {r['rows']} ({r['unavailable']})" for r in record["results"] if "unavailable" in r
+    ]
     return [
         *heading(record),
         "",
@@ -105,5 +107,5 @@ def paper_page(record: dict) -> list[str]:
         "The same by k.",
         "",
         *by_k(record),
-        *(["", f"Too large for this GPU: {'; '.join(absent)}."] if absent else []),
+        *(["", f"Too large for this GPU: {'; '.join(unavailable)}."] if unavailable else []),
     ]

@@ -1,13 +1,14 @@
 // The algebra of online softmax: the one place where a partial sum of exponentials is moved to a new maximum.
 //
-// A partial result over a set of scores is (max, sum): the largest score and the sum of exp(score - max). Two partial
-// results over disjoint sets merge into that of their union; the merge is associative and commutative up to rounding, and
-// the empty set (-inf, 0) is its identity. Milakov and Gimelshein, "Online normalizer calculation for softmax",
-// arXiv 1805.02867, sections 3 and 3.1; the output row of attention rides along as in FlashAttention (arXiv 2205.14135).
+// A partial result over a set of scores is (max, sum): the largest score and the sum of exp(score - max). Two partial results
+// over disjoint sets merge into the partial result of their union. The merge is associative and commutative up to rounding, and
+// the empty set (-inf, 0) is its identity. See Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv
+// 1805.02867, sections 3 and 3.1. Attention accumulates its output row along with the sum, as in FlashAttention (arXiv
+// 2205.14135).
 //
 // Conventions, kept by every kernel:
-//  * The empty row has max -inf and sum 0. Its lse is -inf; as a row of attention it is 0, as a softmax it is NaN (0 / 0).
-//  * NaN is not a maximum: it reaches the result through the sum. +inf is: exp(inf - inf) makes the sum NaN.
+//  * The empty row has max -inf and sum 0. Its lse is -inf. As a row of attention its result is 0; as a softmax it is NaN.
+//  * NaN is never a maximum; it reaches the result through the sum. +inf may be a maximum; it makes the sum NaN.
 #pragma once
 
 #include <cmath>
@@ -18,8 +19,8 @@
 
 namespace flash_online {
 
-// The base of the exponentials. Scores in natural units use Natural; a kernel that folds log2(e) into its scale uses
-// Binary, since exp2 is one instruction on a GPU.
+// The base of the exponentials. Scores in natural units use Natural. A kernel that folds log2(e) into its scale uses Binary,
+// since exp2 is one instruction on a GPU.
 struct Natural {
   template <class T>
   FLASH_ONLINE_HD static T exp(T x) {
@@ -46,7 +47,7 @@ struct Binary {
   FLASH_ONLINE_HD static float log(float x) { return ::log2f(x); }
 };
 
-// -infinity; in every lane, if T is a vector of numbers (of GCC's vector extension).
+// -infinity; T may be a vector of GCC's vector extension, whose lanes are then all -infinity.
 template <class T>
 FLASH_ONLINE_HD T lowest() {
   if constexpr (std::is_arithmetic_v<T>)
@@ -60,42 +61,42 @@ FLASH_ONLINE_HD T maximum(T a, T b) {
   return b > a ? b : a;  // a NaN in b is not taken: see the conventions above
 }
 
-// The point that exponents are measured from: the maximum, but 0 for the empty row, where exp(-inf - 0) is 0 as it must be
-// and exp(-inf - -inf) would be NaN.
+// The number from which exponents are measured: the maximum, but 0 for the empty row. There exp(-inf - 0) is 0, as it must be,
+// whereas exp(-inf - -inf) would be NaN.
 template <class T>
 FLASH_ONLINE_HD T pivot(T max) {
   return max == lowest<T>() ? T{} : max;
 }
 
-// T is the type of sums and weights. Max may be wider: the maximum of scores that are themselves wider. T may also be a vector
-// of numbers: as many states, side by side.
+// The partial result of a row. T is the type of sums and weights. Max may be wider than T if the scores are. T may also be a
+// vector, which holds the states of several rows side by side.
 template <class T, class Base = Natural, class Max = T>
 struct OnlineSoftmax {
   Max max = lowest<Max>();
   T sum = T{};
 
-  // What a quantity measured from the maximum `from` is multiplied by to be measured from `to` >= `from`.
+  // The factor that converts a quantity measured from the maximum `from` to one measured from `to` >= `from`.
   FLASH_ONLINE_HD static T rescale(Max from, Max to) { return Base::exp(static_cast<T>(from - pivot(to))); }
 
-  // The weight of a score in this state: exp(score - max). A score of a wider type is rounded after the difference alone.
+  // The weight of a score in this state: exp(score - max). A score wider than T is rounded only after the subtraction.
   template <class Score>
   FLASH_ONLINE_HD T weight(Score score) const {
     return Base::exp(static_cast<T>(score - pivot(max)));
   }
 
-  // The same of the score a * b, which is not rounded by itself.
+  // The weight of the score a * b, without rounding the product before the subtraction.
   template <class Factor>
   FLASH_ONLINE_HD T weight_of_product(Factor a, Factor b) const {
     return Base::exp(static_cast<T>(a * b - pivot(max)));
   }
-  // And of (a + rest) * b, where `rest` is too small for the sum to hold all of its digits.
+  // The weight of the score (a + low) * b, where `low` is too small for the sum a + low to hold all of its digits.
   template <class Factor>
-  FLASH_ONLINE_HD T weight_of_product(Factor a, Factor rest, Factor b) const {
-    return Base::exp(static_cast<T>(rest * b + (a * b - pivot(max))));
+  FLASH_ONLINE_HD T weight_of_product(Factor a, Factor low, Factor b) const {
+    return Base::exp(static_cast<T>(low * b + (a * b - pivot(max))));
   }
 
-  // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor that whatever else was
-  // accumulated with the old weights (the output row of attention) must be multiplied by.
+  // Step 1 of absorbing a block: raises the maximum to cover the block's. Returns the factor by which everything else that was
+  // accumulated with the old weights (the output row of attention) must be multiplied.
   FLASH_ONLINE_HD T raise_max(Max block_max) {
     const Max old = max;
     max = maximum(old, block_max);
@@ -104,8 +105,9 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // The same where the factor is dear to apply: a block's maximum that is above by no more than `threshold` is let be, and
-  // weights reach exp(threshold). The algebra holds for any point of reference; only overflow asks for the largest score.
+  // The lazy variant of raise_max: keeps the old maximum unless the block's exceeds it by more than `threshold`, which saves
+  // rescaling the output row. Weights stay below exp(threshold). The algebra holds for any reference; the largest score is
+  // needed only to avoid overflow.
   template <class Threshold>
   FLASH_ONLINE_HD T raise_max_lazily(Threshold threshold, Max block_max) {
     const Max old = max;
@@ -115,39 +117,40 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // Step 2: adds the block's sum of weight(score), taken after raise_max().
+  // Step 2 of absorbing a block: adds the block's sum of weight(score), computed after raise_max().
   FLASH_ONLINE_HD void add(T block_sum) { sum += block_sum; }
 
-  // Both steps for a single score; returns the factor of raise_max().
+  // Absorbs a single score; returns the factor of raise_max().
   FLASH_ONLINE_HD T absorb(Max score) {
     const T factor = raise_max(score);
     add(weight(score));
     return factor;
   }
 
-  // The partial result over the union of two disjoint sets.
+  // Merges the partial result of a disjoint set into this one.
   FLASH_ONLINE_HD void merge(const OnlineSoftmax& other) {
     raise_max(other.max);
     add(other.sum * rescale(other.max, max));
   }
 
-  // 1 / sum; for the empty row, infinity (softmax, 0 * inf: NaN) or 0 (attention: nothing to attend to gives 0).
+  // 1 / sum. For the empty row the first is infinity (softmax: 0 * inf is NaN), the second 0 (attention: no keys give 0).
   FLASH_ONLINE_HD T inverse_sum() const { return 1 / sum; }
   FLASH_ONLINE_HD T inverse_sum_or_zero() const { return sum == T{} ? T{} : 1 / sum; }
 
-  // log of a score's probability: score - lse, but without the rounding of a large lse.
+  // The logarithm of a score's probability, score - lse, but without the rounding of a large lse.
   FLASH_ONLINE_HD T log_probability(T score) const { return (score - pivot(max)) - Base::log(sum); }
 
   // log(sum of exp(score)), in units of the base; -inf for the empty row.
   FLASH_ONLINE_HD T lse() const { return static_cast<T>(max + Base::log(Max(sum))); }
 
-  // What rounding lse() to T dropped: lse() + lse_low() is the logarithm to twice T's precision, so that a backward pass
-  // gets exp(score - lse) right for scores far from 0. 0 where lse is not finite.
+  // What rounding lse() to T dropped; 0 where lse is not finite. lse() + lse_low() has twice T's precision, from which a
+  // backward pass computes exp(score - lse) correctly even for scores far from 0.
   FLASH_ONLINE_HD T lse_low() const {
     const Max log_sum = Base::log(Max(sum)), total = max + log_sum;
-    const Max part = total - max;  // two-sum (Knuth): the rounding of total itself, all there is to it where Max is T
-    const Max rest = (max - (total - part)) + (log_sum - part);
-    const T low = static_cast<T>((total - Max(static_cast<T>(total))) + rest);
+    // Two-sum (Knuth): `error` is the rounding of `total`, and all that lse_low() returns where Max is T
+    const Max part = total - max;
+    const Max error = (max - (total - part)) + (log_sum - part);
+    const T low = static_cast<T>((total - Max(static_cast<T>(total))) + error);
     return low - low == T(0) ? low : T(0);
   }
 };

@@ -1,4 +1,4 @@
-// From a run-time value to a compile-time constant: the one place of switches.
+// Turns run-time values into compile-time types and constants.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@ struct Type {
   using type = T;
 };
 
-// Calls f(Type<T>{}) with the element type that stands for a floating dtype. Float16 and BFloat16 are the caller's own: the
-// host's and the device's differ. False if the dtype is none of them.
+// Calls f(Type<T>{}) with the element type of a floating dtype. The caller passes its own Float16 and BFloat16, as host and
+// device have different ones. Returns false if the dtype is not floating.
 template <class Float16, class BFloat16, class F>
 inline __attribute__((always_inline)) bool visit_floating(DType dtype, F&& f) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// The one place that asks which instructions the processor has.
+// Picks the kernels of the best instruction set that the processor has. No other file asks which instructions there are.
 #include <cstdlib>
 #include <cstring>
 
@@ -27,13 +27,13 @@ FLASH_ONLINE_DECLARE(amx)
 #undef FLASH_ONLINE_DECLARE
 
 #if defined(__x86_64__)
-// GCC 12's __builtin_cpu_supports knows neither of these two.
+// Asks the processor itself, as GCC 12's __builtin_cpu_supports knows neither AVX512_BF16 nor AMX.
 static bool has_bf16_instructions() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
 }
 
-// Linux lets a process use the tile registers once it has asked; the answer then holds for all of its threads.
+// Linux lets a process use the AMX tile registers after it has asked for permission, which then holds for all of its threads.
 static bool has_matrix_tiles() {
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -48,7 +48,7 @@ static Kernels choose() {
   const auto allowed = [&](const char* name) { return forced == nullptr || std::strcmp(forced, name) == 0; };
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // The sets are those of the psABI's micro-architecture levels v4 and v3, which GCC's -march=x86-64-v4 and -v3 assume.
+  // GCC's -march=x86-64-v4 and -v3 assume exactly the micro-architecture levels of the psABI that are tested here.
   const bool v4 = __builtin_cpu_supports("x86-64-v4");
   if (allowed("amx") && v4 && has_bf16_instructions() && has_matrix_tiles())
     return {"amx", amx::attention_kernels, amx::row_kernels};

@@ -1,28 +1,34 @@
-// Threads and memory for a CPU kernel, handed down by csrc/ops so that kernels need not know torch.
+// Threads and memory for a CPU kernel. csrc/ops provides them, so that kernels need not know torch.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
+#include "../core/scratch.h"
+
 namespace flash_online::cpu {
 
-// Bytes that a kernel wants, multiples of 64: for each worker its own, and one piece that all workers share.
+// The bytes that a kernel needs, in multiples of 64: per worker, and in one block that all workers share.
 struct Memory {
   int64_t scratch = 0, shared = 0;
 };
 
 struct Executor {
-  int64_t workers = 1;  // run() calls body(context, worker) for 0 <= worker < workers, in parallel or not
+  int64_t workers = 1;  // run() calls body(context, worker) for 0 <= worker < workers, in parallel or one after another
   void (*run)(int64_t workers, void (*body)(void* context, int64_t worker), void* context) = nullptr;
   std::byte* scratch = nullptr;    // workers * scratch_bytes, aligned to 64 bytes
-  int64_t scratch_bytes = 0;       // a worker's share, a multiple of 64
-  std::byte* shared = nullptr;     // of all workers, aligned to 64 bytes
+  int64_t scratch_bytes = 0;       // per worker, a multiple of 64
+  std::byte* shared = nullptr;     // shared by all workers, aligned to 64 bytes
 };
 
-// Calls item(index, scratch) for every index below `items`. A free worker takes the next index, so uneven items (causal
-// rows) balance; an item must not depend on the others, so that results do not depend on the number of threads. Items must
-// not throw: the exception would cross a thread of torch's pool.
+// Divides a worker's scratch, or the shared block, into pieces.
+using ScratchAllocator = flash_online::ScratchAllocator<64, false>;
+
+// Calls item(index, scratch) for every index below `items`, the number of work items. Each free worker takes the next index,
+// which balances items of uneven size (causal rows). An item must not depend on other items, unless on ones of lower index,
+// which have started before it: results must not depend on the number of threads. Items must not throw, as the exception would
+// cross a thread of torch's pool.
 template <class Item>
 inline __attribute__((always_inline)) void for_each_item(const Executor& executor, int64_t items, const Item& item) {
   struct Context {

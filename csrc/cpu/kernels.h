@@ -1,24 +1,36 @@
-// What csrc/ops may call on the CPU. Each instruction set fills one table from the same sources (cpu_sources in CMakeLists.txt,
-// compiled once a set); dispatch.cpp picks the table, once a process.
+// What csrc/ops may call on the CPU: one table of functions per operator family. Each instruction set fills its tables from the
+// same sources (cpu_sources in CMakeLists.txt, compiled once per set); dispatch.cpp picks a set once per process.
+//
+// All functions take a filled problem struct (core/problem.h, core/row_problem.h) whose pointers are on the CPU, and an
+// Executor with threads and scratch. They assume that the problem is valid, allocate nothing and throw nothing.
 #pragma once
 
 #include "../core/problem.h"
-#include "../core/rows.h"
+#include "../core/row_problem.h"
 #include "executor.h"
 
 namespace flash_online::cpu {
 
+// Attention and what belongs to it: dropout's mask, and the merge of partial results over disjoint keys.
 struct AttentionKernels {
+  // The memory that `forward` and `backward` need. These functions read only the shapes, strides and options of a problem and
+  // whether a pointer is null; for packed sequences they also read the starts.
   Memory (*forward_memory)(const AttentionProblem&);
   Memory (*backward_memory)(const AttentionProblem&, const AttentionGradients&);
   void (*forward)(const AttentionProblem&, const Executor&);
   void (*backward)(const AttentionProblem&, const AttentionGradients&, const Executor&);
+
+  // These functions need no memory.
   void (*dropout_mask)(const DropoutProblem&, const Executor&);
   void (*merge)(const MergeProblem&, const Executor&);
   void (*merge_backward)(const MergeProblem&, const MergeGradients&, const Executor&);
 };
 
+// Softmax and log-softmax (RowProblem::log), logsumexp, cross-entropy, and the top k of a softmax, over one dimension of a
+// tensor.
 struct RowKernels {
+  // Bytes of scratch per worker that a call with this problem needs. A problem without `input` and `grad` asks for the upper
+  // bound over all shapes and strides with its dtype and k.
   int64_t (*scratch)(const RowProblem&);
   void (*softmax)(const RowProblem&, const Executor&);
   void (*softmax_backward)(const RowProblem&, const Executor&);
@@ -30,14 +42,15 @@ struct RowKernels {
   void (*topk_softmax_backward)(const RowProblem&, const Executor&);
 };
 
+// All kernels of one instruction set.
 struct Kernels {
   const char* name;  // of the instruction set: "portable", "avx2", "avx512", "avx512_bf16", "amx"
   AttentionKernels attention;
   RowKernels rows;
 };
 
-// The kernels for this processor. FLASH_ONLINE_CPU=portable|avx2|avx512|avx512_bf16|amx, read once, takes a lesser set, for
-// tests.
+// The kernels for this processor. The environment variable FLASH_ONLINE_CPU=portable|avx2|avx512|avx512_bf16|amx, read once,
+// selects a set by name, for tests.
 const Kernels& kernels();
 
 }  // namespace flash_online::cpu

@@ -1,5 +1,5 @@
-// Element types, conversions, exp and the matrix product of the CPU kernels, written so that one source vectorises for
-// whichever instruction set the file is compiled for. Everything lives in that set's own namespace (see kernels.h).
+// Element types, conversions, vectors and exp of the CPU kernels, written so that one source vectorises for whichever
+// instruction set the file is compiled for. Everything lives in that set's own namespace (see kernels.h).
 #pragma once
 
 #include <bit>
@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #endif
 
+#include "../core/integer.h"
 #include "../core/online_softmax.h"
 #include "../core/problem.h"
 
@@ -30,7 +31,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// What sums over elements of type T are kept in.
+// The type in which sums over elements of type T are kept.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -38,7 +39,7 @@ FLASH_ONLINE_INLINE float widen(float x) { return x; }
 FLASH_ONLINE_INLINE double widen(double x) { return x; }
 FLASH_ONLINE_INLINE float widen(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 FLASH_ONLINE_INLINE float widen(Float16 x) {
-  // The exponent is moved by a product with 2^112, which also makes subnormals normal; infinities and NaN get theirs back.
+  // A multiplication by 2^112 moves the exponent and also makes subnormals normal; infinities and NaN get their exponent back.
   const uint32_t magnitude = x.bits & 0x7fffu, sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f);
   return std::bit_cast<float>((magnitude >= 0x7c00u ? scaled | 0x7f800000u : scaled) | sign);
@@ -64,7 +65,7 @@ FLASH_ONLINE_INLINE T narrow(Accumulator<T> x) {
   }
 }
 
-// One vector register's worth of T, loaded and stored at any alignment of T.
+// One vector register of elements of type T, loaded and stored at any alignment of T.
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -95,7 +96,8 @@ FLASH_ONLINE_INLINE Vector<T> broadcast(T x) {
   return x - Vector<T>{};  // x + {} would turn -0 into 0
 }
 
-// All lanes from memory: one instruction, and no arithmetic on what may be two numbers of 16 bits.
+// Loads one element into all lanes. This is one instruction without arithmetic, since a float here may be the bits of a pair of
+// 16-bit numbers.
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> broadcast_from(const T* from) {
 #if defined(__AVX512F__)
@@ -108,26 +110,27 @@ FLASH_ONLINE_INLINE Vector<T> broadcast_from(const T* from) {
 #endif
 }
 
-// kLanes<float> elements of 16 bits, as the storage sees them.
-struct HalfVectorOf {
+// The bits of kLanes<float> elements of 16 bits.
+struct Vector16BitOf {
   typedef uint16_t type __attribute__((vector_size(kVectorBytes / 2)));
   typedef uint16_t unaligned __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 };
 
-// load_vector and store_vector of a lane's worth of elements of any type, widened and narrowed (ties to even) on the way.
+// load_widened and store_narrowed move one vector of the accumulator's type, from and to elements of any type; rounding is to
+// nearest, ties to even.
 FLASH_ONLINE_INLINE Vector<float> load_widened(const float* from) { return load_vector(from); }
 FLASH_ONLINE_INLINE Vector<double> load_widened(const double* from) { return load_vector(from); }
 FLASH_ONLINE_INLINE Vector<float> load_widened(const BFloat16* from) {
-  // By instruction where GCC's own conversion takes the half in two pieces.
+  // The intrinsics are here because GCC's own conversion splits the 16-bit vector in two.
 #if defined(__AVX512F__)
-  const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(wide) << 16);
+  const __m512i bits = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(bits) << 16);
 #elif defined(__AVX2__)
-  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(wide) << 16);
+  const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(bits) << 16);
 #else
-  const HalfVectorOf::type half = *reinterpret_cast<const HalfVectorOf::unaligned*>(from);
-  return reinterpret_cast<Vector<float>>(__builtin_convertvector(half, Vector<uint32_t>) << 16);
+  const Vector16BitOf::type bits = *reinterpret_cast<const Vector16BitOf::unaligned*>(from);
+  return reinterpret_cast<Vector<float>>(__builtin_convertvector(bits, Vector<uint32_t>) << 16);
 #endif
 }
 FLASH_ONLINE_INLINE Vector<float> load_widened(const Float16* from) {
@@ -155,7 +158,7 @@ FLASH_ONLINE_INLINE void store_narrowed(BFloat16* to, Vector<float> x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(result)));
 #else
-  *reinterpret_cast<HalfVectorOf::unaligned*>(to) = __builtin_convertvector(result, HalfVectorOf::type);
+  *reinterpret_cast<Vector16BitOf::unaligned*>(to) = __builtin_convertvector(result, Vector16BitOf::type);
 #endif
 #endif
 }
@@ -169,10 +172,10 @@ FLASH_ONLINE_INLINE void store_narrowed(Float16* to, Vector<float> x) {
 #endif
 }
 
-// The larger of each pair of lanes; b's where either is NaN. One instruction, which ?: is not.
-FLASH_ONLINE_INLINE Vector<float> largest(Vector<float> a, Vector<float> b) {
+// The larger of each pair of lanes, and b's lane where either is NaN. This is one instruction; GCC does not make one of ?:.
+FLASH_ONLINE_INLINE Vector<float> vector_max(Vector<float> a, Vector<float> b) {
 #if defined(__AVX512F__)
-  // The masked forms: GCC 12 warns of the plain ones' own undefined operand.
+  // The masked intrinsics avoid a warning of GCC 12 about the undefined operand of the plain ones.
   return reinterpret_cast<Vector<float>>(_mm512_maskz_max_ps(0xffff, reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
 #elif defined(__AVX2__)
   return reinterpret_cast<Vector<float>>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
@@ -183,20 +186,21 @@ FLASH_ONLINE_INLINE Vector<float> largest(Vector<float> a, Vector<float> b) {
 #endif
 }
 
-// A base of exponentials whose float exp has no branch and no call. exp(x) = 2^n e^r with n = round(x log2 e),
-// |r| <= ln 2 / 2 and e^r = 1 + r + r^2 q(r), where q is of degree 4 and minimax: 3e-9 from e^r, so that rounding alone is
-// left, within 1 ulp (1.2 in a set without FMA), tested over all exponents. Results under 2^-126 are rounded as subnormals;
-// exp(-inf) = 0, NaN stays. exp(inf) is inf of a number, NaN in a vector of them, where nothing asks for it: a score less its
-// maximum is never inf.
+// A base of exponentials (see online_softmax.h) whose exp for float has no branch and no call. exp(x) = 2^n e^r with n =
+// round(x log2 e), |r| <= ln 2 / 2 and e^r = 1 + r + r^2 q(r). q is a minimax polynomial of degree 4 whose error is 3e-9, so
+// that only rounding is left: the result is within 1 ulp (1.2 in an instruction set without FMA), tested over all exponents.
+// The scalar exp rounds results under 2^-126 as subnormals. exp(-inf) is 0 and NaN stays NaN. exp(inf) is inf for a scalar but
+// NaN in a vector, where it never occurs: a score minus its maximum is never inf.
 struct FastNatural {
-  // Beyond these a result is 0 or inf, and 0 by a product with 0: to underflow takes the processor a hundred times as long.
-  static constexpr float kLeast = -176.f, kMost = 100.f;
-  static constexpr float kLeastNormal = -87.3365447f;         // the logarithm of 2^-126
-  static constexpr float kLog2e = 1.44269504f, kRound = 12582912.f;  // 1.5 * 2^23: the last digit counts ones
-  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * the first is exact
+  // Beyond these arguments a result is 0 or inf. The 0 comes from a multiplication by 0, because a result that underflows takes
+  // the processor a hundred times as long.
+  static constexpr float kMinArgument = -176.f, kMaxArgument = 100.f;
+  static constexpr float kLogMinNormal = -87.3365447f;  // the logarithm of 2^-126
+  static constexpr float kLog2e = 1.44269504f, kRoundToInteger = 12582912.f;  // 1.5 * 2^23: the last digit counts ones
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // n * kLn2High is exact
 
   template <class V>
-  static FLASH_ONLINE_INLINE V of_remainder(V r) {
+  static FLASH_ONLINE_INLINE V exp_of_remainder(V r) {
     V q = 0.001381454f * r + 0.008368745f;
     q = q * r + 0.04166839f;
     q = q * r + 0.16666521f;
@@ -205,24 +209,26 @@ struct FastNatural {
     return q * r + 1.f;
   }
   static FLASH_ONLINE_INLINE float exp(float x) {
-    const float clamped = x < kLeast ? kLeast : x > kMost ? kMost : x;  // NaN fails both and passes through
-    const float shifted = clamped * kLog2e + kRound, n = shifted - kRound;
-    // 2^n in two factors, as n reaches from -254 to 144 and a float's exponent does not.
+    const float clamped = x < kMinArgument   ? kMinArgument
+                          : x > kMaxArgument ? kMaxArgument
+                                             : x;  // NaN fails both comparisons and passes through
+    const float shifted = clamped * kLog2e + kRoundToInteger, n = shifted - kRoundToInteger;
+    // 2^n is applied in two factors, as n reaches from -254 to 144 and a float's exponent does not.
     const int32_t exponent = static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - 0x4b400000u), half = exponent >> 1;
     const auto power = [](int32_t e) { return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23); };
-    return of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
+    return exp_of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
   }
-  // In a vector, results under 2^-126 are 0: a lane with a subnormal result would cost the processor a hundred cycles, and
-  // every hidden score has one.
+  // In a vector, results under 2^-126 become 0: a lane with a subnormal result would cost the processor a hundred cycles, and
+  // every hidden score would have one.
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) {
-    const Vector<float> shifted = x * kLog2e + kRound, n = shifted - kRound;
-    const Vector<float> scaled = of_remainder((x - n * kLn2High) - n * kLn2Low);
+    const Vector<float> shifted = x * kLog2e + kRoundToInteger, n = shifted - kRoundToInteger;
+    const Vector<float> scaled = exp_of_remainder((x - n * kLn2High) - n * kLn2Low);
 #if defined(__AVX512F__)
-    const __mmask16 normal = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(kLeastNormal), _CMP_NLT_UQ);
+    const __mmask16 normal = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(kLogMinNormal), _CMP_NLT_UQ);
     return reinterpret_cast<Vector<float>>(
         _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(scaled), reinterpret_cast<__m512>(n)));
 #else
-    const auto tiny = x < kLeastNormal;
+    const auto tiny = x < kLogMinNormal;
     const Vector<int32_t> exponent = (reinterpret_cast<Vector<int32_t>>(shifted) - 0x4b400000) & ~tiny, half = exponent >> 1;
     const auto power = [](Vector<int32_t> e) { return reinterpret_cast<Vector<float>>((e + 127) << 23); };
     return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<int32_t>>(scaled * power(half) * power(exponent - half)) &
@@ -243,9 +249,7 @@ struct FastNatural {
 template <class T>
 using Softmax = OnlineSoftmax<T, FastNatural>;
 
-constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// A length rounded up to whole vectors of the widest set, so that scratch has the same shape in every set.
+// A length rounded up to whole vectors of the widest instruction set, so that scratch has the same shape in every set.
 constexpr int64_t padded(int64_t length) { return round_up(length, 16); }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

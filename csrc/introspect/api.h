@@ -1,5 +1,5 @@
-// The one symbol that libflash_online.so exports: what it can tell of itself without torch or Python. _introspect looks it up
-// by name, so the table only ever grows at its end.
+// The only symbol that libflash_online.so exports: what the library can tell about itself without torch or Python. _introspect
+// looks it up by name, so the table only ever grows at its end.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@ namespace flash_online {
 
 struct Api {
   const char* (*build_info)();  // JSON: what was built, by what, for what
-  // Bytes that a CPU kernel's forward pass takes beside its results: attention's in all, with `workers` of them, one a thread
-  // at most; a row function's for a worker. Of the problem, sizes, strides and what is not null count.
+  // Bytes that a forward pass takes on the CPU beside its results: for attention in all, with this many workers (at most one
+  // per thread); for a row operator per worker. They depend on the problem's sizes and strides and on which pointers are null.
   int64_t (*attention_memory)(const AttentionProblem& problem, int64_t workers);
-  int64_t (*row_scratch)(bool float64, int64_t k);  // k: of the top k, else 0
-  // The CUDA kernels that attention may run on, the best first, a line each: its name, and after a space why it does not take
-  // the problem (nothing: it does). The result lives until the thread's next call. Null in a build without CUDA.
+  int64_t (*row_scratch)(bool float64, int64_t k);  // k: topk_softmax's, else 0
+  // The CUDA kernels that attention may run on, the best first, one per line: its name, a space, and the reason why it does not
+  // take the problem, or nothing if it does. The result lives until the thread's next call. Null in a build without CUDA.
   const char* (*attention_candidates)(const AttentionProblem& problem, int major, int minor, int shared_bytes, bool backward);
 };
 

@@ -1,5 +1,6 @@
 // What the library can show of itself, as Python objects: the algebra of online softmax on plain numbers, for tests and
-// `python -m flash_online trace`, and the facts of the build. Never a tensor, never on a call's path; needs no torch.
+// `python -m flash_online trace`, and the facts of the build. It never sees a tensor, is on no operator's path, and needs no
+// torch.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -20,8 +21,8 @@ namespace py = pybind11;
 namespace flash_online {
 namespace {
 
-// A row of scores, or room for a result: a contiguous one-dimensional buffer of T, used in place. Rows of scores may be any
-// sequence of numbers too, which is copied.
+// A row of scores, or the memory for a result: a contiguous one-dimensional buffer of T, used in place. Scores may also be any
+// sequence of numbers, which is copied.
 template <class T>
 class Row {
  public:
@@ -115,19 +116,20 @@ void bind_state(py::module_& m, const char* name) {
             }
             return steps;
           },
-          py::arg("scores"), "The walk of online softmax: (score, max, sum, factor) after each score.")
+          py::arg("scores"), "The steps of online softmax: (score, max, sum, factor) after each score.")
       .def_static("naive_softmax", softmax(naive_softmax<T, Base>), py::arg("scores"), py::arg("out"))
       .def_static("safe_softmax", softmax(safe_softmax<T, Base>), py::arg("scores"), py::arg("out"))
       .def_static("online_softmax", softmax(online_softmax<T, Base>), py::arg("scores"), py::arg("out"));
 }
 
-// A tensor [batch, heads, rows, width] without its elements: sizes, strides, and where it begins in memory that is aligned.
-using Shape = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>;
+// A tensor [batch, heads, rows, head_dim] without its elements: sizes, strides, and the offset in bytes of its first element
+// from an aligned address.
+using TensorShape = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>;
 
 template <class View>
-void place(View& view, const Shape& shape) {
+void set_view(View& view, const TensorShape& shape) {
   const auto& [sizes, strides, offset] = shape;
-  view.data = reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));  // any address: it is not read
+  view.data = reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));  // any address, which is never read
   for (size_t i = 0; i < 4; ++i) view.stride[i] = sizes[i] == 1 ? 0 : strides[i];
 }
 
@@ -149,6 +151,62 @@ const Api& api_of(const std::string& library) {
   return *static_cast<const Api*>(api);
 }
 
+int64_t attention_memory(const std::string& library, const std::string& dtype, const std::vector<int64_t>& query,
+                         const std::vector<int64_t>& key, const std::vector<int64_t>& value,
+                         const std::vector<int64_t>& key_strides, const std::vector<int64_t>& value_strides,
+                         const std::string& mask, double dropout_p, int64_t threads) {
+  const size_t rank = query.size();
+  AttentionProblem problem;
+  problem.dtype = dtypes().at(dtype);
+  problem.batch = 1;
+  for (size_t i = 0; i + 3 < rank; ++i) problem.batch *= query[i];
+  problem.heads = query[rank - 3], problem.key_heads = key[rank - 3], problem.value_heads = value[rank - 3];
+  problem.queries = query[rank - 2], problem.keys = key[rank - 2];
+  problem.head_dim = key[rank - 1], problem.head_dim_v = value[rank - 1];
+  problem.dropout = dropout_p;
+  for (size_t i = 0; i < 2; ++i) {
+    problem.key.stride[3 - i] = key_strides[rank - 1 - i];
+    problem.value.stride[3 - i] = value_strides[rank - 1 - i];
+  }
+  if (!mask.empty()) problem.mask.data = &problem, problem.mask_dtype = dtypes().at(mask);  // any pointer, which is never read
+  return api_of(library).attention_memory(problem, threads);
+}
+
+std::string attention_candidates(const std::string& library, const std::string& dtype, const TensorShape& query,
+                                 const TensorShape& key, const TensorShape& value, const TensorShape& out,
+                                 const std::optional<std::pair<std::string, TensorShape>>& mask, bool alibi, bool sinks,
+                                 bool packed, int64_t window_left, int64_t window_right, double scale, double softcap,
+                                 double dropout_p, bool tf32, const std::tuple<int, int, int>& gpu, bool backward) {
+  AttentionProblem problem;
+  problem.dtype = dtypes().at(dtype);
+  const auto size = [](const TensorShape& shape, size_t i) { return std::get<0>(shape)[i]; };
+  problem.batch = size(query, 0), problem.heads = size(query, 1), problem.queries = size(query, 2);
+  problem.key_heads = size(key, 1), problem.value_heads = size(value, 1), problem.keys = size(key, 2);
+  problem.head_dim = size(query, 3), problem.head_dim_v = size(value, 3);
+  set_view(problem.query, query), set_view(problem.key, key), set_view(problem.value, value), set_view(problem.out, out);
+  if (mask) problem.mask_dtype = dtypes().at(mask->first), set_view(problem.mask, mask->second);
+  const int32_t start = 0;
+  if (alibi) problem.alibi_slopes = &start;
+  if (sinks) problem.sinks = &start;
+  if (packed) {
+    problem.query_starts = problem.key_starts = &start;
+    problem.total_queries = problem.queries, problem.total_keys = problem.keys;
+  }
+  problem.visible = {window_left, window_right, 0};
+  problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p, problem.tf32 = tf32;
+  const Api& api = api_of(library);
+  const auto [major, minor, shared_bytes] = gpu;
+  return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward) : "");
+}
+
+auto ranges(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t count) {
+  const Visibility visible{left, right, offset};
+  const KeyRange keys = keys_of(visible, first, count);
+  const QueryRange any = queries_of_any(visible, first, last, count), all = queries_of_all(visible, first, last, count);
+  return std::make_tuple(std::make_pair(keys.begin, keys.end), std::make_pair(any.begin, any.end),
+                         std::make_pair(all.begin, all.end));
+}
+
 }  // namespace
 }  // namespace flash_online
 
@@ -163,84 +221,27 @@ PYBIND11_MODULE(_introspect, m) {
       "build_info",
       [](const std::string& library) { return py::module_::import("json").attr("loads")(api_of(library).build_info()); },
       py::arg("library"), "What the library at this path, already loaded, was built of: a dict.");
+  m.def("attention_memory", attention_memory, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
+        py::arg("value"), py::arg("key_strides"), py::arg("value_strides"), py::arg("mask"), py::arg("dropout_p"),
+        py::arg("threads"),
+        "Bytes that attention's forward pass takes on the CPU beside its results, for inputs [..., heads, length, head_dim] of "
+        "these shapes and strides; mask: the mask's dtype, or \"\" for none.");
   m.def(
-      "attention_memory",
-      [](const std::string& library, const std::string& dtype, const std::vector<int64_t>& query,
-         const std::vector<int64_t>& key, const std::vector<int64_t>& value, const std::vector<int64_t>& key_strides,
-         const std::vector<int64_t>& value_strides, const std::string& mask, double dropout_p, int64_t threads) {
-        const size_t rank = query.size();
-        AttentionProblem problem;
-        problem.dtype = dtypes().at(dtype);
-        problem.batch = 1;
-        for (size_t i = 0; i + 3 < rank; ++i) problem.batch *= query[i];
-        problem.heads = query[rank - 3], problem.key_heads = key[rank - 3], problem.value_heads = value[rank - 3];
-        problem.queries = query[rank - 2], problem.keys = key[rank - 2];
-        problem.head_dim = key[rank - 1], problem.head_dim_v = value[rank - 1];
-        problem.dropout = dropout_p;
-        for (size_t i = 0; i < 2; ++i) {
-          problem.key.stride[3 - i] = key_strides[rank - 1 - i];
-          problem.value.stride[3 - i] = value_strides[rank - 1 - i];
-        }
-        if (!mask.empty()) problem.mask.data = &problem, problem.mask_dtype = dtypes().at(mask);  // any pointer: it is not read
-        return api_of(library).attention_memory(problem, threads);
-      },
-      py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("key_strides"),
-      py::arg("value_strides"), py::arg("mask"), py::arg("dropout_p"), py::arg("threads"),
-      "Bytes that attention's forward pass takes on the CPU beside its results, for inputs [..., heads, length, width] of "
-      "these "
-      "shapes and strides; mask: the mask's dtype, or \"\" for none.");
+      "attention_candidates", attention_candidates, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
+      py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("packed"),
+      py::arg("window_left"), py::arg("window_right"), py::arg("scale"), py::arg("softcap"), py::arg("dropout_p"),
+      py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
+      "The CUDA kernels that a call of attention may run on, the best first, one per line: its name and the reason why it does "
+      "not take the call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, head_dim]; mask: "
+      "(dtype, tensor) or None; gpu: compute capability and bytes of shared memory per CTA.");
   m.def(
-      "attention_candidates",
-      [](const std::string& library, const std::string& dtype, const Shape& query, const Shape& key, const Shape& value,
-         const Shape& out, const std::optional<std::pair<std::string, Shape>>& mask, bool alibi, bool sinks, bool packed,
-         int64_t window_left, int64_t window_right, double scale, double softcap, double dropout_p, bool tf32,
-         const std::tuple<int, int, int>& gpu, bool backward) {
-        AttentionProblem problem;
-        problem.dtype = dtypes().at(dtype);
-        const auto size = [](const Shape& shape, size_t i) { return std::get<0>(shape)[i]; };
-        problem.batch = size(query, 0), problem.heads = size(query, 1), problem.queries = size(query, 2);
-        problem.key_heads = size(key, 1), problem.value_heads = size(value, 1), problem.keys = size(key, 2);
-        problem.head_dim = size(query, 3), problem.head_dim_v = size(value, 3);
-        place(problem.query, query), place(problem.key, key), place(problem.value, value), place(problem.out, out);
-        if (mask) problem.mask_dtype = dtypes().at(mask->first), place(problem.mask, mask->second);
-        const int32_t start = 0;
-        if (alibi) problem.alibi_slopes = &start;
-        if (sinks) problem.sinks = &start;
-        if (packed) {
-          problem.query_starts = problem.key_starts = &start;
-          problem.total_queries = problem.queries, problem.total_keys = problem.keys;
-        }
-        problem.visible = {window_left, window_right, 0};
-        problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p, problem.tf32 = tf32;
-        const Api& api = api_of(library);
-        const auto [major, minor, shared_bytes] = gpu;
-        return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward)
-                                                    : "");
-      },
-      py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"), py::arg("mask"),
-      py::arg("alibi"), py::arg("sinks"), py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("scale"),
-      py::arg("softcap"), py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
-      "The CUDA kernels that a call of attention may run on, the best first, a line each: its name and why it does not take "
-      "the "
-      "call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, width]; mask: (dtype, tensor) or "
-      "None; gpu: compute capability and bytes of shared memory of a block.");
-  m.def(
-      "ranges",
-      [](int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t count) {
-        const flash_online::Visibility visible{left, right, offset};
-        const flash_online::KeyRange keys = flash_online::keys_of(visible, first, count);
-        const flash_online::QueryRange any = flash_online::queries_of_any(visible, first, last, count),
-                                       all = flash_online::queries_of_all(visible, first, last, count);
-        return std::make_tuple(std::make_pair(keys.begin, keys.end), std::make_pair(any.begin, any.end),
-                               std::make_pair(all.begin, all.end));
-      },
-      py::arg("left"), py::arg("right"), py::arg("offset"), py::arg("first"), py::arg("last"), py::arg("count"),
-      "[begin, end) of the keys, out of `count`, that the query `first` sees; of the queries, out of `count`, that see any, "
-      "and all, of "
-      "the keys [first, last).");
+      "ranges", ranges, py::arg("left"), py::arg("right"), py::arg("offset"), py::arg("first"), py::arg("last"),
+      py::arg("count"),
+      "Three ranges [begin, end): the keys, out of `count`, that the query `first` sees; the queries, out of `count`, that see "
+      "any of the keys [first, last); the queries that see all of them.");
   m.def(
       "row_scratch",
       [](const std::string& library, bool float64, int64_t k) { return api_of(library).row_scratch(float64, k); },
       py::arg("library"), py::arg("float64"), py::arg("k") = 0,
-      "Bytes of scratch that one thread of a row function's forward pass takes on the CPU; k is topk_softmax's.");
+      "Bytes of scratch that one thread of a row operator's forward pass takes on the CPU; k is topk_softmax's.");
 }

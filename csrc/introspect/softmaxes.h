@@ -1,5 +1,5 @@
 // The three softmaxes of the literature (Milakov and Gimelshein, arXiv 1805.02867, algorithms 1 to 3), side by side for tests
-// and for `python -m flash_online trace`. The kernels use the third alone.
+// and for `python -m flash_online trace`. The kernels use only the third.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace flash_online {
 
-// Two passes over x; exp overflows float past 88.7 and the result is NaN, and all-small rows divide 0 by 0.
+// Two passes over x. exp overflows float32 for scores over 88.7, so that the result is NaN; a row of very small scores divides
+// 0 by 0.
 template <class T, class Base>
 void naive_softmax(const T* x, int64_t size, T* y) {
   T sum = 0;

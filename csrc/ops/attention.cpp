@@ -1,74 +1,13 @@
-// attention_forward, attention_inference, attention_varlen_forward, their backward passes and dropout's mask, on the CPU and on
-// CUDA.
+// attention_forward, attention_inference, attention_varlen_forward, their backward passes and attention_dropout_mask, on the
+// CPU and on CUDA.
+#include "../cuda/attention/attention.h"
+
 #include "../cpu/kernels.h"
 #include "attention_call.h"
-#ifdef FLASH_ONLINE_CUDA
-#include "../cuda/attention/attention.h"
 #include "cuda_call.h"
-#endif
 
 namespace flash_online::ops {
 namespace {
-
-#ifdef FLASH_ONLINE_CUDA
-void forward_on_cuda(const AttentionProblem& problem, const Tensor& like) {
-  CudaCall call(like);
-  void* const workspace = call.workspace(cuda::attention_forward_workspace(problem));
-  cuda::attention_forward(problem, workspace, call.stream());
-}
-#endif
-
-#ifdef FLASH_ONLINE_CUDA
-// Gradients of more heads than a tensor has, and their sum into it.
-class Partial {
- public:
-  Partial(const Tensor& gradient, int64_t heads_dim, int64_t kv_grad_heads) : gradient_(gradient), heads_dim_(heads_dim) {
-    std::vector<int64_t> sizes = sizes_of(gradient);
-    if (sizes[heads_dim] == kv_grad_heads) return;
-    sizes[heads_dim] = kv_grad_heads;
-    partial_ = empty(sizes, gradient.scalar_type(), gradient);
-  }
-  const Tensor* tensor() const { return partial_ ? &*partial_ : &gradient_; }
-  void sum() {
-    if (!partial_) return;
-    std::vector<int64_t> sizes = sizes_of(gradient_);
-    sizes.insert(sizes.begin() + heads_dim_ + 1, partial_->size(heads_dim_) / std::max<int64_t>(sizes[heads_dim_], 1));
-    const std::vector<int64_t> within{heads_dim_ + 1};
-    torch::stable::copy_(gradient_, torch::stable::sum(torch::stable::view(*partial_, sizes), within));
-  }
-
- private:
-  Tensor gradient_;
-  int64_t heads_dim_;
-  std::optional<Tensor> partial_;
-};
-
-template <class Call>
-void backward_on_cuda(const Call& call, Results results, bool deterministic) {
-  const Tensor& like = call.inputs().query;
-  AttentionProblem shape = call.shape();
-  if (results.lse->numel() == 0 && (shape.key_heads == 0 || results.grad_key->size(call.dims().rows) == 0)) {
-    for (const Tensor* sum_of_none : {results.grad_mask, results.grad_sinks})
-      if (Tensor zero = sum_of_none ? *sum_of_none : like; sum_of_none) torch::stable::zero_(zero);
-    return;
-  }
-  if (shape.heads > 0 && !shape.query_starts)
-    shape.batch = results.lse->numel() / shape.heads / std::max<int64_t>(shape.queries, 1);
-  CudaCall on_device(like);
-  const int64_t kv_grad_heads = shape.heads > 0 ? cuda::attention_kv_grad_heads(shape) : 0;
-  Partial keys(*results.grad_key, call.dims().heads, kv_grad_heads),
-      values(*results.grad_value, call.dims().heads, kv_grad_heads);
-  results.grad_key = keys.tensor();
-  results.grad_value = values.tensor();
-  call.for_each_problem(results, [&](const AttentionProblem& problem, AttentionGradients gradients) {
-    gradients.kv_grad_heads = kv_grad_heads;
-    void* const workspace = on_device.workspace(cuda::attention_backward_workspace(problem, gradients, deterministic));
-    cuda::attention_backward(problem, gradients, deterministic, workspace, on_device.stream());
-  });
-  keys.sum();
-  values.sum();
-}
-#endif
 
 int64_t count_of(const std::vector<int64_t>& sizes) {
   int64_t count = 1;
@@ -76,22 +15,25 @@ int64_t count_of(const std::vector<int64_t>& sizes) {
   return count;
 }
 
-// For float64 on CUDA there is no kernel.
 void check_cuda_dtype(const Tensor& query) {
-  check(!query.is_cuda() || query.scalar_type() != ScalarType::Double,
-        "query: dtype must be float16, bfloat16 or float32 on CUDA, got float64");
+  check(has_kernels(query), "query: dtype must be float16, bfloat16 or float32 on CUDA, got float64");
 }
 
-// The results' lse is there or not.
+// ---- Forward pass ----------------------------------------------------------------------------------------------------------
+
 template <class Call>
-void forward(const Call& call, const Results& results) {
+void run_forward(const Call& call, const PassTensors& tensors) {
   const Tensor& query = call.inputs().query;
   const cpu::AttentionKernels& kernels = cpu::kernels().attention;
-  std::optional<CpuExecutor> executor;  // one for all problems, which differ in their pointers alone
-  call.for_each_problem(results, [&](const AttentionProblem& problem, const AttentionGradients&) {
-#ifdef FLASH_ONLINE_CUDA
-    if (query.is_cuda()) return forward_on_cuda(problem, query);
-#endif
+  std::optional<CpuExecutor> executor;  // one for all problems: they differ only in their pointers
+  call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
+    if constexpr (kBuiltWithCuda) {
+      if (query.is_cuda()) {
+        CudaCall on_cuda(query);
+        void* const workspace = on_cuda.workspace(cuda::attention_forward_workspace(problem));
+        return cuda::attention_forward(problem, workspace, on_cuda.stream());
+      }
+    }
     if (!executor) executor.emplace(count_of(call.lse_sizes()), kernels.forward_memory(problem), query);
     kernels.forward(problem, *executor);
   });
@@ -110,16 +52,93 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
   const ScalarType accumulator = accumulator_of(query.scalar_type());
   Tensor out = empty_out(call);
   Tensor lse = empty(call.lse_sizes(), accumulator, query), lse_low = empty(call.lse_sizes(), accumulator, query);
-  forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low});
+  run_forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low});
   return {out, lse, lse_low};
 }
 
+// ---- Backward pass ---------------------------------------------------------------------------------------------------------
+
+// Where a CUDA kernel writes dK or dV: the gradient's tensor if it has kv_grad_heads heads, else a buffer of kv_grad_heads
+// heads that sum_into_gradient() reduces to the tensor's.
+class KvGradient {
+ public:
+  KvGradient(const Tensor& gradient, int64_t heads_dim, int64_t kv_grad_heads) : gradient_(gradient), heads_dim_(heads_dim) {
+    std::vector<int64_t> sizes = sizes_of(gradient);
+    if (sizes[heads_dim] == kv_grad_heads) return;
+    sizes[heads_dim] = kv_grad_heads;
+    buffer_ = empty(sizes, gradient.scalar_type(), gradient);
+  }
+  const Tensor* written() const { return buffer_ ? &*buffer_ : &gradient_; }
+  void sum_into_gradient() {
+    if (!buffer_) return;
+    std::vector<int64_t> sizes = sizes_of(gradient_);
+    sizes.insert(sizes.begin() + heads_dim_ + 1, buffer_->size(heads_dim_) / std::max<int64_t>(sizes[heads_dim_], 1));
+    const std::vector<int64_t> summed_dims{heads_dim_ + 1};
+    torch::stable::copy_(gradient_, torch::stable::sum(torch::stable::view(*buffer_, sizes), summed_dims));
+  }
+
+ private:
+  Tensor gradient_;
+  int64_t heads_dim_;
+  std::optional<Tensor> buffer_;
+};
+
 template <class Call>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, const Tensor& grad_out,
-                                                            const std::optional<Tensor>& grad_lse, const Tensor& out,
-                                                            const Tensor& lse, const Tensor& lse_low, bool mask_grad,
-                                                            [[maybe_unused]] bool deterministic) {
-  const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
+void run_backward_on_cuda(const Call& call, PassTensors tensors, bool deterministic) {
+  const Tensor& like = call.inputs().query;
+  AttentionProblem whole = call.problem();  // as if all batch dimensions were one
+  if (tensors.lse->numel() == 0 && (whole.key_heads == 0 || tensors.grad_key->size(call.dims().rows) == 0)) {
+    // There is nothing to launch: no query, and no key whose gradient a kernel would set to 0.
+    for (const Tensor* empty_sum : {tensors.grad_mask, tensors.grad_sinks})
+      if (Tensor zero = empty_sum ? *empty_sum : like; empty_sum) torch::stable::zero_(zero);
+    return;
+  }
+  if (whole.heads > 0 && !whole.query_starts)
+    whole.batch = tensors.lse->numel() / whole.heads / std::max<int64_t>(whole.queries, 1);
+  CudaCall on_cuda(like);
+  const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole) : 0;
+  KvGradient grad_key(*tensors.grad_key, call.dims().heads, kv_grad_heads),
+      grad_value(*tensors.grad_value, call.dims().heads, kv_grad_heads);
+  tensors.grad_key = grad_key.written();
+  tensors.grad_value = grad_value.written();
+  call.for_each_problem(tensors, [&](const AttentionProblem& problem, AttentionGradients gradients) {
+    gradients.kv_grad_heads = kv_grad_heads;
+    void* const workspace = on_cuda.workspace(cuda::attention_backward_workspace(problem, gradients, deterministic));
+    cuda::attention_backward(problem, gradients, deterministic, workspace, on_cuda.stream());
+  });
+  grad_key.sum_into_gradient();
+  grad_value.sum_into_gradient();
+}
+
+template <class Call>
+void run_backward_on_cpu(const Call& call, PassTensors tensors) {
+  const Tensor& query = call.inputs().query;
+  const Tensor delta = empty(call.lse_sizes(), accumulator_of(query.scalar_type()), query);
+  tensors.delta = &delta;
+  std::optional<Tensor> wide_delta;
+  if (query.scalar_type() == ScalarType::Float)
+    tensors.wide_delta = &wide_delta.emplace(empty(call.lse_sizes(), ScalarType::Double, query));
+  const cpu::AttentionKernels& kernels = cpu::kernels().attention;
+  const int64_t max_tiles = std::max(tensors.lse->numel(), tensors.grad_mask ? tensors.grad_mask->numel() : 0);
+  std::optional<CpuExecutor> executor;
+  call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
+    if (!executor) executor.emplace(max_tiles, kernels.backward_memory(problem, gradients), query);
+    kernels.backward(problem, gradients, *executor);
+  });
+}
+
+// What the backward pass reads beside the inputs: the gradients of the results, and the forward pass's results.
+struct BackwardInputs {
+  const Tensor& grad_out;
+  const std::optional<Tensor>& grad_lse;
+  const Tensor &out, &lse, &lse_low;
+};
+
+template <class Call>
+void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) {
+  const auto& [grad_out, grad_lse, out, lse, lse_low] = in;
+  const Tensor& query = call.inputs().query;
+  const std::optional<Tensor>& mask = call.inputs().mask;
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   check_cuda_dtype(query);
   check(sizes_of(grad_out) == sizes_of(out) && grad_out.scalar_type() == type, "grad_out: expected out's shape ", shape_of(out),
@@ -128,56 +147,52 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
   check(sizes_of(lse) == call.lse_sizes() && sizes_of(lse_low) == call.lse_sizes() && lse.is_contiguous() &&
             lse_low.is_contiguous() && lse.scalar_type() == accumulator && lse_low.scalar_type() == accumulator,
         "lse: expected the forward's, got ", shape_of(lse));
-  std::optional<Tensor> lse_cotangent;
-  if (grad_lse) {
+  if (grad_lse)
     check(sizes_of(*grad_lse) == call.lse_sizes() && grad_lse->scalar_type() == accumulator, "grad_lse: expected lse's shape ",
           shape_of(lse), " and dtype, got ", shape_of(*grad_lse));
-    lse_cotangent = torch::stable::contiguous(*grad_lse);
-  }
   check(!mask_grad || (mask && mask->scalar_type() != ScalarType::Bool), "mask_grad: wanted, but there is no float mask");
+}
+
+// The gradients of query, key, value, mask and sinks.
+template <class Call>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, const BackwardInputs& in, bool mask_grad,
+                                                            [[maybe_unused]] bool deterministic) {
+  check_backward(call, in, mask_grad);
+  const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
+  const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
+  std::optional<Tensor> grad_lse;
+  if (in.grad_lse) grad_lse = torch::stable::contiguous(*in.grad_lse);
 
   Tensor grad_query = empty_in_order(sizes_of(query), type, query);
   Tensor grad_key = empty_in_order(sizes_of(key), type, key);
   Tensor grad_value = empty_in_order(sizes_of(value), type, value);
   Tensor grad_mask = mask_grad ? empty_in_order(sizes_of(*mask), mask->scalar_type(), *mask) : empty({0}, type, query);
   const std::vector<int64_t> sink_sizes = call.sink_sizes();
-  Tensor head_sinks = empty(sinks ? sink_sizes : std::vector<int64_t>{0}, accumulator, query);
-
+  Tensor sequence_grad_sinks = empty(sinks ? sink_sizes : std::vector<int64_t>{0}, accumulator, query);
   if (count_of(sink_sizes) == 0 && mask_grad)
-    torch::stable::zero_(grad_mask);  // the one gradient with elements that no work item reaches
-  Results results{.out = out,
-                  .lse = &lse,
-                  .lse_low = &lse_low,
-                  .grad_out = &grad_out,
-                  .grad_lse = lse_cotangent ? &*lse_cotangent : nullptr,
-                  .grad_query = &grad_query,
-                  .grad_key = &grad_key,
-                  .grad_value = &grad_value,
-                  .grad_mask = mask_grad ? &grad_mask : nullptr,
-                  .grad_sinks = sinks ? &head_sinks : nullptr};
-#ifdef FLASH_ONLINE_CUDA
-  if (query.is_cuda()) {
-    backward_on_cuda(call, results, deterministic);
-  } else
-#endif
-  {
-    const Tensor delta = empty(call.lse_sizes(), accumulator, query);
-    results.delta = &delta;
-    std::optional<Tensor> wide_delta;
-    if (type == ScalarType::Float) results.wide_delta = &wide_delta.emplace(empty(call.lse_sizes(), ScalarType::Double, query));
-    const cpu::AttentionKernels& kernels = cpu::kernels().attention;
-    const int64_t tiles_at_most = std::max(lse.numel(), grad_mask.numel());
-    std::optional<CpuExecutor> executor;
-    call.for_each_problem(results, [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
-      if (!executor) executor.emplace(tiles_at_most, kernels.backward_memory(problem, gradients), query);
-      kernels.backward(problem, gradients, *executor);
-    });
-  }
-  if (!sinks) return {grad_query, grad_key, grad_value, grad_mask, head_sinks};
-  std::vector<int64_t> sequences;
-  for (size_t i = 0; i + 1 < sink_sizes.size(); ++i) sequences.push_back(static_cast<int64_t>(i));
-  return {grad_query, grad_key, grad_value, grad_mask, torch::stable::sum(head_sinks, sequences)};
+    torch::stable::zero_(grad_mask);  // the only gradient that can have elements which no problem of the call reaches
+
+  const PassTensors tensors{.out = in.out,
+                            .lse = &in.lse,
+                            .lse_low = &in.lse_low,
+                            .grad_out = &in.grad_out,
+                            .grad_lse = grad_lse ? &*grad_lse : nullptr,
+                            .grad_query = &grad_query,
+                            .grad_key = &grad_key,
+                            .grad_value = &grad_value,
+                            .grad_mask = mask_grad ? &grad_mask : nullptr,
+                            .grad_sinks = sinks ? &sequence_grad_sinks : nullptr};
+  if (!query.is_cuda())
+    run_backward_on_cpu(call, tensors);
+  else if constexpr (kBuiltWithCuda)
+    run_backward_on_cuda(call, tensors, deterministic);
+  if (!sinks) return {grad_query, grad_key, grad_value, grad_mask, sequence_grad_sinks};
+  std::vector<int64_t> sequence_dims;
+  for (size_t i = 0; i + 1 < sink_sizes.size(); ++i) sequence_dims.push_back(static_cast<int64_t>(i));
+  return {grad_query, grad_key, grad_value, grad_mask, torch::stable::sum(sequence_grad_sinks, sequence_dims)};
 }
+
+// ---- Operators -------------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const std::optional<Tensor>& mask,
@@ -185,7 +200,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
                                                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
                                                      int64_t window_left, int64_t window_right, bool lower_right, double scale,
                                                      double softcap, double dropout_p, bool tf32) {
-  const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
@@ -195,17 +210,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse, const Tensor& lse_low, int64_t window_left,
     int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p, bool mask_grad, bool deterministic,
     bool tf32) {
-  const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
-  return backward(call, grad_out, grad_lse, out, lse, lse_low, mask_grad, deterministic);
+  return backward(call, {grad_out, grad_lse, out, lse, lse_low}, mask_grad, deterministic);
 }
 
 Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale, bool tf32) {
   const std::optional<Tensor> none;
-  const Inputs in{query, key, value, none, none, none, none};
+  const AttentionInputs in{query, key, value, none, none, none, none};
   const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32});
   Tensor out = empty_out(call);
-  forward(call, {.out = out});
+  run_forward(call, {.out = out});
   return out;
 }
 
@@ -215,7 +230,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
     int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right, double scale,
     double softcap, double dropout_p, bool tf32) {
   const std::optional<Tensor> mask;
-  const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                             {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
@@ -227,11 +242,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
     const Tensor& lse_low, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
     bool lower_right, double scale, double softcap, double dropout_p, bool deterministic, bool tf32) {
   const std::optional<Tensor> mask;
-  const Inputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const PackedCall call(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
-      backward(call, grad_out, grad_lse, out, lse, lse_low, false, deterministic);
+      backward(call, {grad_out, grad_lse, out, lse, lse_low}, /*mask_grad=*/false, deterministic);
   return {grad_query, grad_key, grad_value, grad_sinks};
 }
 
@@ -249,35 +264,29 @@ Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t ba
                                .keys = keys,
                                .dropout = dropout_p,
                                .keep = keep.mutable_data_ptr<bool>()};
-#ifdef FLASH_ONLINE_CUDA
-  if (rng.is_cuda()) {
+  if (!rng.is_cuda())
+    cpu::kernels().attention.dropout_mask(problem, CpuExecutor(batch * heads * queries, {}, rng));
+  else if constexpr (kBuiltWithCuda)
     cuda::attention_dropout_mask(problem, CudaCall(rng).stream());
-    return keep;
-  }
-#endif
-  cpu::kernels().attention.dropout_mask(problem, CpuExecutor(batch * heads * queries, {}, rng));
   return keep;
+}
+
+// One implementation serves both devices: it runs where its tensors are.
+template <class Library>
+void add_attention(Library& m) {
+  m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_inference", TORCH_BOX(&attention_inference));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward));
+  m.impl("attention_varlen_backward", TORCH_BOX(&attention_varlen_backward));
+  m.impl("attention_dropout_mask", TORCH_BOX(&attention_dropout_mask));
 }
 
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
-  m.impl("attention_forward", TORCH_BOX(&flash_online::ops::attention_forward));
-  m.impl("attention_inference", TORCH_BOX(&flash_online::ops::attention_inference));
-  m.impl("attention_backward", TORCH_BOX(&flash_online::ops::attention_backward));
-  m.impl("attention_varlen_forward", TORCH_BOX(&flash_online::ops::attention_varlen_forward));
-  m.impl("attention_varlen_backward", TORCH_BOX(&flash_online::ops::attention_varlen_backward));
-  m.impl("attention_dropout_mask", TORCH_BOX(&flash_online::ops::attention_dropout_mask));
-}
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_attention(m); }
 
-#ifdef FLASH_ONLINE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
-  m.impl("attention_forward", TORCH_BOX(&flash_online::ops::attention_forward));
-  m.impl("attention_inference", TORCH_BOX(&flash_online::ops::attention_inference));
-  m.impl("attention_backward", TORCH_BOX(&flash_online::ops::attention_backward));
-  m.impl("attention_varlen_forward", TORCH_BOX(&flash_online::ops::attention_varlen_forward));
-  m.impl("attention_varlen_backward", TORCH_BOX(&flash_online::ops::attention_varlen_backward));
-  m.impl("attention_dropout_mask", TORCH_BOX(&flash_online::ops::attention_dropout_mask));
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_attention(m);
 }
-#endif

@@ -1,4 +1,4 @@
-// Calls of attention, dense and packed: checks, and the problems that kernels are given. The same for every device.
+// Calls of attention, dense and packed: checks, and the problems that kernels are given. Nothing here depends on the device.
 #pragma once
 
 #include <array>
@@ -8,11 +8,13 @@
 
 namespace flash_online::ops {
 
-// Any tensors of an attention call as [batch, heads, row, column] views. Batch dimensions that one stride can walk for every
-// tensor are fused into one; the others are looped over, so that nothing is ever expanded or copied.
+// The batch dimensions of an attention call's tensors, seen as an inner dimension and an outer index. Adjacent dimensions are
+// fused where one stride steps through both in every tensor. The last dimension that remains is the inner one, and the outer
+// index numbers the combinations of the others, so that nothing is ever expanded or copied.
 class Batches {
  public:
-  // Null: no tensor. A mask's own sizes may be 1 in a batch dimension: its stride there is 0.
+  // A null pointer stands for a tensor that the call does not have. Where a tensor has size 1 (a broadcast mask), its stride is
+  // 0.
   Batches(std::span<const Tensor* const> tensors, std::vector<int64_t> sizes)
       : sizes_(std::move(sizes)), dims_(sizes_.size()), strides_(tensors.size() * dims_) {
     for (size_t n = 0; n < tensors.size(); ++n)
@@ -37,7 +39,8 @@ class Batches {
     }
     return offset;
   }
-  // Whether this outer index is the first to touch the tensor's part of it: a gradient there is overwritten, later ones add.
+  // Whether this outer index is the first one to touch its part of the tensor. The first writes a gradient, later ones add to
+  // it.
   bool first_visit(int64_t tensor, int64_t index) const {
     for (int64_t i = inner_ - 1; i >= 0; --i) {
       if (strides_[tensor * dims_ + i] == 0 && index % sizes_[i] != 0) return false;
@@ -47,11 +50,11 @@ class Batches {
   }
 
  private:
-  // Makes one of dimensions i - 1 and i, if every tensor can walk both with one stride.
+  // Fuses dimensions i - 1 and i if one stride steps through both in every tensor.
   void fuse(size_t i) {
-    const bool one = sizes_[i] == 1 || sizes_[i - 1] == 1;
+    const bool has_size_1 = sizes_[i] == 1 || sizes_[i - 1] == 1;
     for (size_t at = i; at < strides_.size(); at += dims_)
-      if (!one && strides_[at - 1] != strides_[at] * sizes_[i]) return;
+      if (!has_size_1 && strides_[at - 1] != strides_[at] * sizes_[i]) return;
     for (size_t at = i; at < strides_.size(); at += dims_) {
       if (sizes_[i] != 1) strides_[at - 1] = strides_[at];
       std::copy_n(&strides_[at] + 1, sizes_.size() - 1 - i, &strides_[at]);
@@ -61,12 +64,12 @@ class Batches {
   }
 
   std::vector<int64_t> sizes_;
-  size_t dims_;                   // before any was fused
+  size_t dims_;  // the number before fusing
   std::vector<int64_t> strides_;  // [tensor][dims_]
   int64_t inner_ = 0;
 };
 
-struct Options {
+struct AttentionOptions {
   int64_t window_left, window_right;
   bool lower_right = false;
   double scale, softcap = 0, dropout_p = 0;
@@ -77,44 +80,44 @@ inline bool on_one_device(const Tensor& a, const Tensor& b) {
   return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
 }
 
-struct Inputs {
+struct AttentionInputs {
   const Tensor &query, &key, &value;
   const std::optional<Tensor>&mask, &alibi_slopes, &sinks, &rng;
 };
 
-// Where dimensions are: dense [batch..., heads, rows, width], or packed [rows, heads, width].
+// Which dimension is which: dense tensors are [batch..., heads, rows, head_dim], packed ones [rows, heads, head_dim].
 struct Dims {
   int64_t rank, heads, rows;
   int64_t head_dim() const { return rank - 1; }
-  int64_t batch() const { return rank - 3; }  // how many there are
+  int64_t batch_count() const { return rank - 3; }
 };
 
-// All but the slopes, whose shape the layouts disagree on.
-inline void check_inputs(const Inputs& in, const Options& options, const Dims& dims) {
+// Checks all but the slopes, whose shape depends on the layout.
+inline void check_inputs(const AttentionInputs& in, const AttentionOptions& options, const Dims& dims) {
   const int64_t rank = dims.rank;
   check_floating(in.query, "query");
-  const auto same_kind = [&](const Tensor& tensor, const char* name) {
+  const auto check_like_query = [&](const Tensor& tensor, const char* name) {
     check(tensor.dim() == rank, name, ": expected query's rank ", rank, ", got ", shape_of(tensor));
     check(tensor.scalar_type() == in.query.scalar_type(), name, ": dtype must be query's, ", name_of(in.query.scalar_type()),
           ", got ", name_of(tensor.scalar_type()));
     check(on_one_device(tensor, in.query), name, ": must be on query's device");
-    for (int64_t i = 0; i < dims.batch(); ++i)
+    for (int64_t i = 0; i < dims.batch_count(); ++i)
       check(tensor.size(i) == in.query.size(i), name, ": batch dimension ", i, " is ", tensor.size(i), ", expected query's ",
             in.query.size(i));
   };
-  same_kind(in.key, "key");
-  same_kind(in.value, "value");
+  check_like_query(in.key, "key");
+  check_like_query(in.value, "value");
   const int64_t heads = in.query.size(dims.heads), queries = in.query.size(dims.rows), keys = in.key.size(dims.rows);
   check(in.key.size(dims.head_dim()) == in.query.size(dims.head_dim()), "key: width ", in.key.size(dims.head_dim()),
         ", expected query's ", in.query.size(dims.head_dim()));
   check(in.value.size(dims.rows) == keys, "value: length ", in.value.size(dims.rows), ", expected key's ", keys);
-  const auto divides = [&](const Tensor& tensor, const char* name) {
+  const auto check_heads = [&](const Tensor& tensor, const char* name) {
     const int64_t own = tensor.size(dims.heads);
     check(heads == 0 ? own == 0 : own > 0 && heads % own == 0, name, ": ", own, " heads, which does not divide query's ",
           heads);
   };
-  divides(in.key, "key");
-  divides(in.value, "value");
+  check_heads(in.key, "key");
+  check_heads(in.value, "value");
   if (in.mask) {
     const Tensor& mask = *in.mask;
     check(mask.dim() == rank, "mask: expected query's rank ", rank, ", got ", shape_of(mask));
@@ -139,16 +142,15 @@ inline void check_inputs(const Inputs& in, const Options& options, const Dims& d
   check(options.softcap >= 0, "softcap: ", options.softcap, ", expected 0 (none) or more");
 }
 
-// Slopes [sizes..., heads] of any strides.
-inline void check_slopes(const Inputs& in, const std::vector<int64_t>& sizes, const char* expected) {
+inline void check_slopes(const AttentionInputs& in, const std::vector<int64_t>& sizes, const char* expected) {
   if (!in.alibi_slopes) return;
   check(in.alibi_slopes->scalar_type() == accumulator_of(in.query.scalar_type()),
         "alibi_slopes: dtype must be float32 (float64 for float64 inputs)");
   check(sizes_of(*in.alibi_slopes) == sizes, "alibi_slopes: expected ", expected, ", got ", shape_of(*in.alibi_slopes));
 }
 
-// What a call reads and writes beside its inputs. Null: there is none.
-struct Results {
+// The tensors of a forward or backward pass beside the call's inputs. A null pointer: there is none, or it is not wanted.
+struct PassTensors {
   const Tensor& out;
   const Tensor* lse = nullptr;
   const Tensor* lse_low = nullptr;
@@ -158,16 +160,17 @@ struct Results {
   const Tensor* grad_key = nullptr;
   const Tensor* grad_value = nullptr;
   const Tensor* grad_mask = nullptr;
-  const Tensor* grad_sinks = nullptr;  // [sequences..., heads], to be summed over sequences
-  const Tensor* delta = nullptr;       // like lse
-  const Tensor* wide_delta = nullptr;  // likewise
+  const Tensor* grad_sinks = nullptr;  // [sequences..., heads]; the caller sums it over the sequences
+  const Tensor* delta = nullptr;  // like lse
+  const Tensor* wide_delta = nullptr;  // like lse, in float64
 };
 
-// What dense and packed calls have in common.
-class Call {
+// What dense and packed calls have in common. A call refers to the tensors of its inputs.
+class AttentionCall {
  public:
-  const Inputs& inputs() const { return in_; }
-  const AttentionProblem& shape() const { return problem_; }
+  const AttentionInputs& inputs() const { return in_; }
+  // Without the views of tensors, which for_each_problem sets.
+  const AttentionProblem& problem() const { return problem_; }
   const Dims& dims() const { return dims_; }
   std::vector<int64_t> out_sizes() const {
     std::vector<int64_t> sizes = sizes_of(in_.query);
@@ -176,7 +179,7 @@ class Call {
   }
 
  protected:
-  Call(const Inputs& in, const Options& options, const Dims& dims) : in_(in), dims_(dims) {
+  AttentionCall(const AttentionInputs& in, const AttentionOptions& options, const Dims& dims) : in_(in), dims_(dims) {
     check_inputs(in, options, dims);
     problem_.dtype = dtype_of(in.query);
     problem_.heads = in.query.size(dims.heads);
@@ -197,22 +200,22 @@ class Call {
     if (in.sinks) problem_.sinks = in.sinks->data_ptr();
   }
 
-  // The strides of heads, rows and width; 0 where there is one only, which a mask is broadcast along.
+  // Sets the strides of heads, rows and columns; 0 along a dimension of size 1, which a mask is broadcast along.
   template <class View>
-  void place_strides(const Tensor& tensor, View& view) const {
+  void set_strides(const Tensor& tensor, View& view) const {
     const int64_t dims[] = {dims_.heads, dims_.rows, dims_.head_dim()};
     for (int64_t i = 0; i < 3; ++i) view.stride[i + 1] = tensor.size(dims[i]) == 1 ? 0 : tensor.stride(dims[i]);
   }
 
-  const Inputs& in_;
+  const AttentionInputs& in_;
   Dims dims_;
   AttentionProblem problem_;
 };
 
-// [batch..., heads, length, width], of any number of batch dimensions: problems over one batch dimension each.
-class DenseCall : public Call {
+// A call of [batch..., heads, length, head_dim] tensors of any number of batch dimensions. Each of its problems has one.
+class DenseCall : public AttentionCall {
  public:
-  DenseCall(const Inputs& in, const Options& options) : Call(in, options, dims_of(in.query)) {
+  DenseCall(const AttentionInputs& in, const AttentionOptions& options) : AttentionCall(in, options, dims_of(in.query)) {
     problem_.visible.offset = options.lower_right ? problem_.keys - problem_.queries : 0;
     problem_.lse_stride[0] = problem_.heads * problem_.queries;
     problem_.lse_stride[1] = problem_.queries;
@@ -230,31 +233,31 @@ class DenseCall : public Call {
     return sizes;
   }
 
-  // Calls run(problem, gradients) for each problem, `gradients` filled if there are any.
+  // Calls run(problem, gradients) for each problem; `gradients` is set as far as `tensors` has gradients.
   template <class Run>
-  void for_each_problem(const Results& results, const Run& run) const {
+  void for_each_problem(const PassTensors& tensors, const Run& run) const {
     for (const int64_t size : sink_sizes())
       if (size == 0) return;
-    std::array<const Tensor*, kTensors> all{};
+    std::array<const Tensor*, kTensorCount> all{};
     all[kQuery] = &in_.query;
     all[kKey] = &in_.key;
     all[kValue] = &in_.value;
     all[kMask] = in_.mask ? &*in_.mask : nullptr;
     all[kSlopes] = in_.alibi_slopes ? &*in_.alibi_slopes : nullptr;
-    all[kOut] = &results.out;
-    all[kLse] = results.lse;
-    all[kLseLow] = results.lse_low;
-    all[kGradOut] = results.grad_out;
-    all[kGradLse] = results.grad_lse;
-    all[kGradQuery] = results.grad_query;
-    all[kGradKey] = results.grad_key;
-    all[kGradValue] = results.grad_value;
-    all[kGradMask] = results.grad_mask;
-    all[kGradSinks] = results.grad_sinks;
-    all[kDelta] = results.delta;
-    all[kWideDelta] = results.wide_delta;
+    all[kOut] = &tensors.out;
+    all[kLse] = tensors.lse;
+    all[kLseLow] = tensors.lse_low;
+    all[kGradOut] = tensors.grad_out;
+    all[kGradLse] = tensors.grad_lse;
+    all[kGradQuery] = tensors.grad_query;
+    all[kGradKey] = tensors.grad_key;
+    all[kGradValue] = tensors.grad_value;
+    all[kGradMask] = tensors.grad_mask;
+    all[kGradSinks] = tensors.grad_sinks;
+    all[kDelta] = tensors.delta;
+    all[kWideDelta] = tensors.wide_delta;
     std::vector<int64_t> sizes = sizes_of(in_.query);
-    sizes.resize(dims_.batch());
+    sizes.resize(dims_.batch_count());
     const Batches batches(all, std::move(sizes));
 
     for (int64_t outer = 0; outer < batches.outer_count(); ++outer) {
@@ -262,50 +265,50 @@ class DenseCall : public Call {
       AttentionGradients gradients;
       problem.batch = batches.inner_size();
       problem.batch_begin = outer * problem.batch;
-      const auto start = [&](Which which) -> void* {
-        if (!all[which]) return nullptr;
-        const int64_t offset = batches.outer_offset(which, outer) * size_of(dtype_of(*all[which]));
-        return static_cast<std::byte*>(all[which]->data_ptr()) + offset;
+      const auto pointer = [&](TensorIndex index) -> void* {
+        if (!all[index]) return nullptr;
+        const int64_t offset = batches.outer_offset(index, outer) * size_of(dtype_of(*all[index]));
+        return static_cast<std::byte*>(all[index]->data_ptr()) + offset;
       };
-      const auto place = [&](Which which, auto& view) {
-        if (!all[which]) return;
-        view.data = start(which);
-        view.stride[0] = batches.inner_stride(which);
-        place_strides(*all[which], view);
+      const auto set_view = [&](TensorIndex index, auto& view) {
+        if (!all[index]) return;
+        view.data = pointer(index);
+        view.stride[0] = batches.inner_stride(index);
+        set_strides(*all[index], view);
       };
-      place(kQuery, problem.query);
-      place(kKey, problem.key);
-      place(kValue, problem.value);
-      place(kMask, problem.mask);
+      set_view(kQuery, problem.query);
+      set_view(kKey, problem.key);
+      set_view(kValue, problem.value);
+      set_view(kMask, problem.mask);
       if (in_.alibi_slopes) {
-        problem.alibi_slopes = start(kSlopes);
+        problem.alibi_slopes = pointer(kSlopes);
         problem.alibi_stride[0] = batches.inner_stride(kSlopes);
         problem.alibi_stride[1] = in_.alibi_slopes->stride(dims_.heads);
       }
-      place(kOut, problem.out);
-      problem.lse = start(kLse);
-      problem.lse_low = start(kLseLow);
-      place(kGradOut, gradients.grad_out);
-      gradients.grad_lse = start(kGradLse);
-      place(kGradQuery, gradients.grad_query);
-      place(kGradKey, gradients.grad_key);
-      place(kGradValue, gradients.grad_value);
-      place(kGradMask, gradients.grad_mask);
-      if (results.grad_mask) {
-        gradients.grad_mask_dtype = dtype_of(*results.grad_mask);
+      set_view(kOut, problem.out);
+      problem.lse = pointer(kLse);
+      problem.lse_low = pointer(kLseLow);
+      set_view(kGradOut, gradients.grad_out);
+      gradients.grad_lse = pointer(kGradLse);
+      set_view(kGradQuery, gradients.grad_query);
+      set_view(kGradKey, gradients.grad_key);
+      set_view(kGradValue, gradients.grad_value);
+      set_view(kGradMask, gradients.grad_mask);
+      if (tensors.grad_mask) {
+        gradients.grad_mask_dtype = dtype_of(*tensors.grad_mask);
         gradients.add_to_grad_mask = !batches.first_visit(kGradMask, outer);
         gradients.mask_size[0] = batches.inner_stride(kGradMask) == 0 ? 1 : problem.batch;
-        for (int64_t i = 1; i < 4; ++i) gradients.mask_size[i] = results.grad_mask->size(dims_.rank - 4 + i);
+        for (int64_t i = 1; i < 4; ++i) gradients.mask_size[i] = tensors.grad_mask->size(dims_.rank - 4 + i);
       }
-      gradients.grad_sinks = start(kGradSinks);
-      gradients.delta = start(kDelta);
-      gradients.wide_delta = static_cast<double*>(start(kWideDelta));
+      gradients.grad_sinks = pointer(kGradSinks);
+      gradients.delta = pointer(kDelta);
+      gradients.wide_delta = static_cast<double*>(pointer(kWideDelta));
       run(problem, gradients);
     }
   }
 
  private:
-  enum Which {
+  enum TensorIndex {
     kQuery,
     kKey,
     kValue,
@@ -323,7 +326,7 @@ class DenseCall : public Call {
     kGradSinks,
     kDelta,
     kWideDelta,
-    kTensors
+    kTensorCount
   };
 
   static Dims dims_of(const Tensor& query) {
@@ -332,12 +335,12 @@ class DenseCall : public Call {
   }
 };
 
-// [total, heads, width]: sequences one behind the other, in one problem.
-class PackedCall : public Call {
+// A call of packed [total, heads, head_dim] tensors: sequences one after another, in one problem.
+class PackedCall : public AttentionCall {
  public:
-  PackedCall(const Inputs& in, const Tensor& query_starts, const Tensor& key_starts, int64_t longest_query, int64_t longest_key,
-             const Options& options)
-      : Call(in, options, dims_of(in.query)) {
+  PackedCall(const AttentionInputs& in, const Tensor& query_starts, const Tensor& key_starts, int64_t longest_query,
+             int64_t longest_key, const AttentionOptions& options)
+      : AttentionCall(in, options, dims_of(in.query)) {
     check_starts(query_starts, "cu_seqlens_q");
     check_starts(key_starts, "cu_seqlens_k");
     check(query_starts.size(0) == key_starts.size(0), "cu_seqlens_k: ", key_starts.size(0), " starts, expected cu_seqlens_q's ",
@@ -358,36 +361,36 @@ class PackedCall : public Call {
   std::vector<int64_t> sink_sizes() const { return {problem_.batch, problem_.heads}; }
   std::vector<int64_t> lse_sizes() const { return {problem_.heads, problem_.total_queries}; }
 
-  // As of a dense call; there is one problem at most.
+  // Calls run(problem, gradients) for the one problem, or not at all if there are no heads.
   template <class Run>
-  void for_each_problem(const Results& results, const Run& run) const {
+  void for_each_problem(const PassTensors& tensors, const Run& run) const {
     if (problem_.heads == 0) return;
     AttentionProblem problem = problem_;
     AttentionGradients gradients;
-    const auto start = [](const Tensor* tensor) { return tensor ? tensor->data_ptr() : nullptr; };
-    const auto place = [&](const Tensor* tensor, auto& view) {
+    const auto pointer = [](const Tensor* tensor) { return tensor ? tensor->data_ptr() : nullptr; };
+    const auto set_view = [&](const Tensor* tensor, auto& view) {
       if (!tensor) return;
       view.data = tensor->data_ptr();
-      place_strides(*tensor, view);
+      set_strides(*tensor, view);
     };
-    place(&in_.query, problem.query);
-    place(&in_.key, problem.key);
-    place(&in_.value, problem.value);
+    set_view(&in_.query, problem.query);
+    set_view(&in_.key, problem.key);
+    set_view(&in_.value, problem.value);
     if (in_.alibi_slopes) {
       problem.alibi_slopes = in_.alibi_slopes->data_ptr();
       for (int64_t i = 0; i < 2; ++i) problem.alibi_stride[i] = in_.alibi_slopes->stride(i);
     }
-    place(&results.out, problem.out);
-    problem.lse = start(results.lse);
-    problem.lse_low = start(results.lse_low);
-    place(results.grad_out, gradients.grad_out);
-    gradients.grad_lse = start(results.grad_lse);
-    place(results.grad_query, gradients.grad_query);
-    place(results.grad_key, gradients.grad_key);
-    place(results.grad_value, gradients.grad_value);
-    gradients.grad_sinks = start(results.grad_sinks);
-    gradients.delta = start(results.delta);
-    gradients.wide_delta = static_cast<double*>(start(results.wide_delta));
+    set_view(&tensors.out, problem.out);
+    problem.lse = pointer(tensors.lse);
+    problem.lse_low = pointer(tensors.lse_low);
+    set_view(tensors.grad_out, gradients.grad_out);
+    gradients.grad_lse = pointer(tensors.grad_lse);
+    set_view(tensors.grad_query, gradients.grad_query);
+    set_view(tensors.grad_key, gradients.grad_key);
+    set_view(tensors.grad_value, gradients.grad_value);
+    gradients.grad_sinks = pointer(tensors.grad_sinks);
+    gradients.delta = pointer(tensors.delta);
+    gradients.wide_delta = static_cast<double*>(pointer(tensors.wide_delta));
     run(problem, gradients);
   }
 

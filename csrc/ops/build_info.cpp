@@ -1,4 +1,4 @@
-// The facts of the build, as CMakeLists.txt stated them.
+// The facts of the build, which CMakeLists.txt passes as definitions, and the rest of the table that _introspect reads.
 #include <algorithm>
 #include <string>
 
@@ -10,7 +10,7 @@
 
 namespace flash_online::ops {
 
-// A quoted JSON string. What CMake hands over holds neither quotes nor backslashes.
+// A quoted JSON string. CMake passes neither quotes nor backslashes.
 static std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
 // A JSON array of the words of `text`.

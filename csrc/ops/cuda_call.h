@@ -1,5 +1,5 @@
-// What a launch on CUDA needs of torch. The stream comes by a lookup at run time: one library serves CUDA and CPU-only builds
-// of torch, so it may not depend on libtorch_cuda.so.
+// What a launch on CUDA needs from torch. The stream's getter is looked up at run time: one library serves CUDA and CPU-only
+// builds of torch, so it must not depend on libtorch_cuda.so.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,6 +14,14 @@ struct CUstream_st;  // what a cudaStream_t points to
 
 namespace flash_online::ops {
 
+// Whether this build has CUDA kernels. Code that names one stands in a branch of `if constexpr (kBuiltWithCuda)`, so that a
+// build without CUDA compiles it but does not link it.
+#ifdef FLASH_ONLINE_CUDA
+inline constexpr bool kBuiltWithCuda = true;
+#else
+inline constexpr bool kBuiltWithCuda = false;
+#endif
+
 inline CUstream_st* current_cuda_stream(int32_t device) {
   using Getter = int32_t (*)(int32_t device, void** stream);
   static const Getter get = [] {
@@ -27,12 +35,13 @@ inline CUstream_st* current_cuda_stream(int32_t device) {
   return static_cast<CUstream_st*>(stream);
 }
 
-// What launches need of torch, for as long as this lives: a tensor's device as the current one, its stream, and memory.
+// Makes a tensor's device the current one for as long as this object lives, and gives the launches there a stream and memory.
 class CudaCall {
  public:
   explicit CudaCall(const Tensor& like) : like_(like), guard_(like.get_device_index()) {}
   CUstream_st* stream() const { return current_cuda_stream(like_.get_device_index()); }
-  // Aligned to more than 16 bytes as all of torch's is; null for no bytes. In the place of what was there before.
+  // Memory that replaces the workspace of the call before; null for no bytes. torch's allocator aligns it to more than 16
+  // bytes.
   void* workspace(int64_t bytes) {
     workspace_.reset();
     if (bytes <= 0) return nullptr;

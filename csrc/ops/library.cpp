@@ -1,20 +1,22 @@
-// Every operator of the library, on one page. Implementations: attention.cpp, merge.cpp, rows.cpp; fakes and flop formulas:
-// flash_online/_ops.py, in this order. Raw ops: no autograd, which is Python's part (the stable ABI has none).
+// Every operator of the library, on one page. The implementations are in attention.cpp, merge.cpp, softmax.cpp,
+// cross_entropy.cpp and topk.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. These operators have no
+// autograd, which the stable ABI does not offer: it is in Python.
 //
-// Conventions: attention takes [..., heads, length, width] tensors of one rank >= 4 with equal batch dimensions (broadcast
-// by strides of 0), or packed ones; a mask has the same rank and sizes of 1 where it is broadcast; a window bound below 0 is
-// none; an unwanted gradient comes back with no elements. "Accumulator type" is float64 for float64 inputs, float32 otherwise.
+// Conventions: attention takes [..., heads, length, head_dim] tensors of one rank >= 4 with equal batch dimensions (broadcast
+// by strides of 0), or packed ones; a mask has their rank and a size of 1 where it is broadcast; a window bound below 0 is
+// no bound; a gradient that is not wanted is returned without elements. "Accumulator type" is float64 for float64 inputs,
+// float32 otherwise.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
-  // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), wanted where dropout_p > 0. tf32, of all
-  // below: whether products of float32 on CUDA may be made of fewer digits, at least those of tf32; elsewhere it says nothing.
+  // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and
+  // below: float32 products on CUDA may have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere.
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
       "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
       "float dropout_p, bool tf32=False) -> (Tensor out, Tensor lse, Tensor lse_low)");
-  // Its out alone, for a call without gradients and options.
+  // attention_forward's out alone, for a call without gradients and options.
   m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
@@ -22,10 +24,10 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
       "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
       "Tensor grad_sinks)");
-  // Packed sequences: query, out [total queries, heads, width], key and value [total keys, heads, width], lse [heads, total
-  // queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last, read on the device
-  // alone: out of order or out of range they give no error and touch no other memory. A sequence longer than max_seqlen_* is
-  // cut. Rows of no sequence have results and gradients of 0, and lse -inf.
+  // Packed sequences: query, out [total queries, heads, head_dim], key and value [total keys, heads, head_dim], lse [heads,
+  // total queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last. They are read
+  // on the device alone: values out of order or out of range raise no error and touch no other memory. A sequence longer than
+  // max_seqlen_* is cut. Padding rows have results and gradients of 0, and lse -inf.
   m.def(
       "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
@@ -41,7 +43,7 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
       "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
-  // Partial results over disjoint keys, merged: outs[i] [..., width] of one dtype, lses[i] [...] of the accumulator type.
+  // Merges partial results over disjoint keys: outs[i] [..., head_dim] of one dtype, lses[i] [...] of the accumulator type.
   m.def("attention_merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
@@ -50,10 +52,10 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax or its logarithm along dim (0 <= dim < input.dim), contiguous, in dtype: the input's, or float32 for a 16-bit one.
   m.def("softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
   m.def("softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");
-  // log(sum(exp(input))) along dim, which it drops, in the accumulator type.
+  // log(sum(exp(input))) along dim, which the result lacks, in the accumulator type.
   m.def("logsumexp_forward(Tensor input, int dim) -> Tensor");
   m.def("logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
-  // One loss a row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
+  // One loss per row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
   // accumulator type. -> loss, lse and the row's weight (weight[target]; 0 for an ignored row, 1 for probabilities), each
   // [N, ...] in the accumulator type. A target out of range is an error that says "out of bounds".
   m.def(
@@ -62,16 +64,16 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
-  // The losses of all rows reduced to one number of dtype (the input's, or float32 for a 16-bit one): their sum, if `mean` over
-  // that of the rows' weights. divisor: what it was divided by, 1 for a sum, in the accumulator type.
+  // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
+  // the sum of the rows' weights if `mean`. divisor: what the sum was divided by (1 without `mean`), in the accumulator type.
   m.def(
       "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
       "ScalarType dtype) -> (Tensor loss, Tensor divisor)");
   m.def(
       "cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing) -> Tensor grad_input");
-  // cross_entropy_backward with grad_input in the place of input; with `forward` also cross_entropy_forward's three results
-  // (else without elements). One table of logits instead of two.
+  // cross_entropy_backward that overwrites input with grad_input, so that one tensor of logits is in memory instead of two.
+  // With `forward` it also returns cross_entropy_forward's three results, which are else without elements.
   m.def(
       "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "

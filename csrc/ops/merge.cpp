@@ -5,9 +5,9 @@
 namespace flash_online::ops {
 namespace {
 
-// The parts of a merge, checked and flattened; `rows` and `width` come with them.
+// The partial results that a merge is given, checked and flattened to rows.
 struct Parts {
-  std::vector<Tensor> keep;  // what the pointers point into
+  std::vector<Tensor> contiguous;  // what the pointers of `part` point into
   std::vector<MergePart> part;
   MergeProblem problem;
 
@@ -30,12 +30,12 @@ struct Parts {
       check(sizes_of(lses[n]) == leading && lses[n].scalar_type() == accumulator_of(first.scalar_type()), "lses[", n,
             "]: expected outs' shape without its last dimension and float32 (float64 for float64 outs), got ",
             shape_of(lses[n]));
-      keep.push_back(torch::stable::contiguous(outs[n]));
-      keep.push_back(torch::stable::contiguous(lses[n]));
-      part.push_back({.out = keep[2 * n].data_ptr(),
+      contiguous.push_back(torch::stable::contiguous(outs[n]));
+      contiguous.push_back(torch::stable::contiguous(lses[n]));
+      part.push_back({.out = contiguous[2 * n].data_ptr(),
                       .row_stride = problem.head_dim,
                       .column_stride = 1,
-                      .lse = keep[2 * n + 1].data_ptr()});
+                      .lse = contiguous[2 * n + 1].data_ptr()});
     }
     problem.part = part.data();
   }
@@ -60,7 +60,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward_cp
         "grad_out: expected outs' shape ", shape_of(outs[0]), " and dtype, got ", shape_of(grad_out));
   check(sizes_of(grad_lse) == sizes_of(lses[0]) && grad_lse.scalar_type() == lses[0].scalar_type(),
         "grad_lse: expected lses' shape ", shape_of(lses[0]), " and dtype, got ", shape_of(grad_lse));
-  const Tensor out_cotangent = torch::stable::contiguous(grad_out), lse_cotangent = torch::stable::contiguous(grad_lse);
+  const Tensor grad_out_rows = torch::stable::contiguous(grad_out), grad_lse_rows = torch::stable::contiguous(grad_lse);
   std::vector<Tensor> grad_outs, grad_lses;
   for (size_t n = 0; n < outs.size(); ++n) {
     grad_outs.push_back(empty(sizes_of(outs[n]), outs[n].scalar_type(), outs[n]));
@@ -69,7 +69,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward_cp
     parts.part[n].grad_lse = grad_lses[n].data_ptr();
   }
   cpu::kernels().attention.merge_backward(parts.problem,
-                                          {.grad_out = out_cotangent.data_ptr(), .grad_lse = lse_cotangent.data_ptr()},
+                                          {.grad_out = grad_out_rows.data_ptr(), .grad_lse = grad_lse_rows.data_ptr()},
                                           CpuExecutor(parts.problem.rows, {}, grad_out));
   return {grad_outs, grad_lses};
 }

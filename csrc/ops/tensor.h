@@ -1,4 +1,4 @@
-// The shims between torch's stable ABI and the kernels: checks, views, allocation, threads, the CUDA stream. Once each.
+// The shims between torch's stable ABI and the kernels: checks, dtypes, allocation, CPU threads.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -31,7 +31,7 @@ void check(bool condition, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
-// A tensor's shape for a message, which is not made before it is wanted.
+// A tensor's shape for an error message; its text is made only when the message is.
 struct Shape {
   const Tensor& tensor;
 };
@@ -57,7 +57,7 @@ inline DType dtype_of(ScalarType type) {
 }
 inline DType dtype_of(const Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
-// What sums, lse, class weights, slopes and sinks are kept in.
+// The accumulator type: the dtype of sums, lse, class weights, slopes and sinks.
 inline ScalarType accumulator_of(ScalarType type) {
   return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -79,6 +79,9 @@ inline void check_floating(const Tensor& tensor, const char* name) {
         name, ": dtype must be float16, bfloat16, float32 or float64, got ", name_of(type));
 }
 
+// Whether there are kernels for the tensor's dtype, one of check_floating's, on its device: none on CUDA takes float64.
+inline bool has_kernels(const Tensor& tensor) { return !tensor.is_cuda() || tensor.scalar_type() != ScalarType::Double; }
+
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                             const Tensor& like) {
   int32_t device_type = 0, device_index = 0;
@@ -92,12 +95,12 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
 }
 
 // Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `order_of`'s strides, outermost
-// first; dimensions of stride 0 or equal stride keep their place. flash_online/_ops.py has the same rule for fake tensors.
+// first; dimensions of stride 0 or equal stride keep their order. flash_online/_ops.py repeats this rule for fake tensors.
 inline std::vector<int64_t> dense_strides_in_order(const std::vector<int64_t>& sizes, const Tensor& order_of) {
   const int64_t rank = static_cast<int64_t>(sizes.size());
   std::vector<int64_t> order(rank);
   for (int64_t i = 0; i < rank; ++i) order[i] = i;
-  // An insertion sort, since "0 keeps its place" is not a strict weak order.
+  // This is an insertion sort because the comparison is not a strict weak order: stride 0 equals every other.
   for (int64_t i = 1; i < rank; ++i)
     for (int64_t j = i; j > 0; --j) {
       const int64_t outer = order_of.stride(order[j - 1]), inner = order_of.stride(order[j]);
@@ -132,7 +135,8 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return {sizes.begin(), sizes.end()};
 }
 
-// Threads of torch's own pool, and memory from torch's allocator; `items` is how many pieces of work there are at most.
+// An executor with threads of torch's pool and memory from torch's allocator. `items` bounds the number of threads: there are
+// at most so many pieces of work.
 class __attribute__((visibility("hidden"))) CpuExecutor {
  public:
   CpuExecutor(int64_t items, cpu::Memory memory, const Tensor& like) {

@@ -1,135 +1,140 @@
-// What the passes of attention's backward share: weights made again and the gradients of a tile of scores.
+// What the phases of the backward pass share: recomputed weights and the gradients of a tile of scores.
 #pragma once
 
 #include "score_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// The tiles that every pass recomputes scores with.
+// The buffers with which every phase recomputes scores.
 template <class E>
 struct GradientScratch : ScoreTile<E> {
   using A = Accumulator<E>;
-  using F = Factor<E>;
-  F* grad_out;  // [pitch_of(value_width), kQueries]
-  F *key_copy, *value_copy;  // [kKeys, pitch_of(width)], [kKeys, pitch_of(value_width)], for rows_of
-  A *grad, *slope, *kept;  // [kKeys, kQueries]: the weights' gradients, then the scores'; of softcap; of dropout
-  A *lse, *lse_low, *delta, *shift;  // [kQueries]
-  double *wide_grad_out, *wide_value, *wide_grad, *wide_delta;
+  using F = Operand<E>;
+  F* grad_out;  // [operand_pitch(head_dim_v), kQueries]
+  F *key_buffer, *value_buffer;  // copies of rows: [kKeys, operand_pitch(head_dim)], [kKeys, operand_pitch(head_dim_v)]
+  // [kKeys, kQueries]: gradients of the weights, then of the scores; the score modification's; dropout's
+  A *grad, *derivative, *dropout_factor;
+  A *lse, *lse_low, *delta, *shift;  // [kQueries]; shift: what is subtracted from the scores
+  double *double_grad_out, *double_value, *double_grad, *double_delta;
 
-  GradientScratch(const AttentionProblem& problem, Carver& carver) : ScoreTile<E>(problem, carver) {
-    grad_out = carver.take<F>(pitch_of<F>(problem.head_dim_v) * kQueries);
-    key_copy = carver.take<F>(kKeys * pitch_of<F>(problem.head_dim));
-    value_copy = carver.take<F>(kKeys * pitch_of<F>(problem.head_dim_v));
-    grad = carver.take<A>(kKeys * kQueries);
-    slope = carver.take<A>(problem.softcap > 0 ? kKeys * kQueries : 0);
-    kept = carver.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
-    lse = carver.take<A>(kQueries);
-    lse_low = carver.take<A>(kQueries);
-    delta = carver.take<A>(kQueries);
-    shift = carver.take<A>(kQueries);
-    constexpr bool may_be_wide = ScoreTile<E>::kMayBeWide;
-    wide_grad_out = carver.take<double>(may_be_wide ? problem.head_dim_v * kQueries : 0);
-    wide_value = carver.take<double>(may_be_wide ? problem.head_dim_v * kKeys : 0);
-    wide_grad = carver.take<double>(may_be_wide ? kKeys * kQueries : 0);
-    wide_delta = carver.take<double>(kQueries);
+  GradientScratch(const AttentionProblem& problem, ScratchAllocator& allocator) : ScoreTile<E>(problem, allocator) {
+    grad_out = allocator.take<F>(operand_pitch<F>(problem.head_dim_v) * kQueries);
+    key_buffer = allocator.take<F>(kKeys * operand_pitch<F>(problem.head_dim));
+    value_buffer = allocator.take<F>(kKeys * operand_pitch<F>(problem.head_dim_v));
+    grad = allocator.take<A>(kKeys * kQueries);
+    derivative = allocator.take<A>(ScoreMod::has_derivative(problem) ? kKeys * kQueries : 0);
+    dropout_factor = allocator.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
+    lse = allocator.take<A>(kQueries);
+    lse_low = allocator.take<A>(kQueries);
+    delta = allocator.take<A>(kQueries);
+    shift = allocator.take<A>(kQueries);
+    constexpr bool may_use_double = ScoreTile<E>::kMayUseDouble;
+    double_grad_out = allocator.take<double>(may_use_double ? problem.head_dim_v * kQueries : 0);
+    double_value = allocator.take<double>(may_use_double ? problem.head_dim_v * kKeys : 0);
+    double_grad = allocator.take<double>(may_use_double ? kKeys * kQueries : 0);
+    double_delta = allocator.take<double>(kQueries);
   }
 };
 
 template <class E>
-RowsOf<Factor<E>> key_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
-                              Factor<E>* copy) {
-  return rows_of<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.head_dim, copy);
+RowMatrix<Operand<E>> key_rows_or_copy(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin,
+                                       int64_t count, Operand<E>* copy) {
+  return rows_or_copy<E>(problem.key, batch, head / (problem.heads / problem.key_heads), begin, count, problem.head_dim, copy);
 }
 
 template <class E>
-RowsOf<Factor<E>> value_rows_of(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin, int64_t count,
-                                Factor<E>* copy) {
-  return rows_of<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.head_dim_v, copy);
+RowMatrix<Operand<E>> value_rows_or_copy(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin,
+                                         int64_t count, Operand<E>* copy) {
+  return rows_or_copy<E>(problem.value, batch, head / (problem.heads / problem.value_heads), begin, count, problem.head_dim_v,
+                         copy);
 }
 
-// A tile's queries, the gradients of their results, and delta: the part of a score's gradient that its whole row shares, the
-// sum over keys of weight * grad_weight - grad_lse; see fill_delta.
+// Loads a tile's queries, the gradients of their results, lse and delta. delta is the part of a score's gradient that its whole
+// row shares: the sum over keys of weight * grad_weight, less grad_lse; see fill_delta.
 template <class E>
 void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                   const GradientScratch<E>& tile) {
   using A = Accumulator<E>;
-  load_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.rows_copy);
-  load_lanes<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out, tile.rows_copy);
-  const int64_t number = query.number(problem);
-  for (int64_t i = 0; i < query.columns; ++i) {
-    const bool there = i < query.rows;
-    tile.lse[i] = there ? pivot(static_cast<const A*>(problem.lse)[number + i]) : A(0);
-    tile.lse_low[i] = there ? static_cast<const A*>(problem.lse_low)[number + i] : A(0);
-    tile.delta[i] = there ? static_cast<const A*>(gradients.delta)[number + i] : A(0);
-    tile.wide_delta[i] = there && gradients.wide_delta ? gradients.wide_delta[number + i] : 0;
+  load_query_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.row_buffer);
+  load_query_lanes<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out, tile.row_buffer);
+  const int64_t offset = query.lse_offset(problem);
+  for (int64_t i = 0; i < query.lanes; ++i) {
+    const bool is_present = i < query.rows;
+    tile.lse[i] = is_present ? pivot(static_cast<const A*>(problem.lse)[offset + i]) : A(0);
+    tile.lse_low[i] = is_present ? static_cast<const A*>(problem.lse_low)[offset + i] : A(0);
+    tile.delta[i] = is_present ? static_cast<const A*>(gradients.delta)[offset + i] : A(0);
+    tile.double_delta[i] = is_present && gradients.wide_delta ? gradients.wide_delta[offset + i] : 0;
   }
 }
 
-// score = the (dropped) attention weights of a tile; grad = the gradient of the scores that the exponential took. weight_sum,
-// if any, is increased by the sum of each query's weights before dropout. False if the tile is hidden: nothing has been made
-// then.
-template <class E, class A = Accumulator<E>, class F = Factor<E>>
-bool score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowsOf<F> key,
-                     RowsOf<F> value, GradientScratch<E>& tile, double* weight_sum = nullptr) {
+// Computes score, the attention weights of a tile after dropout, and grad, the gradients of the modified scores. weight_sum,
+// unless it is null, is increased by the sum of each query's weights before dropout. Returns false, and computes nothing, if
+// the tile is hidden.
+template <class E, class A = Accumulator<E>, class F = Operand<E>>
+bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                             RowMatrix<F> key, RowMatrix<F> value, GradientScratch<E>& tile, double* weight_sum = nullptr) {
   if (!load_mask(problem, query, begin, count, tile.mask)) return false;
-  const bool any_wide =
-      compute_scores(problem, query, begin, count, key, tile, tile.lse, problem.softcap > 0 ? tile.slope : nullptr);
-  product(Into::kReplace, round_up(count, kRowStep<F>), query.columns, pitch_of<F>(problem.head_dim_v), value.data, value.pitch,
-          1, tile.grad_out, kQueries, tile.grad, kQueries);
-  if (problem.dropout > 0) draw_dropout(problem, query, begin, count, tile.kept);
+  const bool any_double = compute_scores(problem, query, begin, count, key, tile, tile.lse,
+                                         ScoreMod::has_derivative(problem) ? tile.derivative : nullptr);
+  matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim_v), value.data,
+         value.pitch, 1, tile.grad_out, kQueries, tile.grad, kQueries);
+  if (problem.dropout > 0) make_dropout_factors(problem, query, begin, count, tile.dropout_factor);
 
-  std::copy_n(tile.lse, query.columns, tile.shift);
-  A shared[kQueries];
-  std::copy_n(tile.delta, query.columns, shared);
-  if constexpr (ScoreTile<E>::kMayBeWide) {
-    if (any_wide) {
-      // Large scores mostly leave one weight near 1, whose gradient and delta nearly cancel: these, too, in double.
-      for (int64_t i = 0; i < problem.head_dim_v * kQueries; ++i) tile.wide_grad_out[i] = tile.grad_out[i];
-      load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.head_dim_v, tile.wide_value, count,
+  std::copy_n(tile.lse, query.lanes, tile.shift);
+  A pending_delta[kQueries];
+  std::copy_n(tile.delta, query.lanes, pending_delta);
+  if constexpr (ScoreTile<E>::kMayUseDouble) {
+    if (any_double) {
+      // With large scores, one weight is mostly near 1, and its gradient and delta nearly cancel: they, too, are computed in
+      // double.
+      for (int64_t i = 0; i < problem.head_dim_v * kQueries; ++i) tile.double_grad_out[i] = tile.grad_out[i];
+      load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.head_dim_v, tile.double_value, count,
                    problem.head_dim_v);
-      product(Into::kReplace, count, query.columns, problem.head_dim_v, tile.wide_value, problem.head_dim_v, 1,
-              tile.wide_grad_out, kQueries, tile.wide_grad, kQueries);
+      matmul(Accumulate::kOverwrite, count, query.lanes, problem.head_dim_v, tile.double_value, problem.head_dim_v, 1,
+             tile.double_grad_out, kQueries, tile.double_grad, kQueries);
       for (int64_t i = 0; i < query.rows; ++i) {
-        if (!tile.is_wide[i]) continue;
-        settle_scores(i, count, tile, tile.lse[i]);
+        if (!tile.is_double[i]) continue;
+        narrow_double_scores(i, count, tile, tile.lse[i]);
         tile.shift[i] = A(0);
         for (int64_t k = 0; k < count; ++k) {
-          const int64_t place = k * kQueries + i;
-          const double factor = problem.dropout > 0 ? tile.kept[place] : 1;
-          tile.grad[place] = static_cast<A>(tile.wide_grad[place] * factor - tile.wide_delta[i]);
+          const int64_t index = k * kQueries + i;
+          const double factor = problem.dropout > 0 ? tile.dropout_factor[index] : 1;
+          tile.grad[index] = static_cast<A>(tile.double_grad[index] * factor - tile.double_delta[i]);
         }
-        shared[i] = A(0);
+        pending_delta[i] = A(0);
       }
     }
   }
 
-  const A late_scale = tile.late_scale;
-  for (int64_t l = 0; l < query.columns; l += kLanes<A>) {
-    // score - lse is exact where it matters, near 0; lse_low then restores what rounding took from lse.
-    const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l), delta = load_vector(shared + l);
+  const A deferred_scale = tile.deferred_scale;
+  for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
+    // score - lse is exact where it matters, near 0; subtracting lse_low then restores what rounding took from lse.
+    const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l),
+                    delta = load_vector(pending_delta + l);
     for (int64_t k = 0; k < count; ++k) {
-      const int64_t place = k * kQueries + l;
-      Vector<A> weight = FastNatural::exp((load_vector(tile.score + place) * late_scale - lse) - low),
-                grad = load_vector(tile.grad + place);
+      const int64_t index = k * kQueries + l;
+      Vector<A> weight = FastNatural::exp((load_vector(tile.score + index) * deferred_scale - lse) - low),
+                grad = load_vector(tile.grad + index);
       if (weight_sum)
         for (int i = 0; i < kLanes<A>; ++i) weight_sum[l + i] += weight[i];
       if (problem.dropout > 0) {
-        const Vector<A> kept = load_vector(tile.kept + place);
-        if (any_wide)
-          for (int i = 0; i < kLanes<A>; ++i) grad[i] *= tile.is_wide[l + i] ? A(1) : kept[i];
+        const Vector<A> dropout_factor = load_vector(tile.dropout_factor + index);
+        if (any_double)
+          for (int i = 0; i < kLanes<A>; ++i) grad[i] *= tile.is_double[l + i] ? A(1) : dropout_factor[i];
         else
-          grad *= kept;
+          grad *= dropout_factor;
         grad = weight * (grad - delta);
-        weight *= kept;
+        weight *= dropout_factor;
       } else {
         grad = weight * (grad - delta);
       }
-      store_vector(tile.score + place, weight);
-      store_vector(tile.grad + place, grad);
+      store_vector(tile.score + index, weight);
+      store_vector(tile.grad + index, grad);
     }
   }
-  for (int64_t k = 0; query.rows < query.columns && k < count; ++k)  // the padding, where products run over queries
-    for (int64_t i = query.rows; i < query.columns; ++i) tile.score[k * kQueries + i] = tile.grad[k * kQueries + i] = A(0);
+  // Padding rows of queries are 0, since matmuls run over queries
+  for (int64_t k = 0; query.rows < query.lanes && k < count; ++k)
+    for (int64_t i = query.rows; i < query.lanes; ++i) tile.score[k * kQueries + i] = tile.grad[k * kQueries + i] = A(0);
   return true;
 }
 

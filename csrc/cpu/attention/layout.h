@@ -1,4 +1,4 @@
-// Between tensors of any strides and the tiles that products take: rows, columns in the lanes of vectors, and pairs.
+// Copies between tensors of any strides and the operands of matmuls: rows, transposed rows (queries in the lanes), and pairs.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct Matrix {
   int64_t row_stride, column_stride;
 };
 
-// Rows from `first` on of one head of a tensor.
+// The rows of one head of a tensor, from row `first` on.
 template <class E, class Pointer>
 auto matrix_of(const View4<Pointer>& view, int64_t batch, int64_t head, int64_t first) {
   using Element = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const E, E>;
@@ -23,8 +23,9 @@ auto matrix_of(const View4<Pointer>& view, int64_t batch, int64_t head, int64_t 
       view.stride[2], view.stride[3]};
 }
 
-// Transposes a square of vectors. A step interleaves the rows of the two halves, which moves the highest bit of an element's
-// column into the lowest of its row, and the other way round; after one step a bit, they have changed places.
+// Transposes a square of vectors. Each step interleaves the rows of the two halves, which moves the highest bit of an element's
+// column into the lowest bit of its row, and the highest bit of its row into the lowest of its column. After one step per bit,
+// row and column have changed places.
 template <class T>
 FLASH_ONLINE_INLINE void transpose(Vector<T> (&row)[kLanes<T>]) {
   constexpr int n = kLanes<T>;
@@ -41,9 +42,9 @@ FLASH_ONLINE_INLINE void transpose(Vector<T> (&row)[kLanes<T>]) {
   }
 }
 
-// to[columns, pitch] = the transpose of a matrix, widened; its rows are padded() with zeros.
+// Writes the transpose of a matrix, widened, to to[columns, pitch]. Rows beyond the matrix, up to padded(rows), become 0.
 template <class E, class A>
-__attribute__((noinline)) void load_columns(Matrix<const E> from, int64_t rows, int64_t columns, A* to, int64_t pitch) {
+__attribute__((noinline)) void load_transposed(Matrix<const E> from, int64_t rows, int64_t columns, A* to, int64_t pitch) {
   constexpr int n = kLanes<A>;
   for (int64_t r = 0; r < padded(rows); r += n) {
     int64_t c = 0;
@@ -57,16 +58,16 @@ __attribute__((noinline)) void load_columns(Matrix<const E> from, int64_t rows, 
         }
     }
     for (int i = 0; i < n; ++i)
-      for (int64_t rest = c; rest < columns; ++rest)
-        to[rest * pitch + r + i] =
-            r + i < rows ? static_cast<A>(widen(from.data[(r + i) * from.row_stride + rest * from.column_stride])) : A(0);
+      for (int64_t column = c; column < columns; ++column)
+        to[column * pitch + r + i] =
+            r + i < rows ? static_cast<A>(widen(from.data[(r + i) * from.row_stride + column * from.column_stride])) : A(0);
   }
 }
 
-// A matrix = the transpose of from[columns, pitch], its columns times `scale` (one for each), narrowed.
+// Writes the transpose of from[columns, pitch] to a matrix, narrowed; row i of the matrix is multiplied by scale[i].
 template <class E, class A>
-__attribute__((noinline)) void store_columns(const A* from, int64_t pitch, const A* scale, int64_t rows, int64_t columns,
-                                             Matrix<E> to) {
+__attribute__((noinline)) void store_transposed(const A* from, int64_t pitch, const A* scale, int64_t rows, int64_t columns,
+                                                Matrix<E> to) {
   constexpr int n = kLanes<A>;
   for (int64_t r = 0; r < rows; r += n) {
     const Vector<A> scales = load_vector(scale + r);
@@ -79,73 +80,74 @@ __attribute__((noinline)) void store_columns(const A* from, int64_t pitch, const
         for (int i = 0; i < n; ++i) store_narrowed(to.data + (r + i) * to.row_stride + c, square[i]);
       }
     for (int64_t i = r; i < std::min<int64_t>(r + n, rows); ++i)
-      for (int64_t rest = c; rest < columns; ++rest)
-        to.data[i * to.row_stride + rest * to.column_stride] = narrow<E>(from[rest * pitch + i] * scale[i]);
+      for (int64_t column = c; column < columns; ++column)
+        to.data[i * to.row_stride + column * to.column_stride] = narrow<E>(from[column * pitch + i] * scale[i]);
   }
 }
 
-// to[padded_rows, pitch] = a matrix, widened unless F is E; 0 in the padding.
+// Copies a matrix to to[padded_rows, pitch], widened unless F is E; the padding becomes 0.
 template <class E, class F>
 __attribute__((noinline)) void load_rows(Matrix<const E> from, int64_t rows, int64_t columns, F* to, int64_t padded_rows,
                                          int64_t pitch) {
   for (int64_t r = 0; r < rows; ++r) {
     const E* row = from.data + r * from.row_stride;
-    F* into = to + r * pitch;
+    F* to_row = to + r * pitch;
     int64_t c = 0;
     if constexpr (std::is_same_v<E, F>) {
-      if (from.column_stride == 1) std::copy_n(row, columns, into), c = columns;
-      for (; c < columns; ++c) into[c] = row[c * from.column_stride];
+      if (from.column_stride == 1) std::copy_n(row, columns, to_row), c = columns;
+      for (; c < columns; ++c) to_row[c] = row[c * from.column_stride];
     } else {
       if constexpr (std::is_same_v<F, Accumulator<E>>)
         if (from.column_stride == 1)
-          for (; c + kLanes<F> <= columns; c += kLanes<F>) store_vector(into + c, load_widened(row + c));
-      for (; c < columns; ++c) into[c] = widen(row[c * from.column_stride]);
+          for (; c + kLanes<F> <= columns; c += kLanes<F>) store_vector(to_row + c, load_widened(row + c));
+      for (; c < columns; ++c) to_row[c] = widen(row[c * from.column_stride]);
     }
-    std::fill(into + columns, into + pitch, F{});
+    std::fill(to_row + columns, to_row + pitch, F{});
   }
   std::fill(to + rows * pitch, to + padded_rows * pitch, F{});
 }
 
-// A matrix[rows, columns] = from[rows, pitch] * scale, narrowed.
+// Writes from[rows, pitch] * scale to a matrix, narrowed.
 template <class E, class A>
 void store_rows(const A* from, int64_t pitch, A scale, int64_t rows, int64_t columns, Matrix<E> to) {
   for (int64_t r = 0; r < rows; ++r) {
     const A* row = from + r * pitch;
-    E* into = to.data + r * to.row_stride;
+    E* to_row = to.data + r * to.row_stride;
     int64_t c = 0;
     if (to.column_stride == 1)
-      for (; c + kLanes<A> <= columns; c += kLanes<A>) store_narrowed(into + c, load_vector(row + c) * scale);
-    for (; c < columns; ++c) into[c * to.column_stride] = narrow<E>(row[c] * scale);
+      for (; c + kLanes<A> <= columns; c += kLanes<A>) store_narrowed(to_row + c, load_vector(row + c) * scale);
+    for (; c < columns; ++c) to_row[c * to.column_stride] = narrow<E>(row[c] * scale);
   }
 }
 
-// The pairs of BFloat16 that a product with an even depth takes. A pair is read and written as a float, by its bits.
+// The following functions make the pairs of BFloat16 that a paired matmul reads. A pair is moved as a float, by its bits.
 
-// to[columns / 2, pitch] pairs = the transpose of from[rows, columns]: neighbours in a row become a pair.
+// Writes the transpose of from[rows, columns] as to[columns / 2, pitch] pairs: neighbours in a row become a pair.
 inline void pair_columns(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* to, int64_t pitch) {
-  load_columns<float>(Matrix<const float>{reinterpret_cast<const float*>(from), columns / 2, 1}, rows, columns / 2,
-                      reinterpret_cast<float*>(to), pitch);
+  load_transposed<float>(Matrix<const float>{reinterpret_cast<const float*>(from), columns / 2, 1}, rows, columns / 2,
+                         reinterpret_cast<float*>(to), pitch);
 }
 
-// to[rows / 2, columns] pairs: neighbours in a column become a pair. rows is even, columns padded().
+// Writes from[rows, columns] as to[rows / 2, columns] pairs: neighbours in a column become a pair. `rows` is even and `columns`
+// is padded().
 inline void pair_rows(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* to) {
   for (int64_t r = 0; r < rows; r += 2)
     for (int64_t c = 0; c < columns; c += kLanes<float>) {
-      // As a float, a BFloat16 already stands in the upper half.
+      // Widening moves a BFloat16 to the upper half of its 32 bits.
       const auto low = reinterpret_cast<Vector<uint32_t>>(load_widened(from + r * columns + c)) >> 16;
       const auto high = reinterpret_cast<Vector<uint32_t>>(load_widened(from + (r + 1) * columns + c));
       store_vector(reinterpret_cast<uint32_t*>(to + r * columns + 2 * c), low | high);
     }
 }
 
-// to[columns, pitch] = the transpose of from[rows, columns], by way of `pairs`, as large as from.
+// Writes the transpose of from[rows, columns] to to[columns, pitch]; `pairs` is a buffer as large as `from`.
 inline void transpose_pairs(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* pairs, BFloat16* to, int64_t pitch) {
   pair_rows(from, rows, columns, pairs);
-  load_columns<float>(Matrix<const float>{reinterpret_cast<const float*>(pairs), columns, 1}, rows / 2, columns,
-                      reinterpret_cast<float*>(to), pitch / 2);
+  load_transposed<float>(Matrix<const float>{reinterpret_cast<const float*>(pairs), columns, 1}, rows / 2, columns,
+                         reinterpret_cast<float*>(to), pitch / 2);
 }
 
-// Two rows of sums, narrowed, as a row of pairs.
+// Narrows two rows of floats and stores them as one row of pairs.
 FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
 #if defined(__AVX512BF16__)
   const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
@@ -157,7 +159,7 @@ FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<f
 #endif
 }
 
-// to[padded_rows, pitch] = from[rows, pitch], narrowed; 0 in the padding, of rows and of columns.
+// Writes from[rows, pitch], narrowed, to to[padded_rows, pitch]; the padding of rows and of columns becomes 0.
 inline void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t padded_columns,
                         int64_t pitch, BFloat16* to) {
   for (int64_t r = 0; r < padded_rows; ++r)
@@ -165,8 +167,9 @@ inline void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, in
       store_narrowed(to + r * pitch + l, r < rows && l < columns ? load_vector(from + r * pitch + l) : Vector<float>{});
 }
 
-// to[padded_rows / 2, pitch] pairs = from[rows, pitch], narrowed; 0 in the padding.
-inline void make_pairs(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t pitch, BFloat16* to) {
+// Writes from[rows, pitch], narrowed, as to[padded_rows / 2, pitch] pairs; the padding becomes 0.
+inline void narrow_to_pairs(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t pitch,
+                            BFloat16* to) {
   for (int64_t l = 0; l < columns; l += kLanes<float>)
     for (int64_t r = 0; r < padded_rows; r += 2)
       store_pairs(to + r * pitch + 2 * l, r < rows ? load_vector(from + r * pitch + l) : Vector<float>{},

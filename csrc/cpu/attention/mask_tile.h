@@ -1,5 +1,5 @@
-// Which scores of a tile are seen, by arithmetic and by the mask, and what a float mask adds to them. Known before the scores
-// are: a tile that nobody sees is never computed.
+// Which scores of a tile are visible, by position and by the mask, and what a float mask adds to them. This is known before the
+// scores are, so that a tile without a visible score is never computed.
 #pragma once
 
 #include <algorithm>
@@ -11,30 +11,30 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-constexpr int64_t kQueries = 64;  // of a tile, the lanes of its vectors: bits of a word where a score is a bit
-constexpr int64_t kKeys = 64;    // of a block, at most; blocks begin at multiples of kKeyStep
+constexpr int64_t kQueries = 64;  // queries per tile, in the lanes of vectors; as many as a word of visibility has bits
+constexpr int64_t kKeys = 64;  // keys per block, at most; blocks begin at multiples of kKeyStep
 constexpr int64_t kKeyStep = 32;
 
-// Queries [first, first + rows) of a head; columns = padded(rows).
+// Queries [first, first + rows) of a head, in padded(rows) lanes.
 struct QueryTile {
-  int64_t batch, head, first, rows, columns;
+  int64_t batch, head, first, rows, lanes;
   QueryTile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first)
-      : batch(batch), head(head), first(first), rows(std::min(kQueries, problem.queries - first)), columns(padded(rows)) {}
-  int64_t last() const { return first + rows; }
-  // Where lse and its like have the first query's.
-  int64_t number(const AttentionProblem& problem) const {
+      : batch(batch), head(head), first(first), rows(std::min(kQueries, problem.queries - first)), lanes(padded(rows)) {}
+  int64_t end() const { return first + rows; }
+  // The offset of the first query's lse, in lse and all other arrays with one number per query.
+  int64_t lse_offset(const AttentionProblem& problem) const {
     return batch * problem.lse_stride[0] + head * problem.lse_stride[1] + first;
   }
 };
 
 template <class A>
 struct MaskTile {
-  uint64_t* seen;  // [kKeys]: bit i of word k is whether the tile's query i sees key k
-  A* bias;         // [kKeys, kQueries], of a float mask
-  bool hides = false, biased = false;  // whether any bit is 0; whether bias counts
+  uint64_t* visible;  // [kKeys]: bit i of word k is set where the tile's query i sees key k
+  A* bias;  // [kKeys, kQueries], of a float mask
+  bool has_hidden = false, has_bias = false;  // whether any bit is 0; whether `bias` is to be added
 };
 
-// The 64 x 64 bits of a, transposed: Hacker's Delight, section 7-3, with bit 0 as the first column.
+// Transposes a matrix of 64 x 64 bits (Hacker's Delight, section 7-3), with bit 0 as the first column.
 inline void transpose_bits(uint64_t (&a)[64]) {
   uint64_t keep = 0x00000000ffffffffu;
   for (int width = 32; width > 0; width /= 2, keep ^= keep << width)
@@ -46,18 +46,18 @@ inline void transpose_bits(uint64_t (&a)[64]) {
       }
 }
 
-// Bit j is whether byte j of `count` <= 64 is not 0.
+// Sets bit j where byte j of `count` <= 64 bytes is not 0.
 FLASH_ONLINE_INLINE uint64_t bits_of_bytes(const uint8_t* bytes, int64_t count) {
 #if defined(__AVX512BW__)
-  const __mmask64 there = count < 64 ? (uint64_t{1} << count) - 1 : ~uint64_t{0};
-  const __m512i x = _mm512_maskz_loadu_epi8(there, bytes);
+  const __mmask64 present = count < 64 ? (uint64_t{1} << count) - 1 : ~uint64_t{0};
+  const __m512i x = _mm512_maskz_loadu_epi8(present, bytes);
   return _mm512_test_epi8_mask(x, x);
 #else
   uint64_t bits = 0;
   for (int64_t j = 0; j < count; j += 8) {
     uint64_t eight = 0;
     std::memcpy(&eight, bytes + j, static_cast<size_t>(std::min<int64_t>(8, count - j)));
-    // Each byte to its own lowest bit; the product then brings them together in the highest byte.
+    // Each byte sets its own lowest bit; the multiplication then gathers these bits in the highest byte.
     eight = ((eight & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu) | eight;
     bits |= (((eight >> 7 & 0x0101010101010101u) * 0x0102040810204080u) >> 56) << j;
   }
@@ -65,13 +65,13 @@ FLASH_ONLINE_INLINE uint64_t bits_of_bytes(const uint8_t* bytes, int64_t count) 
 #endif
 }
 
-// seen[k] &= what a bool mask says of key begin + k.
+// Clears the bits of visible[k] that a bool mask hides, for key begin + k.
 inline void read_bool_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
-                           uint64_t* seen) {
+                           uint64_t* visible) {
   const auto from = matrix_of<uint8_t>(problem.mask, query.batch, query.head, query.first);
   const uint8_t* data = from.data + begin * from.column_stride;
   if (from.row_stride == 0) {
-    for (int64_t k = 0; k < count; ++k) seen[k] &= data[k * from.column_stride] ? ~uint64_t{0} : 0;
+    for (int64_t k = 0; k < count; ++k) visible[k] &= data[k * from.column_stride] ? ~uint64_t{0} : 0;
     return;
   }
   for (int64_t part = 0; part < count; part += 64) {
@@ -85,13 +85,13 @@ inline void read_bool_mask(const AttentionProblem& problem, const QueryTile& que
         for (int64_t k = 0; k < keys; ++k) word[i] |= static_cast<uint64_t>(row[k * from.column_stride] != 0) << k;
     }
     transpose_bits(word);
-    for (int64_t k = 0; k < keys; ++k) seen[part + k] &= word[k];
+    for (int64_t k = 0; k < keys; ++k) visible[part + k] &= word[k];
   }
 }
 
-// The bits of the queries of a tile that see a key, by arithmetic: they are neighbours, as both bounds of keys_of grow with the
+// The bits of the queries of a tile that see a key by position. They are neighbours, as both bounds of keys_of grow with the
 // query.
-inline uint64_t seen_by_position(const Visibility& visible, const QueryTile& query, int64_t key) {
+inline uint64_t visible_by_position(const Visibility& visible, const QueryTile& query, int64_t key) {
   constexpr int64_t kFar = int64_t{1} << 61;  // a bound may be as large as an int64
   const int64_t position = key - visible.offset - query.first;
   const int64_t low = visible.right < 0 ? 0 : position - std::min(visible.right, kFar);
@@ -101,31 +101,32 @@ inline uint64_t seen_by_position(const Visibility& visible, const QueryTile& que
   return high >= kQueries ? from_low : from_low & ((uint64_t{1} << high) - 1);
 }
 
-// What is seen of keys [begin, begin + count); false if nothing is.
+// Loads which scores of keys [begin, begin + count) are visible, and a float mask's values; false if none is visible.
 template <class A>
 __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                          MaskTile<A>& mask) {
-  mask.hides = mask.biased = false;
-  const bool whole = all_see(problem.visible, query.first, query.last(), begin, begin + count, problem.keys);
-  if (whole && !problem.mask.data) return true;
-  for (int64_t k = 0; k < count; ++k) mask.seen[k] = whole ? ~uint64_t{0} : seen_by_position(problem.visible, query, begin + k);
-  if (problem.mask.data && problem.mask_dtype == DType::kBool) read_bool_mask(problem, query, begin, count, mask.seen);
+  mask.has_hidden = mask.has_bias = false;
+  const bool all_visible = all_see(problem.visible, query.first, query.end(), begin, begin + count, problem.keys);
+  if (all_visible && !problem.mask.data) return true;
+  for (int64_t k = 0; k < count; ++k)
+    mask.visible[k] = all_visible ? ~uint64_t{0} : visible_by_position(problem.visible, query, begin + k);
+  if (problem.mask.data && problem.mask_dtype == DType::kBool) read_bool_mask(problem, query, begin, count, mask.visible);
 
   const uint64_t present = query.rows == kQueries ? ~uint64_t{0} : (uint64_t{1} << query.rows) - 1;
   uint64_t any = 0, all = ~uint64_t{0};
-  for (int64_t k = 0; k < count; ++k) any |= mask.seen[k], all &= mask.seen[k];
-  mask.hides = (all & present) != present;
+  for (int64_t k = 0; k < count; ++k) any |= mask.visible[k], all &= mask.visible[k];
+  mask.has_hidden = (all & present) != present;
   if ((any & present) == 0) return false;
 
   if (problem.mask.data && problem.mask_dtype != DType::kBool) {
-    mask.biased = true;
+    mask.has_bias = true;
     visit_floating<Float16, BFloat16>(problem.mask_dtype, [&]<class M>(Type<M>) {
       auto from = matrix_of<const M>(problem.mask, query.batch, query.head, query.first);
       from.data += begin * from.column_stride;
-      load_columns<M>(from, query.rows, count, mask.bias, kQueries);
+      load_transposed<M>(from, query.rows, count, mask.bias, kQueries);
     });
     bool hidden = true;
-    for (int64_t l = 0; l < query.columns; l += kLanes<A>)
+    for (int64_t l = 0; l < query.lanes; l += kLanes<A>)
       for (int64_t k = 0; hidden && k < count; ++k) {
         const Vector<A> x = load_vector(mask.bias + k * kQueries + l);
         for (int i = 0; i < kLanes<A>; ++i) hidden = hidden && (l + i >= query.rows || x[i] == lowest<A>());

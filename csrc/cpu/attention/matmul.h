@@ -1,8 +1,9 @@
-// The matrix products of attention on the CPU. Every product has the shape c[rows, columns] = a[rows, depth] b[depth, columns]
-// with the columns, mostly queries, in the lanes of vectors.
+// The matrix multiplication of attention on the CPU: c[rows, columns] = a[rows, depth] b[depth, columns], with the columns,
+// mostly queries, in the lanes of vectors.
 //
-// What elements are multiplied as, Factor<E>: themselves for float and double; float for 16-bit elements; but BFloat16 as it is
-// where the instruction set multiplies it, with sums in float. Then the depth runs in pairs: b is [depth / 2, columns, 2].
+// Operand<E> is the type in which elements of type E are multiplied: float and double as they are, 16-bit elements as float.
+// BFloat16 stays as it is where the instruction set multiplies pairs of it and adds in float (the VNNI layout); the depth then
+// runs in pairs, and b is [depth / 2, columns, 2].
 #pragma once
 
 #include <cstring>
@@ -13,31 +14,31 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 #if defined(__AVX512BF16__)
 template <class E>
-using Factor = std::conditional_t<std::is_same_v<E, BFloat16>, BFloat16, Accumulator<E>>;
+using Operand = std::conditional_t<std::is_same_v<E, BFloat16>, BFloat16, Accumulator<E>>;
 #else
 template <class E>
-using Factor = Accumulator<E>;
+using Operand = Accumulator<E>;
 #endif
 
 template <class F>
 constexpr bool kPaired = std::is_same_v<F, BFloat16>;
-// What the depth and the rows of a product are padded to: the shape of the tile registers, which have no tails.
+// The depth and the rows of a paired matmul are padded to the shape of the AMX tile registers, which have no tails.
 template <class F>
 constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
 template <class F>
 constexpr int64_t kRowStep = kPaired<F> ? 16 : 1;
 
-// What becomes of the sums: they replace c, are added to it, or are added to c * factor[column].
-enum class Into { kReplace, kAdd, kRescaleAndAdd };
+// What happens to the result: it overwrites c, is added to c, or is added to c * factor[column].
+enum class Accumulate { kOverwrite, kAdd, kRescaleAndAdd };
 
-// The unit in which a product reads its factors: an element, or a pair of them.
+// The unit in which operands are read: an element, or the bits of a pair of elements.
 template <class F>
 struct WordOf {
   using type = F;
 };
 template <>
 struct WordOf<BFloat16> {
-  using type = float;  // by its bits
+  using type = float;  // the bits of a pair
 };
 template <class F>
 using Word = typename WordOf<F>::type;
@@ -53,61 +54,61 @@ FLASH_ONLINE_INLINE Vector<Accumulator<F>> multiply_add(Vector<Accumulator<F>> s
   return sum + a * b;
 }
 
-// Rows x Vectors of the product, summed in registers. The sum starts at 0 and meets c once, at its end: a long row of products
-// added to c one by one would lose digits with every tile.
+// Rows x Vectors of the result, summed in registers. The sum starts at 0 and is added to c once, at its end: products added to
+// c one by one would lose digits with every tile.
 template <int Rows, int Vectors, class F, class A>
-FLASH_ONLINE_INLINE void product_in_registers(Into into, int64_t words, const Word<F>* a, int64_t a_row, int64_t a_column,
-                                              const Word<F>* b, int64_t b_row, A* c, int64_t c_row, const A* factor) {
+FLASH_ONLINE_INLINE void matmul_in_registers(Accumulate mode, int64_t words, const Word<F>* a, int64_t a_row, int64_t a_column,
+                                             const Word<F>* b, int64_t b_row, A* c, int64_t c_row, const A* factor) {
   Vector<A> sum[Rows][Vectors] = {};
   for (int64_t k = 0; k < words; ++k, a += a_column, b += b_row) {
     Vector<Word<F>> row[Vectors];
     for (int v = 0; v < Vectors; ++v) row[v] = load_vector(b + v * kLanes<A>);
     for (int i = 0; i < Rows; ++i) {
-      const Vector<Word<F>> one = broadcast_from(a + i * a_row);
-      for (int v = 0; v < Vectors; ++v) sum[i][v] = multiply_add<F>(sum[i][v], one, row[v]);
+      const Vector<Word<F>> a_lanes = broadcast_from(a + i * a_row);
+      for (int v = 0; v < Vectors; ++v) sum[i][v] = multiply_add<F>(sum[i][v], a_lanes, row[v]);
     }
   }
   for (int v = 0; v < Vectors; ++v) {
-    const Vector<A> scale = into == Into::kRescaleAndAdd ? load_vector(factor + v * kLanes<A>) : Vector<A>{};
+    const Vector<A> scale = mode == Accumulate::kRescaleAndAdd ? load_vector(factor + v * kLanes<A>) : Vector<A>{};
     for (int i = 0; i < Rows; ++i) {
       A* to = c + i * c_row + v * kLanes<A>;
-      if (into == Into::kRescaleAndAdd) sum[i][v] += load_vector(to) * scale;
-      if (into == Into::kAdd) sum[i][v] += load_vector(to);
+      if (mode == Accumulate::kRescaleAndAdd) sum[i][v] += load_vector(to) * scale;
+      if (mode == Accumulate::kAdd) sum[i][v] += load_vector(to);
       store_vector(to, sum[i][v]);
     }
   }
 }
 
 template <int Vectors, class F, class A>
-__attribute__((noinline)) void product_strip(Into into, int64_t rows, int64_t words, const Word<F>* a, int64_t a_row,
-                                             int64_t a_column, const Word<F>* b, int64_t b_row, A* c, int64_t c_row,
-                                             const A* factor) {
-  // With the widest Vectors, 12 (of 16 registers) or 24 (of 32) hold sums; a lone vector needs as many rows, to keep the
-  // multipliers busy while each sum waits for its last step.
+__attribute__((noinline)) void matmul_strip(Accumulate mode, int64_t rows, int64_t words, const Word<F>* a, int64_t a_row,
+                                            int64_t a_column, const Word<F>* b, int64_t b_row, A* c, int64_t c_row,
+                                            const A* factor) {
+  // With the widest Vectors, 12 (of 16 registers) or 24 (of 32) hold sums. A single vector needs as many rows, to keep the
+  // multipliers busy while each sum waits for its previous step.
   constexpr int kRows = Vectors == 1 ? 12 : 6;
   int64_t i = 0;
-  const auto take = [&]<int Rows>() FLASH_ONLINE_LAMBDA_INLINE {
-    product_in_registers<Rows, Vectors, F, A>(into, words, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row,
-                                              factor);
+  const auto do_rows = [&]<int Rows>() FLASH_ONLINE_LAMBDA_INLINE {
+    matmul_in_registers<Rows, Vectors, F, A>(mode, words, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row,
+                                             factor);
     i += Rows;
   };
-  while (i + kRows <= rows) take.template operator()<kRows>();
-  if (i + 6 <= rows) take.template operator()<6>();
+  while (i + kRows <= rows) do_rows.template operator()<kRows>();
+  if (i + 6 <= rows) do_rows.template operator()<6>();
   switch (rows - i) {
-    case 1: return take.template operator()<1>();
-    case 2: return take.template operator()<2>();
-    case 3: return take.template operator()<3>();
-    case 4: return take.template operator()<4>();
-    case 5: return take.template operator()<5>();
+    case 1: return do_rows.template operator()<1>();
+    case 2: return do_rows.template operator()<2>();
+    case 3: return do_rows.template operator()<3>();
+    case 4: return do_rows.template operator()<4>();
+    case 5: return do_rows.template operator()<5>();
   }
 }
 
 #if defined(__AMX_BF16__)
 
-// The tile registers' shape, and their release: a thread that keeps them dirty pays at every context switch.
-class TileRegisters {
+// Configures the AMX tile registers and releases them: a thread that keeps them in use pays at every context switch.
+class AmxTiles {
  public:
-  TileRegisters() {
+  AmxTiles() {
     struct alignas(64) Shape {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -116,15 +117,15 @@ class TileRegisters {
     static constexpr Shape kShape;
     _tile_loadconfig(&kShape);
   }
-  ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
+  ~AmxTiles() { _tile_release(); }
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
 };
 
-// 32 x 32 of c at a time: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. Rows and columns are multiples of
-// 16, words of 16; a last half takes one tile instead of two.
-inline void product_in_tiles(bool add, int64_t rows, int64_t columns, int64_t words, const float* a, int64_t a_row,
-                             const float* b, int64_t b_row, float* c, int64_t c_row) {
+// Computes 32 x 32 of c at a time: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. Rows and columns are
+// multiples of 16, and so is `words`; a last block of 16 uses one tile instead of two.
+inline void matmul_in_amx_tiles(bool add, int64_t rows, int64_t columns, int64_t words, const float* a, int64_t a_row,
+                                const float* b, int64_t b_row, float* c, int64_t c_row) {
   const int64_t a_bytes = a_row * 4, b_bytes = b_row * 4, c_bytes = c_row * 4;
   for (int64_t j = 0; j < columns; j += 32) {
     const bool two_columns = j + 16 < columns;
@@ -179,37 +180,39 @@ inline void product_in_tiles(bool add, int64_t rows, int64_t columns, int64_t wo
 
 #else
 
-struct TileRegisters {
-  TileRegisters() {}
+struct AmxTiles {
+  AmxTiles() {}
 };
 
 #endif
 
-// c[rows, columns] = or += a b, see Into. a has any strides, but a_column 1 if paired; rows of b and c are contiguous, b_row
-// counts elements or, if paired, pairs. columns is padded(); rows and depth are multiples of kRowStep and kDepthStep.
+// Computes c[rows, columns] from a b, see Accumulate. a has any strides, but a_column is 1 if the operands are paired. Rows of
+// b and c are contiguous; b_row counts elements or, if paired, pairs. `columns` is padded(); rows and depth are multiples of
+// kRowStep and kDepthStep.
 template <class F, class A>
-FLASH_ONLINE_INLINE void product(Into into, int64_t rows, int64_t columns, int64_t depth, const F* a, int64_t a_row,
-                                 int64_t a_column, const F* b, int64_t b_row, A* c, int64_t c_row, const A* factor = nullptr) {
+FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, int64_t depth, const F* a, int64_t a_row,
+                                int64_t a_column, const F* b, int64_t b_row, A* c, int64_t c_row, const A* factor = nullptr) {
   constexpr int64_t pair = kPaired<F> ? 2 : 1;
   const Word<F>*a_words = reinterpret_cast<const Word<F>*>(a), *b_words = reinterpret_cast<const Word<F>*>(b);
   const int64_t words = depth / pair;
   a_row /= pair;
 #if defined(__AMX_BF16__)
   if constexpr (kPaired<F>) {
-    if (into == Into::kRescaleAndAdd)
+    if (mode == Accumulate::kRescaleAndAdd)
       for (int64_t j = 0; j < columns; j += kLanes<A>) {
         const Vector<A> scale = load_vector(factor + j);
         for (int64_t i = 0; i < rows; ++i) store_vector(c + i * c_row + j, load_vector(c + i * c_row + j) * scale);
       }
-    return product_in_tiles(into != Into::kReplace, rows, columns, words, a_words, a_row, b_words, b_row, c, c_row);
+    return matmul_in_amx_tiles(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words, b_row, c, c_row);
   }
 #endif
-  constexpr int kWide = kVectorBytes == 64 ? 4 : 2;
+  constexpr int kStripVectors = kVectorBytes == 64 ? 4 : 2;
   int64_t j = 0;
-  for (; j + kWide * kLanes<A> <= columns; j += kWide * kLanes<A>)
-    product_strip<kWide, F, A>(into, rows, words, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row, factor + j);
+  for (; j + kStripVectors * kLanes<A> <= columns; j += kStripVectors * kLanes<A>)
+    matmul_strip<kStripVectors, F, A>(mode, rows, words, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row,
+                                      factor + j);
   for (; j < columns; j += kLanes<A>)
-    product_strip<1, F, A>(into, rows, words, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row, factor + j);
+    matmul_strip<1, F, A>(mode, rows, words, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row, factor + j);
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -1,11 +1,11 @@
-// Partial results of attention over disjoint keys, merged, on the CPU: Milakov and Gimelshein, arXiv 1805.02867, section 3.1,
-// with the output riding along.
+// The merge of partial results of attention over disjoint keys, on the CPU: Milakov and Gimelshein, arXiv 1805.02867, section
+// 3.1, applied to the output as well.
 #include "score_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The state whose weight(lse_n) * inverse_sum_or_zero() is what part n's row counts for in the merged row.
+// The merged state: part n's row has the share weight(lse_n) * inverse_sum_or_zero() in the merged row.
 template <class A>
 FLASH_ONLINE_INLINE Softmax<A> state_of(const MergeProblem& problem, int64_t row) {
   Softmax<A> state;
@@ -27,7 +27,7 @@ void merge(const MergeProblem& problem, const Executor& executor) {
         for (int64_t n = 0; n < problem.parts; ++n) {
           const MergePart& part = problem.part[n];
           const A share = state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
-          // An empty part counts for nothing, whatever its row holds.
+          // An empty part has the share 0, whatever its row holds.
           const A value =
               static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
           if (share != A(0)) sum += share * value;
@@ -38,8 +38,8 @@ void merge(const MergeProblem& problem, const Executor& executor) {
   });
 }
 
-// out = sum of s_n out_n, lse = log of the sum of exp(lse_n), s_n = exp(lse_n - lse): grad_out_n = s_n grad_out and
-// grad_lse_n = s_n (grad_out . (out_n - out) + grad_lse).
+// With out = sum of s_n out_n, lse = log of the sum of exp(lse_n) and s_n = exp(lse_n - lse), the gradients are
+// grad_out_n = s_n grad_out and grad_lse_n = s_n (grad_out . (out_n - out) + grad_lse).
 void merge_backward(const MergeProblem& problem, const MergeGradients& gradients, const Executor& executor) {
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
     using A = Accumulator<E>;
@@ -49,17 +49,17 @@ void merge_backward(const MergeProblem& problem, const MergeGradients& gradients
         return state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
       };
       const E* grad_out = static_cast<const E*>(gradients.grad_out) + row * problem.head_dim;
-      const auto product = [&](const MergePart& part) {
+      const auto dot_grad_out = [&](const MergePart& part) {
         A sum = 0;
         for (int64_t e = 0; e < problem.head_dim; ++e)
           sum += static_cast<A>(widen(grad_out[e])) *
                  static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
         return sum;
       };
-      A whole = 0;  // grad_out . out
+      A dot_out = 0;  // grad_out . out
       for (int64_t n = 0; n < problem.parts; ++n) {
         const A share = share_of(problem.part[n]);
-        if (share != A(0)) whole += share * product(problem.part[n]);
+        if (share != A(0)) dot_out += share * dot_grad_out(problem.part[n]);
       }
       for (int64_t n = 0; n < problem.parts; ++n) {
         const MergePart& part = problem.part[n];
@@ -68,7 +68,7 @@ void merge_backward(const MergeProblem& problem, const MergeGradients& gradients
           static_cast<E*>(part.grad_out)[row * problem.head_dim + e] =
               narrow<E>(share != A(0) ? share * static_cast<A>(widen(grad_out[e])) : A(0));
         static_cast<A*>(part.grad_lse)[row] =
-            share != A(0) ? share * (product(part) - whole + static_cast<const A*>(gradients.grad_lse)[row]) : A(0);
+            share != A(0) ? share * (dot_grad_out(part) - dot_out + static_cast<const A*>(gradients.grad_lse)[row]) : A(0);
       }
     });
   });

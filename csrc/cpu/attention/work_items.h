@@ -1,4 +1,4 @@
-// Attention's work, cut into tiles: which sequence, head and tile an item is, for dense and for packed calls.
+// The work items of attention: which sequence, head and tile an item computes, for dense and for packed calls.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,13 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// A sequence as the tiles' code takes it: of a dense call the call itself and an index into its batch; of a packed call a
-// dense problem of its own, with a batch of one.
-struct OneSequence {
+// One sequence of a call, as the code of the tiles reads it. In a dense call `problem` is the call itself and `batch` an index
+// into it; in a packed call `problem` is a dense problem of this sequence alone, and `batch` is 0.
+struct SequenceProblem {
   AttentionProblem problem;
-  int64_t index, batch;  // among the call's sequences, and in `problem`
+  int64_t index, batch;  // the index among the call's sequences, and in `problem`
 
-  OneSequence(const AttentionProblem& call, int64_t index) : problem(call), index(index), batch(index) {
+  SequenceProblem(const AttentionProblem& call, int64_t index) : problem(call), index(index), batch(index) {
     if (!call.query_starts) return;
     const Sequence sequence = sequence_of(call, index);
     first_query_ = sequence.queries.begin, first_key_ = sequence.keys.begin;
@@ -35,7 +35,7 @@ struct OneSequence {
   }
 
   // The gradients that belong to `problem`.
-  AttentionGradients of(AttentionGradients gradients) const {
+  AttentionGradients gradients_of(AttentionGradients gradients) const {
     skip_rows(gradients.grad_out, first_query_);
     skip_rows(gradients.grad_query, first_query_);
     skip_rows(gradients.grad_key, first_key_);
@@ -62,75 +62,82 @@ struct OneSequence {
   }
 };
 
-// How a length of each sequence is cut into tiles, and the numbers of the tiles: sequences outside, then heads, then tiles.
-class Schedule {
+// The numbering of all tiles of a call: the sequences are outermost, then come the heads, then the tiles of one head. How many
+// tiles a head has depends on its sequence's length.
+class TileList {
  public:
-  struct Place {
+  struct WorkTile {
     int64_t sequence, head, tile;
   };
 
-  // tiles(OneSequence) is how many a head of the sequence has. Packed: a table, in memory of the carver.
+  // tiles(SequenceProblem) returns the tiles per head of a sequence. For packed calls the results are kept in a table of
+  // scratch.
   template <class Tiles>
-  Schedule(const AttentionProblem& call, Carver& carver, const Tiles& tiles) : sequences_(call.batch) {
+  TileList(const AttentionProblem& call, ScratchAllocator& allocator, const Tiles& tiles) : sequences_(call.batch) {
     if (!call.query_starts) {
-      each_ = tiles(OneSequence(call, 0));
-      total_ = sequences_ * each_;
+      tiles_per_sequence_ = tiles(SequenceProblem(call, 0));
+      total_ = sequences_ * tiles_per_sequence_;
       return;
     }
-    first_ = carver.take<int64_t>(sequences_ + 1);
+    first_tile_ = allocator.take<int64_t>(sequences_ + 1);
     for (int64_t n = 0; n < sequences_; ++n) {
-      if (!carver.counts()) first_[n] = total_;
-      total_ += tiles(OneSequence(call, n));
+      if (!allocator.only_counts()) first_tile_[n] = total_;
+      total_ += tiles(SequenceProblem(call, n));
     }
-    if (!carver.counts()) first_[sequences_] = total_;
+    if (!allocator.only_counts()) first_tile_[sequences_] = total_;
   }
 
-  // Tiles of a head of all sequences, and of one.
+  // Tiles per head, summed over all sequences; and of one sequence.
   int64_t total() const { return total_; }
-  int64_t of(int64_t sequence) const { return first_ ? first_[sequence + 1] - first_[sequence] : each_; }
+  int64_t tiles_per_head(int64_t sequence) const {
+    return first_tile_ ? first_tile_[sequence + 1] - first_tile_[sequence] : tiles_per_sequence_;
+  }
 
-  int64_t number(int64_t heads, const Place& place) const {
-    return heads * before(place.sequence) + place.head * of(place.sequence) + place.tile;
+  int64_t index_of(int64_t heads, const WorkTile& work) const {
+    return heads * tiles_before(work.sequence) + work.head * tiles_per_head(work.sequence) + work.tile;
   }
-  // The place of number `item`.
-  Place find(int64_t heads, int64_t item) const {
-    const int64_t sequence = sequence_at(item / heads), tiles = of(sequence), rest = item - heads * before(sequence);
-    return {sequence, rest / tiles, rest % tiles};
+  // The tile of index `item`.
+  WorkTile tile(int64_t heads, int64_t item) const {
+    const int64_t sequence = sequence_at(item / heads), tiles = tiles_per_head(sequence),
+                  index = item - heads * tiles_before(sequence);
+    return {sequence, index / tiles, index % tiles};
   }
-  // The place of `item` in another order, where neighbours are of different heads, and of different sequences if all are of one
-  // length; the tiles of a head still come in their order.
-  Place find_scattered(int64_t heads, int64_t item) const {
-    if (!first_) return {item / heads % sequences_, item % heads, item / heads / sequences_};
-    const int64_t sequence = sequence_at(item / heads), rest = item - heads * before(sequence);
-    return {sequence, rest % heads, rest / heads};
+  // The tile of `item` in another order: neighbours belong to different heads, and to different sequences if all sequences have
+  // one length. The tiles of one head still come in ascending order.
+  WorkTile interleaved_tile(int64_t heads, int64_t item) const {
+    if (!first_tile_) return {item / heads % sequences_, item % heads, item / heads / sequences_};
+    const int64_t sequence = sequence_at(item / heads), index = item - heads * tiles_before(sequence);
+    return {sequence, index % heads, index / heads};
   }
 
  private:
-  int64_t sequences_, total_ = 0, each_ = 0;
-  int64_t* first_ = nullptr;  // [sequences + 1], packed: tiles of the sequences before
+  int64_t sequences_, total_ = 0, tiles_per_sequence_ = 0;
+  int64_t* first_tile_ = nullptr;  // packed: [sequences + 1], the tiles per head of all sequences before
 
-  int64_t before(int64_t sequence) const { return first_ ? first_[sequence] : sequence * each_; }
-  // The sequence of a head's tile.
+  int64_t tiles_before(int64_t sequence) const { return first_tile_ ? first_tile_[sequence] : sequence * tiles_per_sequence_; }
+  // The sequence to which a tile belongs; `tile` counts the tiles of one head through all sequences.
   int64_t sequence_at(int64_t tile) const {
-    return first_ ? std::upper_bound(first_, first_ + sequences_, tile) - first_ - 1 : tile / each_;
+    return first_tile_ ? std::upper_bound(first_tile_, first_tile_ + sequences_, tile) - first_tile_ - 1
+                       : tile / tiles_per_sequence_;
   }
 };
 
-// Tiles of kQueries queries and blocks of kKeys keys.
-inline Schedule query_tiles(const AttentionProblem& call, Carver& carver) {
-  return Schedule(call, carver, [](const OneSequence& sequence) { return tiles_of(sequence.problem.queries, kQueries); });
+// The tiles of kQueries queries, and the blocks of kKeys keys.
+inline TileList query_tiles(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return TileList(call, allocator,
+                  [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.queries, kQueries); });
 }
-inline Schedule key_blocks(const AttentionProblem& call, Carver& carver) {
-  return Schedule(call, carver, [](const OneSequence& sequence) { return tiles_of(sequence.problem.keys, kKeys); });
+inline TileList key_blocks(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return TileList(call, allocator, [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, kKeys); });
 }
 
-// Results for rows that belong to no sequence of a packed call.
+// Clears the results of padding rows, which no sequence of a packed call owns.
 template <class E>
-void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t width) {
+void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_dim) {
   for (int64_t head = 0; head < heads; ++head) {
     const auto to = matrix_of<E>(view, 0, head, rows.begin);
     for (int64_t i = 0; i < rows.count; ++i)
-      for (int64_t e = 0; e < width; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(Accumulator<E>(0));
+      for (int64_t e = 0; e < head_dim; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(Accumulator<E>(0));
   }
 }
 

@@ -1,7 +1,8 @@
-// Cross-entropy on the CPU, one loss a row, against class indices or probabilities.
+// Cross-entropy on the CPU, one loss per row, against class indices or probabilities.
 //
-// Both are the sum over c of a_c * -log p_c, with a_c = weight_c t_c and t the smoothed target, (1 - e) t + e / classes. Hence
-// the gradient of the input is grad_loss (A p_c - a_c) with A the sum of a_c, and that of the lse is grad_lse p_c.
+// In either case the loss is the sum over c of a_c * -log p_c, with a_c = weight_c t_c and t the target smoothed by e, from a
+// target s to t = (1 - e) s + e / classes. The gradient of the input is therefore grad_loss (A p_c - a_c), with A the sum of
+// all a_c, and that of the lse is grad_lse p_c.
 #include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
@@ -9,26 +10,27 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
 template <class T>
-struct Classes {
-  const T* weight;   // null: ones
-  T keep, spread;    // 1 - e and e / classes: how much of the target stays, and what every class gets
-  explicit Classes(const RowProblem& problem)
+struct ClassWeights {
+  const T* weight;  // null: ones
+  T target_factor, uniform_share;  // 1 - e and e / classes: what remains of the target, and what every class gets
+  explicit ClassWeights(const RowProblem& problem)
       : weight(static_cast<const T*>(problem.weight)),
-        keep(static_cast<T>(1 - problem.label_smoothing)),
-        spread(problem.label_smoothing == 0 ? T(0)
-                                            : static_cast<T>(problem.label_smoothing / static_cast<double>(problem.classes))) {}
+        target_factor(static_cast<T>(1 - problem.label_smoothing)),
+        uniform_share(problem.label_smoothing == 0
+                          ? T(0)
+                          : static_cast<T>(problem.label_smoothing / static_cast<double>(problem.classes))) {}
   FLASH_ONLINE_INLINE T weight_of(int64_t c) const { return weight == nullptr ? T(1) : weight[c]; }
-  // The weights of n classes from c on, in the lanes of E's elements; 0 past the n.
+  // The weights of n classes from c on, in the lane order of E; 0 in the lanes after them.
   template <class E>
   FLASH_ONLINE_INLINE Pair<T> weights(int64_t c, int64_t n) const {
-    if (weight != nullptr) return relay<T, E>(load_some(weight + c, n, T(0)));
+    if (weight != nullptr) return relayout_lanes<T, E>(load_partial(weight + c, n, T(0)));
     return first_lanes<E>({broadcast(T(1)), broadcast(T(1))}, n);
   }
-  // a_c of n classes from c on, of target probabilities t.
+  // a_c for n classes from c on, with the target probabilities t.
   template <class E>
-  FLASH_ONLINE_INLINE Pair<T> shares(int64_t c, int64_t n, Pair<T> t) const {
+  FLASH_ONLINE_INLINE Pair<T> weighted_targets(int64_t c, int64_t n, Pair<T> t) const {
     const Pair<T> w = weights<E>(c, n);
-    return {w.a * (keep * t.a + spread), w.b * (keep * t.b + spread)};
+    return {w.a * (target_factor * t.a + uniform_share), w.b * (target_factor * t.b + uniform_share)};
   }
 };
 
@@ -42,7 +44,7 @@ double sum_of_weights(const RowProblem& problem) {
 
 constexpr int64_t kIgnored = -1;
 
-// The row's class, or kIgnored, also for one that is out of range, which is reported.
+// The class of the row, or kIgnored. A class that is out of range is reported and ignored.
 FLASH_ONLINE_INLINE int64_t class_of(const RowProblem& problem, int64_t row) {
   const int64_t target = problem.target[row];
   if (target == problem.ignore_index) return kIgnored;
@@ -51,9 +53,9 @@ FLASH_ONLINE_INLINE int64_t class_of(const RowProblem& problem, int64_t row) {
   return kIgnored;
 }
 
-struct Shares {
-  double sum = 0, score_sum = 0;  // of a_c and of a_c x_c; with class indices, of weight_c and weight_c x_c
-  void add(const Shares& other) {
+struct TargetSums {
+  double sum = 0, score_sum = 0;  // the sums of a_c and of a_c x_c; with class indices, of weight_c and weight_c x_c
+  void add(const TargetSums& other) {
     sum += other.sum;
     score_sum += other.score_sum;
   }
@@ -62,15 +64,15 @@ struct Shares {
 template <class T>
 struct LossPartial {
   RowState<T> state;
-  Shares shares;
+  TargetSums shares;
 };
 
-// Adds what a chunk of scores x has; share(i, n) is a pair of the a_c.
+// Adds the sums over a chunk of scores x; share(i, n) returns a pair of a_c.
 template <class E, class Share>
-FLASH_ONLINE_INLINE void add_shares(const E* x, int64_t count, const Share& share, Shares& to) {
-  WideSum shares, scores;
+FLASH_ONLINE_INLINE void add_target_sums(const E* x, int64_t count, const Share& share, TargetSums& to) {
+  DoubleSum shares, scores;
   const auto add = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    const auto score = load_some(x + i, n, Accumulator<E>(0)), a = share(i, n);
+    const auto score = load_partial(x + i, n, Accumulator<E>(0)), a = share(i, n);
     shares.add(a.a);
     shares.add(a.b);
     scores.add_product(a.a, score.a);
@@ -88,23 +90,23 @@ struct ForwardOp : RowOp {
   using Partial = LossPartial<T>;
 
   const RowProblem& problem;
-  const Tile tile;
-  const Classes<T> classes;
-  Weights<E, Weighing::kSum> weights;
+  const RowTile tile;
+  const ClassWeights<T> classes;
+  RowWeights<E, ExpAccuracy::kSum> weights;
 
-  ForwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool)
-      : problem(problem), tile(tile), classes(problem), weights(problem, tile, arena, false) {}
+  ForwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool)
+      : problem(problem), tile(tile), classes(problem), weights(problem, tile, allocator, false) {}
   static void merge(Partial& partial, const Partial& other) {
-    join(partial.state, other.state);
+    merge_states(partial.state, other.state);
     partial.shares.add(other.shares);
   }
 
  protected:
   void finish_row(int64_t r, Partial& partial, double loss, T weight) {
-    const int64_t row = tile.number + r;
+    const int64_t row = tile.first_row + r;
     static_cast<T*>(problem.loss)[row] = static_cast<T>(loss);
     static_cast<T*>(problem.row_weight)[row] = weight;
-    settle_infinite<E>(problem, tile, r, partial.state);
+    resolve_infinity<E>(problem, tile, r, partial.state);
     static_cast<T*>(problem.lse)[row] = partial.state.lse();
   }
 };
@@ -116,21 +118,21 @@ struct IndexForwardOp : ForwardOp<E> {
   using typename Base::Partial;
   using typename Base::T;
 
-  void first(int64_t begin, int64_t end, Partial* partial) {
-    const bool smooth = this->classes.spread != T(0);
-    Shares shares[kTileRows];  // of this segment, summed apart as where threads share the row
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
+    const bool smooth = this->classes.uniform_share != T(0);
+    TargetSums shares[kMaxTileRows];  // each segment is summed by itself, as where threads share the row
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
           const auto weight = [&](int64_t i, int64_t n) { return this->classes.template weights<E>(first + i, n); };
-          if (smooth) add_shares(x, count, weight, shares[r]);
+          if (smooth) add_target_sums(x, count, weight, shares[r]);
         },
         NoResult());
     for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
-      const int64_t target = class_of(this->problem, this->tile.number + r);
+      const int64_t target = class_of(this->problem, this->tile.first_row + r);
       const RowState<T>& state = partial[r].state;
       double loss = 0;
       T weight = T(0);
@@ -138,9 +140,9 @@ struct IndexForwardOp : ForwardOp<E> {
         weight = this->classes.weight_of(target);
         const T x = widen(element_of<E>(this->problem, this->problem.input, this->tile, r, target));
         const double log_sum = FastNatural::log(static_cast<double>(state.sum));
-        loss = static_cast<double>(this->classes.keep) * weight * (log_sum - (x - pivot(state.max)));
-        if (this->classes.spread != T(0))
-          loss += this->classes.spread * (partial[r].shares.sum * (state.max + log_sum) - partial[r].shares.score_sum);
+        loss = static_cast<double>(this->classes.target_factor) * weight * (log_sum - (x - pivot(state.max)));
+        if (this->classes.uniform_share != T(0))
+          loss += this->classes.uniform_share * (partial[r].shares.sum * (state.max + log_sum) - partial[r].shares.score_sum);
       }
       this->finish_row(r, partial[r], loss, weight);
     }
@@ -155,19 +157,19 @@ struct ProbabilityForwardOp : ForwardOp<E> {
 
   Chunks<E, const void*> target;
 
-  ProbabilityForwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool keep)
-      : Base(problem, tile, arena, keep), target(problem, problem.target_probabilities, tile, arena) {}
-  void first(int64_t begin, int64_t end, Partial* partial) {
-    Shares shares[kTileRows];  // of this segment, as above
+  ProbabilityForwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool keep)
+      : Base(problem, tile, allocator, keep), target(problem, problem.target_probabilities, tile, allocator) {}
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
+    TargetSums shares[kMaxTileRows];  // each segment is summed by itself
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
           target.read(first, count);
           const E* t = target.row(r);
           const auto share = [&](int64_t i, int64_t n) {
-            return this->classes.template shares<E>(first + i, n, load_some(t + i, n, T(0)));
+            return this->classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
           };
-          add_shares(x, count, share, shares[r]);
+          add_target_sums(x, count, share, shares[r]);
         },
         NoResult());
     for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
@@ -181,12 +183,12 @@ struct ProbabilityForwardOp : ForwardOp<E> {
   }
 };
 
-// What the gradient of a row's input is made of: grad_input_c = scale p_c - spread weight_c, and less `direct` at the target.
+// The gradient of a row's input is scale p_c - spread weight_c, less target_grad at the target.
 template <class T>
 struct RowGradient {
-  T scale = T(0), spread = T(0), direct = T(0);
+  T scale = T(0), spread = T(0), target_grad = T(0);
   int64_t target = kIgnored;
-  bool zero = true;  // not 0 * p: the logits of an ignored row may hold anything
+  bool zero = true;  // the gradient is 0, not 0 * p: the logits of an ignored row may hold anything
 };
 
 template <class T>
@@ -195,7 +197,7 @@ FLASH_ONLINE_INLINE T grad_lse_of(const RowProblem& problem, int64_t row) {
 }
 
 template <class E>
-constexpr Weighing kGradientWeighing = sizeof(E) == 2 ? Weighing::kRounded : Weighing::kExact;
+constexpr ExpAccuracy kGradientAccuracy = sizeof(E) == 2 ? ExpAccuracy::kRounded : ExpAccuracy::kExact;
 
 template <class E>
 struct IndexBackwardOp : RowOp {
@@ -203,31 +205,31 @@ struct IndexBackwardOp : RowOp {
   struct Partial {
     RowState<T> state;
   };
-  static constexpr bool kSecond = true;
+  static constexpr bool kHasSecondPass = true;
 
-  const Tile tile;
-  const Classes<T> classes;
-  RowGradient<T> gradient[kTileRows];
-  bool zero = true;  // all rows of the tile
-  Weights<E, kGradientWeighing<E>> weights;
+  const RowTile tile;
+  const ClassWeights<T> classes;
+  RowGradient<T> gradient[kMaxTileRows];
+  bool zero = true;  // whether the gradients of all rows of the tile are 0
+  RowWeights<E, kGradientAccuracy<E>> weights;
   Chunks<E, void*> grad_input;
 
-  IndexBackwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool keep, double weight_sum)
+  IndexBackwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool keep, double weight_sum)
       : tile(tile),
         classes(problem),
-        weights(problem, tile, arena, keep),
-        grad_input(problem, problem.grad_input, tile, arena) {
+        weights(problem, tile, allocator, keep),
+        grad_input(problem, problem.grad_input, tile, allocator) {
     for (int64_t r = 0; r < tile.rows; ++r) {
-      const int64_t row = tile.number + r, target = class_of(problem, row);
+      const int64_t row = tile.first_row + r, target = class_of(problem, row);
       RowGradient<T>& g = gradient[r];
       g.target = target;
       g.scale = grad_lse_of<T>(problem, row);
       if (target != kIgnored) {
         const T grad_loss = static_cast<const T*>(problem.grad_loss)[row];
-        g.direct = grad_loss * (classes.keep * classes.weight_of(target));
-        g.scale += g.direct;
-        if (classes.spread != T(0)) {  // not 0 * an infinite grad_loss
-          g.spread = grad_loss * classes.spread;
+        g.target_grad = grad_loss * (classes.target_factor * classes.weight_of(target));
+        g.scale += g.target_grad;
+        if (classes.uniform_share != T(0)) {  // an infinite grad_loss must not be multiplied by 0
+          g.spread = grad_loss * classes.uniform_share;
           g.scale += g.spread * static_cast<T>(weight_sum);
         }
       }
@@ -235,24 +237,24 @@ struct IndexBackwardOp : RowOp {
       zero &= g.zero;
     }
   }
-  void first(int64_t begin, int64_t end, Partial* partial) {
-    if (!zero) weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, grad_input);
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
+    if (!zero) weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, no_chunk_hook, grad_input);
   }
-  static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
+  static void merge(Partial& partial, const Partial& other) { merge_states(partial.state, other.state); }
   void finish(Partial*) {}
-  void second(int64_t begin, int64_t end, const Partial* partial) {
+  void second_pass(int64_t begin, int64_t end, const Partial* partial) {
     if (zero) {
       for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
-        grad_input.start(first);
+        grad_input.begin_write(first);
         for (int64_t r = 0; r < tile.rows; ++r) write_zeros(grad_input.row(r), count);
-        grad_input.finish(count);
+        grad_input.finish_write(count);
       });
       return;
     }
     weights.write(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r) { return gradient[r].scale * partial[r].state.inverse_sum(); },
-        [&](int64_t first) { grad_input.start(first); },
+        [&](int64_t first) { grad_input.begin_write(first); },
         [&](int64_t r, int64_t first, int64_t count, const auto& weight) {
           const RowGradient<T>& g = gradient[r];
           E* to = grad_input.row(r);
@@ -267,26 +269,26 @@ struct IndexBackwardOp : RowOp {
           };
           write_row(to, first, count, g, smoothed);
         },
-        [&](int64_t count) { grad_input.finish(count); });
+        [&](int64_t count) { grad_input.finish_write(count); });
   }
 
  private:
   static void write_zeros(E* to, int64_t count) {
     for (int64_t c = 0; c < count; ++c) to[c] = E{};
   }
-  // The chunk, then the pair that holds the target once more.
+  // Writes the chunk, then the pair that holds the target once more.
   template <class F>
   static FLASH_ONLINE_INLINE void write_row(E* to, int64_t first, int64_t count, const RowGradient<T>& g, const F& f) {
     write_chunk<E>(count, to, f);
     const int64_t target = g.target - first;
     if (g.target == kIgnored || target < 0 || target >= count) return;
     const int64_t i = target / kPair<E> * kPair<E>, n = count - i < kPair<E> ? count - i : kPair<E>;
-    const Pair<T> lane = lane_numbers<E>();
+    const Pair<T> lane = lane_elements<E>();
     const T here = static_cast<T>(target - i);
     Pair<T> pair = f(i, n);
-    pair.a -= lane.a == here ? broadcast(g.direct) : Vector<T>{};
-    pair.b -= lane.b == here ? broadcast(g.direct) : Vector<T>{};
-    store_some(to + i, n, pair);
+    pair.a -= lane.a == here ? broadcast(g.target_grad) : Vector<T>{};
+    pair.b -= lane.b == here ? broadcast(g.target_grad) : Vector<T>{};
+    store_partial(to + i, n, pair);
   }
 };
 
@@ -297,34 +299,34 @@ struct ProbabilityBackwardOp : RowOp {
     RowState<T> state;
     double share = 0;
   };
-  static constexpr bool kSecond = true;
+  static constexpr bool kHasSecondPass = true;
 
   const RowProblem& problem;
-  const Tile tile;
-  const Classes<T> classes;
-  Weights<E, kGradientWeighing<E>> weights;
+  const RowTile tile;
+  const ClassWeights<T> classes;
+  RowWeights<E, kGradientAccuracy<E>> weights;
   Chunks<E, const void*> target;
   Chunks<E, void*> grad_input, grad_target;
 
-  ProbabilityBackwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool keep, double)
+  ProbabilityBackwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool keep, double)
       : problem(problem),
         tile(tile),
         classes(problem),
-        weights(problem, tile, arena, keep),
-        target(problem, problem.target_probabilities, tile, arena),
-        grad_input(problem, problem.grad_input, tile, arena),
-        grad_target(problem, problem.grad_target, tile, arena) {}
-  void first(int64_t begin, int64_t end, Partial* partial) {
-    double shares[kTileRows] = {};  // of this segment, as above
+        weights(problem, tile, allocator, keep),
+        target(problem, problem.target_probabilities, tile, allocator),
+        grad_input(problem, problem.grad_input, tile, allocator),
+        grad_target(problem, problem.grad_target, tile, allocator) {}
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
+    double shares[kMaxTileRows] = {};  // each segment is summed by itself
     weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E*, int64_t first, int64_t count, double, T) {
           target.read(first, count);
           const E* t = target.row(r);
-          WideSum sum;
+          DoubleSum sum;
           for (int64_t i = 0; i < count; i += kPair<E>) {
             const int64_t n = count - i < kPair<E> ? count - i : kPair<E>;
-            const Pair<T> share = classes.template shares<E>(first + i, n, load_some(t + i, n, T(0)));
+            const Pair<T> share = classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
             sum.add(share.a);
             sum.add(share.b);
           }
@@ -334,63 +336,63 @@ struct ProbabilityBackwardOp : RowOp {
     for (int64_t r = 0; r < tile.rows; ++r) partial[r].share += shares[r];
   }
   static void merge(Partial& partial, const Partial& other) {
-    join(partial.state, other.state);
+    merge_states(partial.state, other.state);
     partial.share += other.share;
   }
   void finish(Partial*) {}
-  void second(int64_t begin, int64_t end, const Partial* partial) {
-    const auto grad_loss = [&](int64_t r) { return static_cast<const T*>(problem.grad_loss)[tile.number + r]; };
+  void second_pass(int64_t begin, int64_t end, const Partial* partial) {
+    const auto grad_loss = [&](int64_t r) { return static_cast<const T*>(problem.grad_loss)[tile.first_row + r]; };
     weights.write(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r) {
-          const T scale = grad_loss(r) * static_cast<T>(partial[r].share) + grad_lse_of<T>(problem, tile.number + r);
+          const T scale = grad_loss(r) * static_cast<T>(partial[r].share) + grad_lse_of<T>(problem, tile.first_row + r);
           return scale * partial[r].state.inverse_sum();
         },
         [&](int64_t first) {
           target.read(first, problem.classes - first < kChunk ? problem.classes - first : kChunk);
-          grad_input.start(first);
+          grad_input.begin_write(first);
         },
         [&](int64_t r, int64_t first, int64_t count, const auto& weight) {
           const T grad = grad_loss(r);
           const E* t = target.row(r);
           write_chunk<E>(count, grad_input.row(r), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
             Pair<T> pair = weight(i, n);
-            const Pair<T> share = classes.template shares<E>(first + i, n, load_some(t + i, n, T(0)));
+            const Pair<T> share = classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
             pair.a -= grad * share.a;
             pair.b -= grad * share.b;
             return pair;
           });
         },
-        [&](int64_t count) { grad_input.finish(count); });
+        [&](int64_t count) { grad_input.finish_write(count); });
     if (problem.grad_target.data != nullptr) write_grad_target(begin, end, partial);
   }
 
  private:
-  // grad_target_c = grad_loss keep weight_c * -log p_c.
+  // grad_target_c = grad_loss * target_factor * weight_c * -log p_c.
   void write_grad_target(int64_t begin, int64_t end, const Partial* partial) {
     for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
       weights.input().read(first, count);
-      grad_target.start(first);
+      grad_target.begin_write(first);
       for (int64_t r = 0; r < tile.rows; ++r) {
         const RowState<T>& state = partial[r].state;
-        const T grad = static_cast<const T*>(problem.grad_loss)[tile.number + r];
+        const T grad = static_cast<const T*>(problem.grad_loss)[tile.first_row + r];
         const double log_sum = FastNatural::log(static_cast<double>(state.sum));
         const T max = static_cast<T>(pivot(state.max));
-        // The weights' maximum may be no number of type T: what rounding it drops goes to the logarithm.
+        // The maximum of the weights may be no number of type T; what its rounding drops is added to the logarithm.
         const T low = static_cast<T>(log_sum + (pivot(state.max) - max));
         const E* x = weights.input().row(r);
         write_chunk<E>(count, grad_target.row(r), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-          const Pair<T> score = load_some(x + i, n, T(0)), w = classes.template weights<E>(first + i, n);
-          return Pair<T>{grad * (classes.keep * w.a) * (low - (score.a - max)),
-                         grad * (classes.keep * w.b) * (low - (score.b - max))};
+          const Pair<T> score = load_partial(x + i, n, T(0)), w = classes.template weights<E>(first + i, n);
+          return Pair<T>{grad * (classes.target_factor * w.a) * (low - (score.a - max)),
+                         grad * (classes.target_factor * w.b) * (low - (score.b - max))};
         });
       }
-      grad_target.finish(count);
+      grad_target.finish_write(count);
     });
   }
 };
 
-// Short rows, where every class counts the same: a row a lane.
+// Short rows in which every class has the same weight: one row per lane.
 FLASH_ONLINE_INLINE bool is_short_and_plain(const RowProblem& problem) {
   return is_short(problem) && problem.target != nullptr && problem.weight == nullptr && problem.label_smoothing == 0;
 }
@@ -398,42 +400,42 @@ FLASH_ONLINE_INLINE bool is_short_and_plain(const RowProblem& problem) {
 template <class E>
 void short_forward(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
-  for_each_block<T>(problem, executor, [&](const Block& block) {
-    Vector<T> x[kShort], loss = {}, weight = {};
+  for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
+    Vector<T> x[kMaxShortClasses], loss = {}, weight = {};
     load_block<E>(problem, problem.input, block, x);
-    const auto state = absorb_block<E, Weighing::kSum, false>(problem.classes, x);
+    const auto state = absorb_block<E, ExpAccuracy::kSum, false>(problem.classes, x);
     double logs[kLanes<T>];
     log_sums<T>(state.sum, logs);
     for (int64_t r = 0; r < block.rows; ++r) {
-      const int64_t target = class_of(problem, block.number + r);
+      const int64_t target = class_of(problem, block.first_row + r);
       if (target == kIgnored) continue;
       loss[r] = static_cast<T>(logs[r] - (static_cast<double>(x[target][r]) - pivot(static_cast<double>(state.max[r]))));
       weight[r] = T(1);
     }
-    store_numbers<T>(problem.loss, block, loss);
-    store_numbers<T>(problem.row_weight, block, weight);
-    store_numbers<T>(problem.lse, block, lse_of<T>(problem.classes, x, state.max, logs));
+    store_per_row<T>(problem.loss, block, loss);
+    store_per_row<T>(problem.row_weight, block, weight);
+    store_per_row<T>(problem.lse, block, lse_of<T>(problem.classes, x, state.max, logs));
   });
 }
 
 template <class E>
 void short_backward(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
-  for_each_block<T>(problem, executor, [&](const Block& block) {
-    Vector<T> x[kShort], direct = {}, scale = {}, target_class = {};
-    const Vector<T> grad_loss = load_numbers<T>(problem.grad_loss, block);
-    if (problem.grad_lse != nullptr) scale = load_numbers<T>(problem.grad_lse, block);
+  for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
+    Vector<T> x[kMaxShortClasses], target_grad = {}, scale = {}, target_class = {};
+    const Vector<T> grad_loss = load_per_row<T>(problem.grad_loss, block);
+    if (problem.grad_lse != nullptr) scale = load_per_row<T>(problem.grad_lse, block);
     for (int64_t r = 0; r < kLanes<T>; ++r) {
-      const int64_t target = r < block.rows ? class_of(problem, block.number + r) : kIgnored;
+      const int64_t target = r < block.rows ? class_of(problem, block.first_row + r) : kIgnored;
       target_class[r] = static_cast<T>(target);
-      if (target != kIgnored) direct[r] = grad_loss[r];
+      if (target != kIgnored) target_grad[r] = grad_loss[r];
     }
-    scale += direct;
+    scale += target_grad;
     const auto zero = (target_class == static_cast<T>(kIgnored)) & (scale == T(0));  // whatever the logits hold
     load_block<E>(problem, problem.input, block, x);
-    const Vector<T> factor = scale * absorb_block<E, kGradientWeighing<E>, true>(problem.classes, x).inverse_sum();
+    const Vector<T> factor = scale * absorb_block<E, kGradientAccuracy<E>, true>(problem.classes, x).inverse_sum();
     for (int64_t c = 0; c < problem.classes; ++c) {
-      const Vector<T> gradient = x[c] * factor - (target_class == static_cast<T>(c) ? direct : Vector<T>{});
+      const Vector<T> gradient = x[c] * factor - (target_class == static_cast<T>(c) ? target_grad : Vector<T>{});
       x[c] = zero ? Vector<T>{} : gradient;
     }
     store_block<E>(problem, problem.grad_input, block, x);

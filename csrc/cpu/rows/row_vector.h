@@ -1,4 +1,4 @@
-// The vectors of a row: pairs of registers read from and written to elements of any type, their tails, sums, transposition.
+// The vectors of the row kernels: pairs of registers read from and written to elements of any type, tails, sums, transposition.
 #pragma once
 
 #include <utility>
@@ -7,8 +7,8 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// kPair neighbouring elements of a row in two registers of their accumulator's type. Which lane holds which element is the
-// element type's business: pairs of one type meet lane by lane, and what is summed over all lanes does not care.
+// kPair neighbouring elements of a row, in two registers of their accumulator's type. The element type decides which lane holds
+// which element. Pairs of one element type correspond lane by lane, and a sum over all lanes does not depend on the order.
 template <class T>
 struct Pair {
   Vector<T> a, b;
@@ -20,32 +20,33 @@ constexpr int64_t kPair = 2 * kLanes<Accumulator<E>>;
 template <class E>
 constexpr bool kInterleaved = std::is_same_v<E, BFloat16>;
 
-// The index in its pair of the element that a lane holds; lanes are counted through both vectors. And of all lanes.
+// The index, within its pair, of the element in a lane, where lanes are counted through both vectors; and the indices of all
+// lanes.
 template <class E>
 constexpr int element_in_lane(int lane) {
   constexpr int kWidth = kLanes<Accumulator<E>>;
   return !kInterleaved<E> ? lane : lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1;
 }
 template <class E>
-FLASH_ONLINE_INLINE Pair<Accumulator<E>> lane_numbers() {
+FLASH_ONLINE_INLINE Pair<Accumulator<E>> lane_elements() {
   constexpr int kWidth = kLanes<Accumulator<E>>;
-  Pair<Accumulator<E>> numbers{};
+  Pair<Accumulator<E>> elements{};
   for (int l = 0; l < kWidth; ++l) {
-    numbers.a[l] = static_cast<Accumulator<E>>(element_in_lane<E>(l));
-    numbers.b[l] = static_cast<Accumulator<E>>(element_in_lane<E>(kWidth + l));
+    elements.a[l] = static_cast<Accumulator<E>>(element_in_lane<E>(l));
+    elements.b[l] = static_cast<Accumulator<E>>(element_in_lane<E>(kWidth + l));
   }
-  return numbers;
+  return elements;
 }
 
-// A register of 16-bit elements, and the pair that they are.
+// Converts a register of 16-bit elements to the pair of registers that holds them as floats, and back.
 FLASH_ONLINE_INLINE Pair<float> decode(BFloat16, Vector<uint16_t> x) {
   const auto words = reinterpret_cast<Vector<uint32_t>>(x);
   return {reinterpret_cast<Vector<float>>(words << 16), reinterpret_cast<Vector<float>>(words & 0xffff0000u)};
 }
 FLASH_ONLINE_INLINE Pair<float> decode(Float16, Vector<uint16_t> x) {
-  Float16 half[kPair<Float16>];
-  __builtin_memcpy(half, &x, sizeof x);
-  return {load_widened(half), load_widened(half + kLanes<float>)};
+  Float16 elements[kPair<Float16>];
+  __builtin_memcpy(elements, &x, sizeof x);
+  return {load_widened(elements), load_widened(elements + kLanes<float>)};
 }
 FLASH_ONLINE_INLINE Vector<uint16_t> encode(BFloat16, Pair<float> x) {
 #if defined(__AVX512BF16__)
@@ -55,7 +56,7 @@ FLASH_ONLINE_INLINE Vector<uint16_t> encode(BFloat16, Pair<float> x) {
   return reinterpret_cast<Vector<uint16_t>>(
       _mm512_maskz_permutexvar_epi16(~__mmask32{}, reinterpret_cast<__m512i>(order), reinterpret_cast<__m512i>(packed)));
 #else
-  const auto rounded = [](Vector<float> number) __attribute__((always_inline)) {  // the upper half is the result
+  const auto rounded = [](Vector<float> number) __attribute__((always_inline)) {  // the result is the upper half
     const auto bits = reinterpret_cast<Vector<uint32_t>>(number);
     const Vector<uint32_t> result = bits + 0x7fffu + ((bits >> 16) & 1u);
     return (bits & 0x7fffffffu) > 0x7f800000u ? Vector<uint32_t>{} + 0x7fc00000u : result;
@@ -64,11 +65,11 @@ FLASH_ONLINE_INLINE Vector<uint16_t> encode(BFloat16, Pair<float> x) {
 #endif
 }
 FLASH_ONLINE_INLINE Vector<uint16_t> encode(Float16, Pair<float> x) {
-  Float16 half[kPair<Float16>];
-  store_narrowed(half, x.a);
-  store_narrowed(half + kLanes<float>, x.b);
+  Float16 elements[kPair<Float16>];
+  store_narrowed(elements, x.a);
+  store_narrowed(elements + kLanes<float>, x.b);
   Vector<uint16_t> bits;
-  __builtin_memcpy(&bits, half, sizeof bits);
+  __builtin_memcpy(&bits, elements, sizeof bits);
   return bits;
 }
 
@@ -93,13 +94,13 @@ FLASH_ONLINE_INLINE void store_pair(E* to, Pair<Accumulator<E>> x) {
   }
 }
 
-// The first `count` of kPair elements of 16 bits; the others are `fill`, and memory past the end is not touched.
+// Loads the first `count` of kPair elements of 16 bits; the others are `fill`, and memory past the end is not touched.
 template <class E>
 FLASH_ONLINE_INLINE Vector<uint16_t> load_bits(const E* from, int64_t count, float fill) {
 #if defined(__AVX512F__)
   const auto mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
-  const __m512i rest = reinterpret_cast<__m512i>(Vector<uint16_t>{} + narrow<E>(fill).bits);
-  return reinterpret_cast<Vector<uint16_t>>(_mm512_mask_loadu_epi16(rest, mask, from));
+  const __m512i filled = reinterpret_cast<__m512i>(Vector<uint16_t>{} + narrow<E>(fill).bits);
+  return reinterpret_cast<Vector<uint16_t>>(_mm512_mask_loadu_epi16(filled, mask, from));
 #else
   Vector<uint16_t> bits = Vector<uint16_t>{} + narrow<E>(fill).bits;
   for (int64_t i = 0; i < count; ++i) bits[i] = from[i].bits;
@@ -107,7 +108,7 @@ FLASH_ONLINE_INLINE Vector<uint16_t> load_bits(const E* from, int64_t count, flo
 #endif
 }
 
-// load_pair and store_pair of the first `count` elements of a pair, likewise.
+// load_pair and store_pair for the first `count` elements of a pair.
 template <class E>
 FLASH_ONLINE_INLINE Pair<Accumulator<E>> load_pair(const E* from, int64_t count, Accumulator<E> fill) {
   if constexpr (sizeof(E) == 2) {
@@ -116,18 +117,18 @@ FLASH_ONLINE_INLINE Pair<Accumulator<E>> load_pair(const E* from, int64_t count,
 #if defined(__AVX512F__)
     const uint32_t mask = static_cast<uint32_t>((uint64_t{1} << count) - 1);
     if constexpr (sizeof(E) == 4) {
-      const auto rest = reinterpret_cast<__m512>(broadcast(fill));
-      return {reinterpret_cast<Vector<float>>(_mm512_mask_loadu_ps(rest, static_cast<__mmask16>(mask), from)),
-              reinterpret_cast<Vector<float>>(_mm512_mask_loadu_ps(rest, static_cast<__mmask16>(mask >> 16), from + 16))};
+      const auto filled = reinterpret_cast<__m512>(broadcast(fill));
+      return {reinterpret_cast<Vector<float>>(_mm512_mask_loadu_ps(filled, static_cast<__mmask16>(mask), from)),
+              reinterpret_cast<Vector<float>>(_mm512_mask_loadu_ps(filled, static_cast<__mmask16>(mask >> 16), from + 16))};
     } else {
-      const auto rest = reinterpret_cast<__m512d>(broadcast(fill));
-      return {reinterpret_cast<Vector<double>>(_mm512_mask_loadu_pd(rest, static_cast<__mmask8>(mask), from)),
-              reinterpret_cast<Vector<double>>(_mm512_mask_loadu_pd(rest, static_cast<__mmask8>(mask >> 8), from + 8))};
+      const auto filled = reinterpret_cast<__m512d>(broadcast(fill));
+      return {reinterpret_cast<Vector<double>>(_mm512_mask_loadu_pd(filled, static_cast<__mmask8>(mask), from)),
+              reinterpret_cast<Vector<double>>(_mm512_mask_loadu_pd(filled, static_cast<__mmask8>(mask >> 8), from + 8))};
     }
 #else
-    E whole[kPair<E>];
-    for (int64_t i = 0; i < kPair<E>; ++i) whole[i] = i < count ? from[i] : fill;
-    return load_pair(whole);
+    E buffer[kPair<E>];
+    for (int64_t i = 0; i < kPair<E>; ++i) buffer[i] = i < count ? from[i] : fill;
+    return load_pair(buffer);
 #endif
   }
 }
@@ -145,37 +146,37 @@ FLASH_ONLINE_INLINE void store_pair(E* to, int64_t count, Pair<Accumulator<E>> x
     _mm512_mask_storeu_pd(to + 8, static_cast<__mmask8>(mask >> 8), reinterpret_cast<__m512d>(x.b));
   }
 #else
-  E whole[kPair<E>];
-  store_pair(whole, x);
-  for (int64_t i = 0; i < count; ++i) to[i] = whole[i];
+  E buffer[kPair<E>];
+  store_pair(buffer, x);
+  for (int64_t i = 0; i < count; ++i) to[i] = buffer[i];
 #endif
 }
 
-// Both, of a pair or a part of it.
+// load_pair and store_pair for a whole pair or for its first `count` elements.
 template <class E>
-FLASH_ONLINE_INLINE Pair<Accumulator<E>> load_some(const E* from, int64_t count, Accumulator<E> fill) {
+FLASH_ONLINE_INLINE Pair<Accumulator<E>> load_partial(const E* from, int64_t count, Accumulator<E> fill) {
   return count == kPair<E> ? load_pair(from) : load_pair(from, count, fill);
 }
 template <class E>
-FLASH_ONLINE_INLINE void store_some(E* to, int64_t count, Pair<Accumulator<E>> x) {
+FLASH_ONLINE_INLINE void store_partial(E* to, int64_t count, Pair<Accumulator<E>> x) {
   if (count == kPair<E>)
     store_pair(to, x);
   else
     store_pair(to, count, x);
 }
 
-// A pair whose lanes of the elements from `count` on are 0.
+// Clears the lanes of the elements from `count` on.
 template <class E>
 FLASH_ONLINE_INLINE Pair<Accumulator<E>> first_lanes(Pair<Accumulator<E>> x, int64_t count) {
   if (count == kPair<E>) return x;
-  const Pair<Accumulator<E>> lane = lane_numbers<E>();
+  const Pair<Accumulator<E>> lane = lane_elements<E>();
   const auto end = static_cast<Accumulator<E>>(count);
   return {lane.a < end ? x.a : Vector<Accumulator<E>>{}, lane.b < end ? x.b : Vector<Accumulator<E>>{}};
 }
 
-// A pair in the lanes of From's elements, in those of To's.
+// Moves a pair from the lane order of From's elements to that of To's.
 template <class From, class To>
-FLASH_ONLINE_INLINE Pair<Accumulator<From>> relay(Pair<Accumulator<From>> x) {
+FLASH_ONLINE_INLINE Pair<Accumulator<From>> relayout_lanes(Pair<Accumulator<From>> x) {
   using T = Accumulator<From>;
   if constexpr (kInterleaved<From> != kInterleaved<To>) {
     constexpr int kWidth = kLanes<T>;
@@ -192,7 +193,7 @@ FLASH_ONLINE_INLINE Pair<Accumulator<From>> relay(Pair<Accumulator<From>> x) {
   }
 }
 
-// f(f(.., ..), f(.., ..)) over all lanes, halving the vector.
+// Reduces all lanes by f, halving the vector at each step.
 template <size_t kFirst, class V, size_t... Lane>
 FLASH_ONLINE_INLINE auto lanes_from(V x, std::index_sequence<Lane...>) {
   return __builtin_shufflevector(x, x, (kFirst + Lane)...);
@@ -212,9 +213,9 @@ FLASH_ONLINE_INLINE T sum_of_lanes(Vector<T> x) {
   return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
 }
 
-FLASH_ONLINE_INLINE Vector<double> largest(Vector<double> a, Vector<double> b) { return a > b ? a : b; }
+FLASH_ONLINE_INLINE Vector<double> vector_max(Vector<double> a, Vector<double> b) { return a > b ? a : b; }
 
-// kLanes neighbouring elements of any type, as bits: a vector's worth where they are widened.
+// The bits of kLanes neighbouring elements of any type, which become one vector when they are widened.
 template <class E>
 using Bits = std::conditional_t<sizeof(E) == 2, uint16_t, std::conditional_t<sizeof(E) == 4, uint32_t, uint64_t>>;
 template <class E>
@@ -240,9 +241,9 @@ FLASH_ONLINE_INLINE RowBits<E> load_row(const E* from, int64_t count) {
   else
     return reinterpret_cast<RowBits<E>>(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(mask), from));
 #else
-  E whole[kLanes<Accumulator<E>>] = {};
-  for (int64_t i = 0; i < count; ++i) whole[i] = from[i];
-  __builtin_memcpy(&row, whole, sizeof row);
+  E buffer[kLanes<Accumulator<E>>] = {};
+  for (int64_t i = 0; i < count; ++i) buffer[i] = from[i];
+  __builtin_memcpy(&row, buffer, sizeof row);
   return row;
 #endif
 }
@@ -261,13 +262,13 @@ FLASH_ONLINE_INLINE void store_row(E* to, int64_t count, RowBits<E> row) {
   else
     _mm512_mask_storeu_epi64(to, static_cast<__mmask8>(mask), reinterpret_cast<__m512i>(row));
 #else
-  E whole[kLanes<Accumulator<E>>];
-  __builtin_memcpy(whole, &row, sizeof row);
-  for (int64_t i = 0; i < count; ++i) to[i] = whole[i];
+  E buffer[kLanes<Accumulator<E>>];
+  __builtin_memcpy(buffer, &row, sizeof row);
+  for (int64_t i = 0; i < count; ++i) to[i] = buffer[i];
 #endif
 }
 
-// Of a square of blocks of kStep elements, exchanges the two off the diagonal.
+// In a square of blocks of kStep elements, exchanges the two blocks off the diagonal.
 template <int kStep, class V, size_t... Lane>
 FLASH_ONLINE_INLINE void exchange(V& a, V& b, std::index_sequence<Lane...>) {
   constexpr size_t kWidth = sizeof...(Lane);
@@ -284,7 +285,7 @@ FLASH_ONLINE_INLINE void transpose_steps(V* rows) {
   if constexpr (kStep > 1) transpose_steps<kStep / 2>(rows);
 }
 
-// to[c * to_pitch + r] = from[r * from_pitch + c] for r < rows and c < columns, both at most kLanes.
+// Writes to[c * to_pitch + r] = from[r * from_pitch + c] for r < rows and c < columns, both at most kLanes.
 template <class E>
 __attribute__((noinline)) void transpose_tile(const E* from, int64_t from_pitch, int64_t rows, int64_t columns, E* to,
                                               int64_t to_pitch) {
@@ -306,19 +307,19 @@ FLASH_ONLINE_INLINE void transpose(const E* from, int64_t from_pitch, int64_t ro
                      columns - c < kWidth ? columns - c : kWidth, to + c * to_pitch + r, to_pitch);
 }
 
-// Sums in double of vectors of either type.
-struct WideSum {
+// Sums in double, of vectors of float or of double.
+struct DoubleSum {
   Vector<double> low = {}, high = {};
 
   FLASH_ONLINE_INLINE void add(Vector<double> x) { low += x; }
   FLASH_ONLINE_INLINE void add(Vector<float> x) {
-    low += half<0>(x);
-    high += half<1>(x);
+    low += widened_half<0>(x);
+    high += widened_half<1>(x);
   }
   FLASH_ONLINE_INLINE void add_product(Vector<double> x, Vector<double> y) { low += x * y; }
   FLASH_ONLINE_INLINE void add_product(Vector<float> x, Vector<float> y) {
-    low += half<0>(x) * half<0>(y);
-    high += half<1>(x) * half<1>(y);
+    low += widened_half<0>(x) * widened_half<0>(y);
+    high += widened_half<1>(x) * widened_half<1>(y);
   }
   FLASH_ONLINE_INLINE double total() const { return sum_of_lanes<double>(low + high); }
   // The sums of each lane of vectors of float.
@@ -330,24 +331,24 @@ struct WideSum {
   }
 
   template <int kHalf>
-  static FLASH_ONLINE_INLINE Vector<double> half(Vector<float> x) {
+  static FLASH_ONLINE_INLINE Vector<double> widened_half(Vector<float> x) {
     const auto lanes = std::make_index_sequence<kLanes<double>>();
     return __builtin_convertvector(lanes_from<kHalf * kLanes<double>>(x, lanes), Vector<double>);
   }
 };
 
-// The sum of g, or of g * y, whose terms may cancel: in double. Products and sums of 16-bit numbers are as good in float: a
-// product is exact, and the chunks that are added up so are short.
+// The sum of g, or of g * y, in double, as the terms may cancel. For 16-bit elements float does as well: a product is exact,
+// and a chunk is short.
 template <bool kProduct, class E>
-FLASH_ONLINE_INLINE double sum_wide(const E* g, const E* y, int64_t count) {
+FLASH_ONLINE_INLINE double sum_in_double(const E* g, const E* y, int64_t count) {
   using T = Accumulator<E>;
   if constexpr (sizeof(E) == 2) {
     constexpr int kPairs = 2;
     Vector<float> sum[2 * kPairs] = {};
     const auto take = [&](int p, int64_t i, int64_t n) __attribute__((always_inline)) {
-      const Pair<float> a = load_some(g + i, n, 0.f);
+      const Pair<float> a = load_partial(g + i, n, 0.f);
       if constexpr (kProduct) {
-        const Pair<float> b = load_some(y + i, n, 0.f);
+        const Pair<float> b = load_partial(y + i, n, 0.f);
         sum[2 * p] += a.a * b.a;
         sum[2 * p + 1] += a.b * b.b;
       } else {
@@ -360,13 +361,13 @@ FLASH_ONLINE_INLINE double sum_wide(const E* g, const E* y, int64_t count) {
       for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, kPair<E>);
     for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, kPair<E>);
     if (i < count) take(1, i, count - i);
-    WideSum total;
+    DoubleSum total;
     for (const auto& lanes : sum) total.add(lanes);
     return total.total();
   } else if constexpr (sizeof(E) == 4) {
-    // Four terms in a row in float, whose roundings are those of a single term; what is summed far is summed in double.
+    // Four terms are added in float, with roundings as small as those of a single term; the sums of four are added in double.
     constexpr int kSums = 4, kWidth = kLanes<float>, kRow = 4;
-    WideSum sum[kSums];
+    DoubleSum sum[kSums];
     const auto take = [&](int64_t i) __attribute__((always_inline)) {
       if constexpr (kProduct)
         return load_vector(g + i) * load_vector(y + i);
@@ -388,41 +389,37 @@ FLASH_ONLINE_INLINE double sum_wide(const E* g, const E* y, int64_t count) {
     }
     return (sum[0].total() + sum[1].total()) + (sum[2].total() + sum[3].total());
   } else {
-    // Widened straight from memory, half a register at a time: shuffles would be what limits it.
-    typedef T Half __attribute__((vector_size(kLanes<double> * sizeof(T)), aligned(alignof(T)), may_alias));
     constexpr int kSums = 4, kWidth = kLanes<double>;
     Vector<double> sum[kSums] = {};
-    const auto wide = [](const T* from) __attribute__((always_inline)) {
-      return __builtin_convertvector(*reinterpret_cast<const Half*>(from), Vector<double>);
-    };
     int64_t i = 0;
     for (; i + kSums * kWidth <= count; i += kSums * kWidth)
       for (int v = 0; v < kSums; ++v) {
-        const Vector<double> x = wide(g + i + v * kWidth);
+        const Vector<double> x = load_vector(g + i + v * kWidth);
         if constexpr (kProduct)
-          sum[v] += x * wide(y + i + v * kWidth);
+          sum[v] += x * load_vector(y + i + v * kWidth);
         else
           sum[v] += x;
       }
     T last[2][kSums * kWidth] = {};
-    for (int64_t rest = 0; i + rest < count; ++rest) {
-      last[0][rest] = g[i + rest];
-      if constexpr (kProduct) last[1][rest] = y[i + rest];
+    for (int64_t tail = 0; i + tail < count; ++tail) {
+      last[0][tail] = g[i + tail];
+      if constexpr (kProduct) last[1][tail] = y[i + tail];
     }
     if (i < count)
       for (int v = 0; v < kSums; ++v)
-        sum[v] += kProduct ? wide(last[0] + v * kWidth) * wide(last[1] + v * kWidth) : wide(last[0] + v * kWidth);
+        sum[v] += kProduct ? load_vector(last[0] + v * kWidth) * load_vector(last[1] + v * kWidth)
+                           : load_vector(last[0] + v * kWidth);
     return sum_of_lanes<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
   }
 }
 
-// f(index, count, weights of the pair): what a kernel makes of a chunk, pair by pair, the last one with count < kPair. L is the
-// element type whose lanes f's pairs have.
+// Writes a chunk pair by pair: f(index, count) returns the pair of results from `index` on; the last pair may have fewer
+// than kPair elements. L is the element type whose lane order f's pairs have.
 template <class L, class R, class F>
 FLASH_ONLINE_INLINE void write_chunk(int64_t count, R* to, const F& f) {
   int64_t i = 0;
-  for (; i + kPair<L> <= count; i += kPair<L>) store_pair(to + i, relay<L, R>(f(i, kPair<L>)));
-  if (i < count) store_pair(to + i, count - i, relay<L, R>(f(i, count - i)));
+  for (; i + kPair<L> <= count; i += kPair<L>) store_pair(to + i, relayout_lanes<L, R>(f(i, kPair<L>)));
+  if (i < count) store_pair(to + i, count - i, relayout_lanes<L, R>(f(i, count - i)));
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

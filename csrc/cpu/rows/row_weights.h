@@ -1,4 +1,5 @@
-// The weights of a softmax over a chunk of a row: its maximum, exp(score - max) as exactly as their use asks for, their sum.
+// The softmax weights of a chunk of a row: the chunk's maximum, exp(score - max) as accurately as its use requires, and their
+// sum.
 #pragma once
 
 #include <limits>
@@ -7,27 +8,28 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// The largest of `count` elements, NaN aside; -inf if there are none.
+// The largest of `count` elements, ignoring NaN; -inf if there is none.
 template <class E>
-FLASH_ONLINE_INLINE Accumulator<E> max_of_numbers(const E* x, int64_t count) {
+FLASH_ONLINE_INLINE Accumulator<E> max_of_floats(const E* x, int64_t count) {
   using T = Accumulator<E>;
   constexpr int kPairs = 2;
   Vector<T> max[2 * kPairs];
   for (auto& lanes : max) lanes = lowest<Vector<T>>();
   const auto take = [&](int p, Pair<T> pair) __attribute__((always_inline)) {
-    max[2 * p] = largest(pair.a, max[2 * p]);
-    max[2 * p + 1] = largest(pair.b, max[2 * p + 1]);
+    max[2 * p] = vector_max(pair.a, max[2 * p]);
+    max[2 * p + 1] = vector_max(pair.b, max[2 * p + 1]);
   };
   int64_t i = 0;
   for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>)
     for (int p = 0; p < kPairs; ++p) take(p, load_pair(x + i + p * kPair<E>));
   for (; i + kPair<E> <= count; i += kPair<E>) take(0, load_pair(x + i));
   if (i < count) take(1, load_pair(x + i, count - i, lowest<T>()));
-  return reduce(largest(largest(max[0], max[1]), largest(max[2], max[3])),
+  return reduce(vector_max(vector_max(max[0], max[1]), vector_max(max[2], max[3])),
                 [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
 }
 
-// Elements of 16 bits are ordered as integers where they are positive, and their largest is, more often than not.
+// max_of_floats, with a shortcut for 16-bit elements: positive ones are ordered as integers are, and the largest of a chunk is
+// mostly positive.
 template <class E>
 FLASH_ONLINE_INLINE Accumulator<E> max_of(const E* x, int64_t count) {
   if constexpr (sizeof(E) == 2) {
@@ -51,16 +53,18 @@ FLASH_ONLINE_INLINE Accumulator<E> max_of(const E* x, int64_t count) {
     const uint16_t bits = static_cast<uint16_t>(largest);
     if (bits < narrow<E>(-lowest<float>()).bits) return widen(E{bits});  // 0 or more, and neither infinity nor NaN
   }
-  return max_of_numbers(x, count);
+  return max_of_floats(x, count);
 }
 
-// How good weights are. kExact: within 1 ulp of exp(score - max), 1.2 without FMA. kSum: the less they weigh, the less exact,
-// by as much as the difference's own rounding; the largest is exactly 1. kRounded: within 3e-6, to be rounded to 16 bits.
-enum class Weighing { kExact, kSum, kRounded };
+// The accuracy of weights. kExact: within 1 ulp of exp(score - max), or 1.2 without FMA. kSum: the smaller a weight, the larger
+// its relative error, by as much as the rounding of the difference causes; the largest weight is exactly 1. kRounded: within
+// 3e-6, for weights that are rounded to 16 bits.
+enum class ExpAccuracy { kExact, kSum, kRounded };
 
 #if defined(__AVX512F__)
-// 2^x = 2^floor(x) 2^f, by instructions that cut off f and scale by 2^floor(x), for any x: 0 at -inf, inf at inf, NaN stays.
-// 2^f is a minimax polynomial on [0, 1): of degree 6, 2e-9 from it, or 5, 8e-8, both exactly 1 at 0; of degree 4, 2.6e-6.
+// 2^x = 2^floor(x) 2^f, by instructions that extract f and scale by 2^floor(x), for any x: 0 at -inf, inf at inf, NaN at NaN.
+// 2^f is a minimax polynomial on [0, 1). Its error is 2e-9 for degree 6 and 8e-8 for degree 5, which are exactly 1 at 0, and
+// 2.6e-6 for degree 4.
 template <int kDegree>
 FLASH_ONLINE_INLINE Vector<float> power_of_2(Vector<float> x) {
   constexpr int kFloor = 9;
@@ -91,85 +95,86 @@ FLASH_ONLINE_INLINE Vector<float> power_of_2(Vector<float> x) {
 }
 
 template <int kDegree>
-struct BriefNatural {
+struct ApproximateNatural {
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
 };
 template <int kDegree>
-struct BriefBinary {
+struct ApproximateBinary {
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x); }
 };
 #endif
 
-// exp of what is rounded to an R afterwards.
+// exp for a result that is rounded to type R.
 template <class R, class V>
 FLASH_ONLINE_INLINE V exp_rounded_to(V x) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(R) == 2) return BriefNatural<4>::exp(x);
+  if constexpr (sizeof(R) == 2) return ApproximateNatural<4>::exp(x);
 #endif
   return FastNatural::exp(x);
 }
 
-// The weights exp(score - max) of a chunk of scores with the maximum that it is made from.
+// Computes the weights exp(score - max) of a chunk of scores; `max` is the maximum from which they are measured.
 template <class T, class Base>
-struct Weigher {
+struct ScoreExp {
   OnlineSoftmax<Vector<T>, Base> state;
   double max;
-  explicit FLASH_ONLINE_INLINE Weigher(T chunk_max) : state{.max = broadcast(chunk_max)}, max(chunk_max) {}
+  explicit FLASH_ONLINE_INLINE ScoreExp(T chunk_max) : state{.max = broadcast(chunk_max)}, max(chunk_max) {}
   FLASH_ONLINE_INLINE Vector<T> operator()(Vector<T> score) const { return state.weight(score); }
 };
 
 #if defined(__AVX512F__)
-// Score and maximum in units of log 2, so that their difference is one instruction. The maximum is rounded; all of the weights
-// are measured from what it is then.
+// Score and maximum are scaled to units of log 2, so that their difference is one instruction. The scaled maximum is rounded,
+// and `max` is the number from which the weights are then measured.
 template <int kDegree>
-struct Weigher<float, BriefBinary<kDegree>> {
-  OnlineSoftmax<Vector<float>, BriefBinary<kDegree>> state;
+struct ScoreExp<float, ApproximateBinary<kDegree>> {
+  OnlineSoftmax<Vector<float>, ApproximateBinary<kDegree>> state;
   double max;
-  explicit FLASH_ONLINE_INLINE Weigher(float chunk_max)
+  explicit FLASH_ONLINE_INLINE ScoreExp(float chunk_max)
       : state{.max = broadcast(chunk_max * FastNatural::kLog2e)},
         max(static_cast<double>(chunk_max * FastNatural::kLog2e) / FastNatural::kLog2e) {}
   FLASH_ONLINE_INLINE Vector<float> operator()(Vector<float> score) const { return state.weight(score * FastNatural::kLog2e); }
 };
 #endif
 
-// Calls body(weigher) for a chunk of scores.
-template <Weighing weighing, class E, class Body>
-FLASH_ONLINE_INLINE void with_weigher(const E* x, int64_t count, const Body& body) {
+// Calls body(score_exp) with the ScoreExp of a chunk of scores.
+template <ExpAccuracy accuracy, class E, class Body>
+FLASH_ONLINE_INLINE void with_score_exp(const E* x, int64_t count, const Body& body) {
   using T = Accumulator<E>;
   const T max = max_of(x, count);
 #if defined(__AVX512F__)
-  if constexpr (weighing == Weighing::kSum && sizeof(T) == 4)
-    return body(Weigher<T, BriefNatural<sizeof(E) == 2 ? 5 : 6>>(max));
-  if constexpr (weighing == Weighing::kRounded && sizeof(T) == 4) {
-    constexpr float kMost = 0x1p19f;  // beyond, a difference of scores in units of log 2 is too coarse a fraction of 1
-    if (max < kMost && max > -kMost) return body(Weigher<T, BriefBinary<4>>(max));
+  if constexpr (accuracy == ExpAccuracy::kSum && sizeof(T) == 4)
+    return body(ScoreExp<T, ApproximateNatural<sizeof(E) == 2 ? 5 : 6>>(max));
+  if constexpr (accuracy == ExpAccuracy::kRounded && sizeof(T) == 4) {
+    constexpr float kMaxMagnitude = 0x1p19f;  // beyond this, a difference of scores in units of log 2 is too coarse
+    if (max < kMaxMagnitude && max > -kMaxMagnitude) return body(ScoreExp<T, ApproximateBinary<4>>(max));
   }
 #endif
-  body(Weigher<T, FastNatural>(max));
+  body(ScoreExp<T, FastNatural>(max));
 }
 
-// Memory that is going to be written, an element of `size` bytes for each that is read; no data: none that is worth it.
-struct Ahead {
+// The memory to which results will be written, `size` bytes per element that is read; null if prefetching is not worth it.
+struct PrefetchTarget {
   char* data = nullptr;
   int64_t size = 0;
-  // Makes new memory's pages exist: to look for one that does not costs a prefetch more than all else, and is in vain.
+  // Makes the pages of new memory exist: a prefetch from a page that does not exist is slow and has no effect.
   FLASH_ONLINE_INLINE void touch(int64_t count) const {
     constexpr int64_t kPage = 4096;
     if (data == nullptr) return;
     for (int64_t offset = 0; offset < count * size; offset += kPage) *static_cast<volatile char*>(data + offset) = 0;
   }
-  FLASH_ONLINE_INLINE void fetch(int64_t index, int64_t count) const {
+  FLASH_ONLINE_INLINE void prefetch(int64_t index, int64_t count) const {
     if (data == nullptr) return;
     for (int64_t line = 0; line < count * size; line += 64) __builtin_prefetch(data + index * size + line, 1, 2);
   }
 };
 
-// The sum of a chunk's weights, which are also kept, as pairs, where `keep` is not null. Meanwhile the memory that the chunk's
-// result goes to comes into the cache: the pass that writes it does little else than wait for it.
+// Returns the sum of a chunk's weights and, if kKeep is set, stores them in `keep` as pairs. Meanwhile it prefetches the memory
+// of the chunk's result, as the pass that writes the result would do little else than wait for it.
 template <bool kKeep, class E, class W>
-FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& weight, Accumulator<E>* keep, Ahead ahead) {
+FLASH_ONLINE_INLINE Accumulator<E> exp_scores(const E* x, int64_t count, const W& weight, Accumulator<E>* keep,
+                                              PrefetchTarget prefetch_target) {
   using T = Accumulator<E>;
-  constexpr int kPairs = kLanes<T> >= 8 ? 2 : 4;  // many sums of few terms each, to lose no digit
+  constexpr int kPairs = kLanes<T> >= 8 ? 2 : 4;  // many sums of few terms each lose no digit
   Vector<T> sum[2 * kPairs] = {};
   const auto take = [&](int p, int64_t i, Pair<T> pair) __attribute__((always_inline)) {
     pair.a = weight(pair.a);
@@ -178,10 +183,10 @@ FLASH_ONLINE_INLINE Accumulator<E> weigh(const E* x, int64_t count, const W& wei
     sum[2 * p] += pair.a;
     sum[2 * p + 1] += pair.b;
   };
-  ahead.touch(count);
+  prefetch_target.touch(count);
   int64_t i = 0;
   for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>) {
-    ahead.fetch(i, kPairs * kPair<E>);
+    prefetch_target.prefetch(i, kPairs * kPair<E>);
     for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, load_pair(x + i + p * kPair<E>));
   }
   for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, load_pair(x + i));

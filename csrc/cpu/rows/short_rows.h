@@ -1,26 +1,27 @@
-// Rows too short to fill a vector: a row a lane, so that nothing is summed across lanes and the lanes are busy however short
-// the rows are and however they lie in memory.
+// Kernels for rows too short to fill a vector: each lane holds a row of its own. Nothing is summed across lanes, and all lanes
+// are busy however short the rows are and whatever their strides.
 #pragma once
 
 #include "row_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-constexpr int64_t kShort = 32;  // classes, at most
+constexpr int64_t kMaxShortClasses = 32;
 
-// A kernel with more than two tensors to move into lanes and out of them gains from fewer classes only.
-FLASH_ONLINE_INLINE bool is_short(const RowProblem& problem, int64_t most = kShort) {
-  return problem.classes > 0 && problem.classes <= most;
+// Kernels that move more than two tensors into and out of lanes set a lower `max_classes`, as they gain with fewer classes
+// only.
+FLASH_ONLINE_INLINE bool is_short(const RowProblem& problem, int64_t max_classes = kMaxShortClasses) {
+  return problem.classes > 0 && problem.classes <= max_classes;
 }
 
-// A block of rows, `rows` <= kLanes of them side by side along inner, or along outer where inner is 1.
-struct Block {
-  int64_t outer, inner, number, rows;
+// At most kLanes rows side by side, along inner, or along outer where inner is 1.
+struct RowBlock {
+  int64_t outer, inner, first_row, rows;
 };
 
-// The block's rows of a tensor, widened, a vector for each class. Lanes without a row hold 0.
+// Loads the block's rows of a tensor, widened, one vector per class. Lanes without a row hold 0.
 template <class E>
-FLASH_ONLINE_INLINE void load_block(const RowProblem& problem, const ConstView3& view, const Block& block,
+FLASH_ONLINE_INLINE void load_block(const RowProblem& problem, const ConstView3& view, const RowBlock& block,
                                     Vector<Accumulator<E>>* x) {
   constexpr int kWidth = kLanes<Accumulator<E>>;
   const int64_t row = row_stride(problem, view), step = view.stride[1];
@@ -29,7 +30,7 @@ FLASH_ONLINE_INLINE void load_block(const RowProblem& problem, const ConstView3&
     for (int64_t c = 0; c < problem.classes; ++c) x[c] = load_widened(from + c * step);
     return;
   }
-  E staged[kShort * kWidth];
+  E staged[kMaxShortClasses * kWidth];
   if (step == 1 && block.rows == kWidth) {
     transpose(from, row, block.rows, problem.classes, staged, kWidth);
   } else {
@@ -42,7 +43,7 @@ FLASH_ONLINE_INLINE void load_block(const RowProblem& problem, const ConstView3&
 }
 
 template <class E>
-FLASH_ONLINE_INLINE void store_block(const RowProblem& problem, const MutableView3& view, const Block& block,
+FLASH_ONLINE_INLINE void store_block(const RowProblem& problem, const MutableView3& view, const RowBlock& block,
                                      const Vector<Accumulator<E>>* x) {
   constexpr int kWidth = kLanes<Accumulator<E>>;
   const int64_t row = row_stride(problem, view), step = view.stride[1];
@@ -51,47 +52,47 @@ FLASH_ONLINE_INLINE void store_block(const RowProblem& problem, const MutableVie
     for (int64_t c = 0; c < problem.classes; ++c) store_narrowed(to + c * step, x[c]);
     return;
   }
-  E staged[kShort * kWidth];
+  E staged[kMaxShortClasses * kWidth];
   for (int64_t c = 0; c < problem.classes; ++c) store_narrowed(staged + c * kWidth, x[c]);
   if (step == 1 && block.rows == kWidth) return transpose(staged, kWidth, problem.classes, block.rows, to, row);
   for (int64_t r = 0; r < block.rows; ++r)
     for (int64_t c = 0; c < problem.classes; ++c) to[r * row + c * step] = staged[c * kWidth + r];
 }
 
-// One number a row, from an array that has one for every row of the problem.
+// Loads and stores arrays that have one number per row of the problem.
 template <class T>
-FLASH_ONLINE_INLINE Vector<T> load_numbers(const void* numbers, const Block& block) {
+FLASH_ONLINE_INLINE Vector<T> load_per_row(const void* array, const RowBlock& block) {
   Vector<T> x = {};
-  __builtin_memcpy(&x, static_cast<const T*>(numbers) + block.number, block.rows * sizeof(T));
+  __builtin_memcpy(&x, static_cast<const T*>(array) + block.first_row, block.rows * sizeof(T));
   return x;
 }
 template <class T>
-FLASH_ONLINE_INLINE void store_numbers(void* numbers, const Block& block, Vector<T> x) {
-  __builtin_memcpy(static_cast<T*>(numbers) + block.number, &x, block.rows * sizeof(T));
+FLASH_ONLINE_INLINE void store_per_row(void* array, const RowBlock& block, Vector<T> x) {
+  __builtin_memcpy(static_cast<T*>(array) + block.first_row, &x, block.rows * sizeof(T));
 }
 
-// The base of exponentials for a use of the weights.
-template <class T, class E, Weighing weighing>
+// The base of exponentials for an accuracy.
+template <class T, class E, ExpAccuracy accuracy>
 struct BaseFor {
   using type = FastNatural;
 };
 #if defined(__AVX512F__)
 template <class E>
-struct BaseFor<float, E, Weighing::kSum> {
-  using type = BriefNatural<sizeof(E) == 2 ? 5 : 6>;
+struct BaseFor<float, E, ExpAccuracy::kSum> {
+  using type = ApproximateNatural<sizeof(E) == 2 ? 5 : 6>;
 };
 template <class E>
-struct BaseFor<float, E, Weighing::kRounded> {
-  using type = BriefNatural<4>;
+struct BaseFor<float, E, ExpAccuracy::kRounded> {
+  using type = ApproximateNatural<4>;
 };
 #endif
 
-// (max, sum) of a block's rows, side by side. The weights replace x where they are to be kept.
-template <class E, Weighing weighing, bool kKeep>
+// The states of a block's rows, side by side. If kKeep is set, the weights replace x.
+template <class E, ExpAccuracy accuracy, bool kKeep>
 FLASH_ONLINE_INLINE auto absorb_block(int64_t classes, Vector<Accumulator<E>>* x) {
   using T = Accumulator<E>;
-  OnlineSoftmax<Vector<T>, typename BaseFor<T, E, weighing>::type> state;
-  for (int64_t c = 0; c < classes; ++c) state.max = largest(x[c], state.max);
+  OnlineSoftmax<Vector<T>, typename BaseFor<T, E, accuracy>::type> state;
+  for (int64_t c = 0; c < classes; ++c) state.max = vector_max(x[c], state.max);
   Vector<T> sum = {};
   for (int64_t c = 0; c < classes; ++c) {
     const Vector<T> weight = state.weight(x[c]);
@@ -102,10 +103,10 @@ FLASH_ONLINE_INLINE auto absorb_block(int64_t classes, Vector<Accumulator<E>>* x
   return state;
 }
 
-// log(2^n m) = n log 2 + 2 atanh((m - 1) / (m + 1)) with m from sqrt(1/2) to sqrt(2), within 1e-11; for finite x >= 1.
+// log(2^n m) = n log 2 + 2 atanh((m - 1) / (m + 1)) with m from sqrt(1/2) to sqrt(2), within 1e-11, for finite x >= 1.
 FLASH_ONLINE_INLINE Vector<double> log_of_sum(Vector<double> x) {
   using Words = Vector<uint64_t>;
-  constexpr uint64_t kRootOfHalf = 0x3fe6a09e667f3bcd, kTwoTo52 = 0x4330000000000000;  // as bits of a double
+  constexpr uint64_t kRootOfHalf = 0x3fe6a09e667f3bcd, kTwoTo52 = 0x4330000000000000;  // as the bits of a double
   const Words bits = reinterpret_cast<Words>(x), n = (bits - kRootOfHalf) >> 52;
   const Vector<double> m = reinterpret_cast<Vector<double>>(bits - (n << 52)), s = (m - 1) / (m + 1), z = s * s;
   Vector<double> p = z * (2. / 13) + 2. / 11;
@@ -117,21 +118,21 @@ FLASH_ONLINE_INLINE Vector<double> log_of_sum(Vector<double> x) {
   return (reinterpret_cast<Vector<double>>(n | kTwoTo52) - 0x1p52) * 0.69314718055994530942 + p * s;
 }
 
-// The logarithm of each lane of the rows' sums.
+// The logarithms of the rows' sums.
 template <class T>
 FLASH_ONLINE_INLINE void log_sums(Vector<T> sum, double* logs) {
   if constexpr (std::is_same_v<T, float>) {
-    const auto known = (sum >= 1.f) & (sum < std::numeric_limits<float>::infinity());
-    if (reduce(known, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) != 0) {
-      store_vector(logs, log_of_sum(WideSum::half<0>(sum)));
-      store_vector(logs + kLanes<double>, log_of_sum(WideSum::half<1>(sum)));
+    const auto joined = (sum >= 1.f) & (sum < std::numeric_limits<float>::infinity());
+    if (reduce(joined, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) != 0) {
+      store_vector(logs, log_of_sum(DoubleSum::widened_half<0>(sum)));
+      store_vector(logs + kLanes<double>, log_of_sum(DoubleSum::widened_half<1>(sum)));
       return;
     }
   }
   for (int l = 0; l < kLanes<T>; ++l) logs[l] = FastNatural::log(static_cast<double>(sum[l]));
 }
 
-// max + log(sum), and infinity where a row holds +inf and no NaN.
+// max + log(sum), or infinity where a row holds +inf and no NaN.
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> lse_of(int64_t classes, const Vector<T>* x, Vector<T> max, const double* log_sum) {
   Vector<T> lse;
@@ -145,18 +146,18 @@ FLASH_ONLINE_INLINE Vector<T> lse_of(int64_t classes, const Vector<T>* x, Vector
   return lse;
 }
 
-// Calls body(block) for blocks that cover every row once, in parallel.
+// Calls body(block) in parallel, for blocks that cover every row once.
 template <class T, class Body>
-FLASH_ONLINE_INLINE void for_each_block(const RowProblem& problem, const Executor& executor, const Body& body) {
+FLASH_ONLINE_INLINE void for_each_row_block(const RowProblem& problem, const Executor& executor, const Body& body) {
   constexpr int64_t kWidth = kLanes<T>;
   const int64_t groups = problem.inner == 1 ? 1 : problem.outer, run = problem.inner == 1 ? problem.outer : problem.inner;
-  const int64_t blocks_a_group = (run + kWidth - 1) / kWidth, blocks = groups * blocks_a_group;
-  const int64_t blocks_an_item = (kRowGrain + kWidth * problem.classes - 1) / (kWidth * problem.classes);
-  for_each_item(executor, (blocks + blocks_an_item - 1) / blocks_an_item, [&](int64_t item, std::byte*) {
-    const int64_t first = item * blocks_an_item, last = first + blocks_an_item < blocks ? first + blocks_an_item : blocks;
+  const int64_t blocks_per_group = ceil_div(run, kWidth), blocks = groups * blocks_per_group;
+  const int64_t blocks_per_item = ceil_div(kRowGrain, kWidth * problem.classes);
+  for_each_item(executor, ceil_div(blocks, blocks_per_item), [&](int64_t item, std::byte*) {
+    const int64_t first = item * blocks_per_item, last = first + blocks_per_item < blocks ? first + blocks_per_item : blocks;
     for (int64_t b = first; b < last; ++b) {
-      const int64_t group = b / blocks_a_group, row = b % blocks_a_group * kWidth, left = run - row;
-      Block block{group, row, group * run + row, left < kWidth ? left : kWidth};
+      const int64_t group = b / blocks_per_group, row = b % blocks_per_group * kWidth, left = run - row;
+      RowBlock block{group, row, group * run + row, left < kWidth ? left : kWidth};
       if (problem.inner == 1) block.outer = row, block.inner = 0;
       body(block);
     }

@@ -1,4 +1,4 @@
-// The k largest probabilities of a softmax on the CPU: one pass over the row keeps its maximum and sum, and the k largest
+// The k largest probabilities of a softmax on the CPU. One pass over the row keeps its maximum, its sum and the k largest
 // elements so far (Milakov and Gimelshein, arXiv 1805.02867, section 4).
 #include <algorithm>
 #include <bit>
@@ -16,7 +16,7 @@ struct Candidate {
   int64_t index;
 };
 
-// NaN is the largest, as in torch.topk; equal elements are taken in their order.
+// NaN ranks first, as in torch.topk; of equal elements, the one with the lower index ranks first.
 struct RanksBefore {
   template <class T>
   FLASH_ONLINE_INLINE bool operator()(const Candidate<T>& a, const Candidate<T>& b) const {
@@ -27,100 +27,103 @@ struct RanksBefore {
   }
 };
 
-// The best `capacity` candidates offered: few of them in a sorted list, many in a heap whose front is the worst of them.
+// The best `capacity` of the candidates pushed: a sorted list if they are few, else a heap whose front is the worst of them.
 template <class T>
-class Best {
+class TopCandidates {
  public:
-  Best() = default;
-  Best(Candidate<T>* places, int64_t capacity) : places_(places), capacity_(capacity) {}
+  TopCandidates() = default;
+  TopCandidates(Candidate<T>* storage, int64_t capacity) : candidates_(storage), capacity_(capacity) {}
 
-  // Elements begin .. begin + count - 1 of the row, whose largest is chunk_max; `nan` if there may be a NaN among them.
+  // Pushes elements begin .. begin + count - 1 of the row. chunk_max is the largest of them; `nan` says whether a NaN may be
+  // among them.
   template <class E>
-  void offer(const E* x, int64_t begin, int64_t count, T chunk_max, bool nan) {
+  void push_chunk(const E* x, int64_t begin, int64_t count, T chunk_max, bool nan) {
     if (capacity_ == 0 || (size_ == capacity_ && !nan && chunk_max <= worst().value)) return;
-    // Nothing below `least` is among the best, be it that enough are known already or that the chunk holds enough from there
-    // on.
-    T least = size_ == capacity_ ? above_worst() : lower_bound(x, count);
+    // No element below `threshold` is among the best: either there are enough candidates already, or the chunk itself holds
+    // enough elements that are not below it.
+    T threshold = size_ == capacity_ ? acceptance_threshold() : lower_bound(x, count);
     for (int64_t i = 0; i < count; i += kPair<E>) {
       const int64_t n = count - i < kPair<E> ? count - i : kPair<E>;
-      for (uint32_t lanes = not_below(load_some(x + i, n, lowest<T>()), least); lanes != 0; lanes &= lanes - 1) {
+      for (uint32_t lanes = lanes_not_below(load_partial(x + i, n, lowest<T>()), threshold); lanes != 0; lanes &= lanes - 1) {
         const int64_t j = element_in_lane<E>(std::countr_zero(lanes));
-        if (j < n) take({widen(x[i + j]), begin + i + j});
+        if (j < n) push({widen(x[i + j]), begin + i + j});
       }
-      if (size_ == capacity_ && !(above_worst() <= least)) least = above_worst();
+      if (size_ == capacity_ && !(acceptance_threshold() <= threshold)) threshold = acceptance_threshold();
     }
   }
-  void merge(const Best& other) {
-    for (int64_t i = 0; i < other.size_; ++i) take(other.places_[i]);
+  void merge(const TopCandidates& other) {
+    for (int64_t i = 0; i < other.size_; ++i) push(other.candidates_[i]);
   }
-  // All of them, the best first.
+  // All candidates, the best first.
   const Candidate<T>* sorted() {
-    if (!is_list()) std::sort_heap(places_, places_ + size_, RanksBefore{});
-    return places_;
+    if (!is_list()) std::sort_heap(candidates_, candidates_ + size_, RanksBefore{});
+    return candidates_;
   }
 
  private:
-  static constexpr int64_t kMostInList = 32;
-  bool is_list() const { return capacity_ <= kMostInList; }
-  const Candidate<T>& worst() const { return is_list() ? places_[size_ - 1] : places_[0]; }
+  static constexpr int64_t kMaxListCapacity = 32;
+  bool is_list() const { return capacity_ <= kMaxListCapacity; }
+  const Candidate<T>& worst() const { return is_list() ? candidates_[size_ - 1] : candidates_[0]; }
 
-  // Of two equal elements the first is kept, which is the worst, as later ones are offered later.
-  T above_worst() const { return std::nextafter(worst().value, std::numeric_limits<T>::infinity()); }
+  // The next number above the worst candidate: of equal elements the first is kept, and elements are pushed in ascending order.
+  T acceptance_threshold() const { return std::nextafter(worst().value, std::numeric_limits<T>::infinity()); }
 
-  void take(const Candidate<T>& candidate) {
+  void push(const Candidate<T>& candidate) {
     const bool full = size_ == capacity_;
     if (full && !RanksBefore{}(candidate, worst())) return;
     if (is_list()) {
-      int64_t place = full ? size_ - 1 : size_++;
-      for (; place > 0 && RanksBefore{}(candidate, places_[place - 1]); --place) places_[place] = places_[place - 1];
-      places_[place] = candidate;
+      int64_t slot = full ? size_ - 1 : size_++;
+      for (; slot > 0 && RanksBefore{}(candidate, candidates_[slot - 1]); --slot) candidates_[slot] = candidates_[slot - 1];
+      candidates_[slot] = candidate;
       return;
     }
     if (full)
-      std::pop_heap(places_, places_ + size_, RanksBefore{});
+      std::pop_heap(candidates_, candidates_ + size_, RanksBefore{});
     else
       ++size_;
-    places_[size_ - 1] = candidate;
-    std::push_heap(places_, places_ + size_, RanksBefore{});
+    candidates_[size_ - 1] = candidate;
+    std::push_heap(candidates_, candidates_ + size_, RanksBefore{});
   }
 
-  // A number that at least `capacity` of the elements are not below: of the largest in each lane, the capacity-th, where lanes
-  // suffice. -inf if there is none.
+  // A number that at least `capacity` of the elements are not below: the capacity-th of the largest elements of each lane. -inf
+  // if there are too few lanes or elements.
   template <class E>
   T lower_bound(const E* x, int64_t count) const {
     if (capacity_ > kPair<E> / 2 || count < 2 * kPair<E>) return lowest<T>();
-    Pair<T> most = {lowest<Vector<T>>(), lowest<Vector<T>>()};
+    Pair<T> lane_max = {lowest<Vector<T>>(), lowest<Vector<T>>()};
     for (int64_t i = 0; i + kPair<E> <= count; i += kPair<E>) {
       const Pair<T> pair = load_pair(x + i);
-      most = {largest(pair.a, most.a), largest(pair.b, most.b)};
+      lane_max = {vector_max(pair.a, lane_max.a), vector_max(pair.b, lane_max.b)};
     }
     T bound = lowest<T>();
     for (int64_t i = 0; i < capacity_; ++i) {
-      bound = reduce(largest(most.a, most.b), [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
-      most.a = most.a == bound ? lowest<Vector<T>>() : most.a;
-      most.b = most.b == bound ? lowest<Vector<T>>() : most.b;
+      bound = reduce(vector_max(lane_max.a, lane_max.b),
+                     [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
+      lane_max.a = lane_max.a == bound ? lowest<Vector<T>>() : lane_max.a;
+      lane_max.b = lane_max.b == bound ? lowest<Vector<T>>() : lane_max.b;
     }
     return bound;
   }
-  // The lanes of a pair, counted through both vectors, whose elements are not below `least`: NaN is not.
-  static FLASH_ONLINE_INLINE uint32_t not_below(Pair<T> pair, T least) {
+  // A bit for each lane, counted through both vectors, whose element is not below `threshold`; NaN is not.
+  static FLASH_ONLINE_INLINE uint32_t lanes_not_below(Pair<T> pair, T threshold) {
     constexpr int kWidth = kLanes<T>;
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
-      const __m512 bound = reinterpret_cast<__m512>(broadcast(least));
+      const __m512 bound = reinterpret_cast<__m512>(broadcast(threshold));
       return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(pair.a), bound, _CMP_NLT_UQ) |
              static_cast<uint32_t>(_mm512_cmp_ps_mask(reinterpret_cast<__m512>(pair.b), bound, _CMP_NLT_UQ)) << kWidth;
     }
 #endif
-    const auto below = (pair.a < least) & (pair.b < least);
+    const auto below = (pair.a < threshold) & (pair.b < threshold);
     uint32_t lanes = 0;
     if (reduce(below, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) != 0) return lanes;
     for (int l = 0; l < kWidth; ++l)
-      lanes |= static_cast<uint32_t>(!(pair.a[l] < least)) << l | static_cast<uint32_t>(!(pair.b[l] < least)) << (kWidth + l);
+      lanes |= static_cast<uint32_t>(!(pair.a[l] < threshold)) << l | static_cast<uint32_t>(!(pair.b[l] < threshold))
+                                                                          << (kWidth + l);
     return lanes;
   }
 
-  Candidate<T>* places_ = nullptr;
+  Candidate<T>* candidates_ = nullptr;
   int64_t capacity_ = 0, size_ = 0;
 };
 
@@ -129,12 +132,12 @@ Softmax<T> state_of(const Candidate<T>* sorted, int64_t k) {
   Softmax<T> state;
   if (k > 0) state.raise_max(sorted[0].value);
   T sum = T(0);
-  for (int64_t i = k - 1; i >= 0; --i) sum += state.weight(sorted[i].value);  // the least first: many small ones add up
+  for (int64_t i = k - 1; i >= 0; --i) sum += state.weight(sorted[i].value);  // the smallest first, as many small ones add up
   state.add(sum);
   return state;
 }
 
-FLASH_ONLINE_INLINE int64_t& index_of(const RowProblem& problem, const Tile& tile, int64_t r, int64_t j) {
+FLASH_ONLINE_INLINE int64_t& index_of(const RowProblem& problem, const RowTile& tile, int64_t r, int64_t j) {
   return problem.indices.data[tile.outer * problem.indices.stride[0] + tile.inner * problem.indices.stride[2] +
                               r * row_stride(problem, problem.indices) + j * problem.indices.stride[1]];
 }
@@ -144,29 +147,29 @@ struct ForwardOp : RowOp {
   using T = Accumulator<E>;
   struct Partial {
     RowState<T> state;
-    Best<T> best;
+    TopCandidates<T> best;
   };
 
   const RowProblem& problem;
-  const Tile tile;
-  Weights<E, Weighing::kSum> weights;
+  const RowTile tile;
+  RowWeights<E, ExpAccuracy::kSum> weights;
 
-  ForwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool)
-      : problem(problem), tile(tile), weights(problem, tile, arena, false) {}
-  static int64_t storage(const RowProblem& problem) { return topk_storage(problem); }
-  static void place(const RowProblem& problem, Partial& partial, std::byte* storage) {
-    partial.best = Best<T>(reinterpret_cast<Candidate<T>*>(storage), problem.k);
+  ForwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool)
+      : problem(problem), tile(tile), weights(problem, tile, allocator, false) {}
+  static int64_t extra_bytes(const RowProblem& problem) { return topk_row_bytes(problem); }
+  static void assign_extra(const RowProblem& problem, Partial& partial, std::byte* storage) {
+    partial.best = TopCandidates<T>(reinterpret_cast<Candidate<T>*>(storage), problem.k);
   }
-  void first(int64_t begin, int64_t end, Partial* partial) {
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
     weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T sum) {
-          partial[r].best.offer(x, first, count, static_cast<T>(max), sum != sum);
+          partial[r].best.push_chunk(x, first, count, static_cast<T>(max), sum != sum);
         },
         NoResult());
   }
   static void merge(Partial& partial, const Partial& other) {
-    join(partial.state, other.state);
+    merge_states(partial.state, other.state);
     partial.best.merge(other.best);
   }
   void finish(Partial* partial) {
@@ -190,28 +193,28 @@ struct ForwardOp : RowOp {
   }
 };
 
-// Of the whole softmax, with s = sum over the k of grad_j p_j: grad_input_c = p_c (grad_c - s), where grad_c is 0 outside the
-// k. Renormalised, the k are a softmax of their own and the other classes get 0; its p, rounded to the result's dtype, are
-// made to add up to 1 again.
+// Of the whole softmax, with s the sum over the k of grad_j p_j: grad_input_c = p_c (grad_c - s), where grad_c is 0 outside the
+// k. Renormalised, the k are a softmax of their own and the other classes get 0. Its p, which were rounded to the result's
+// dtype, are made to add up to 1 again.
 template <class E, class R>
 struct BackwardOp : RowOp {
   using T = Accumulator<E>;
   struct Partial {
     RowState<T> state;
   };
-  static constexpr bool kSecond = true;
+  static constexpr bool kHasSecondPass = true;
 
   const RowProblem& problem;
-  const Tile tile;
-  T sum[kTileRows], norm[kTileRows];
-  Weights<E, sizeof(E) == 2 ? Weighing::kRounded : Weighing::kExact> weights;
+  const RowTile tile;
+  T sum[kMaxTileRows], norm[kMaxTileRows];
+  RowWeights<E, sizeof(E) == 2 ? ExpAccuracy::kRounded : ExpAccuracy::kExact> weights;
   Chunks<E, void*> grad_input;
 
-  BackwardOp(const RowProblem& problem, const Tile& tile, Arena& arena, bool keep)
+  BackwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool keep)
       : problem(problem),
         tile(tile),
-        weights(problem, tile, arena, keep),
-        grad_input(problem, problem.grad_input, tile, arena) {
+        weights(problem, tile, allocator, keep),
+        grad_input(problem, problem.grad_input, tile, allocator) {
     const bool renormalize = problem.renormalize && problem.k > 0;
     for (int64_t r = 0; r < tile.rows; ++r) {
       double dot = 0, total = 0;
@@ -223,35 +226,36 @@ struct BackwardOp : RowOp {
       sum[r] = static_cast<T>(renormalize ? dot / total : dot);
     }
   }
-  void first(int64_t begin, int64_t end, Partial* partial) {
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
     if (!problem.renormalize)
-      weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, nothing_also, grad_input);
+      weights.absorb(begin, end, [&](int64_t r) -> auto& { return partial[r].state; }, no_chunk_hook, grad_input);
   }
-  static void merge(Partial& partial, const Partial& other) { join(partial.state, other.state); }
+  static void merge(Partial& partial, const Partial& other) { merge_states(partial.state, other.state); }
   void finish(Partial*) {}
-  void second(int64_t begin, int64_t end, const Partial* partial) {
+  void second_pass(int64_t begin, int64_t end, const Partial* partial) {
     if (problem.renormalize)
       for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
-        grad_input.start(first);
+        grad_input.begin_write(first);
         for (int64_t r = 0; r < tile.rows; ++r) {
-          const E zero = narrow<E>(sum[r] - sum[r]);  // or NaN, where the row's softmax is NaN
+          const E zero = narrow<E>(sum[r] - sum[r]);  // 0, or NaN where the row's softmax is NaN
           for (int64_t c = 0; c < count; ++c) grad_input.row(r)[c] = zero;
         }
-        grad_input.finish(count);
+        grad_input.finish_write(count);
       });
     else
       weights.write(
           begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-          [&](int64_t r) { return -sum[r] * partial[r].state.inverse_sum(); }, [&](int64_t first) { grad_input.start(first); },
+          [&](int64_t r) { return -sum[r] * partial[r].state.inverse_sum(); },
+          [&](int64_t first) { grad_input.begin_write(first); },
           [&](int64_t r, int64_t, int64_t count, const auto& weight) { write_chunk<E>(count, grad_input.row(r), weight); },
-          [&](int64_t count) { grad_input.finish(count); });
+          [&](int64_t count) { grad_input.finish_write(count); });
     for (int64_t r = 0; r < tile.rows; ++r)
       for (int64_t j = 0; j < problem.k; ++j) {
         const int64_t c = index_of(problem, tile, r, j);
         if (c >= begin && c < end)
           element_of<E>(problem, problem.grad_input, tile, r, c) = narrow<E>((grad(r, j) - sum[r]) * (output(r, j) * norm[r]));
         else if (c < 0 || c >= problem.classes)
-          report_bad_row(problem, tile.number + r);
+          report_bad_row(problem, tile.first_row + r);
       }
   }
 
@@ -262,9 +266,9 @@ struct BackwardOp : RowOp {
 
 }  // namespace
 
-int64_t topk_storage(const RowProblem& problem) {
+int64_t topk_row_bytes(const RowProblem& problem) {
   const bool forward = problem.k > 0 && problem.grad.data == nullptr;
-  return forward ? Arena::bytes<Candidate<double>>(problem.k) : 0;
+  return forward ? ScratchAllocator::bytes_of<Candidate<double>>(problem.k) : 0;
 }
 
 void topk_softmax(const RowProblem& problem, const Executor& executor) {

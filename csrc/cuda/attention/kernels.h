@@ -1,5 +1,9 @@
-// The kernel families as dispatch.cu knows them: function templates, of which CMake stamps an instance for each head dim
-// out of instance.cu.in.
+// The kernel families of attention. A family is one struct template over the head dim of its tiles; CMake stamps an explicit
+// instance per head dim (instance.cu.in), and dispatch.cu picks the smallest that holds a problem's head dims.
+//
+// All families have three functions: refusal() says why the family does not take a pass (null: it does), workspace_bytes() how
+// much workspace the pass needs, aligned to 16 bytes, and run() queues the kernels. What a pass consists of is said once, in
+// ForwardPass and BackwardPass: a new parameter of the kernels is a new member there.
 #pragma once
 
 #include "../../core/problem.h"
@@ -7,35 +11,64 @@
 
 namespace flash_online::cuda {
 
-struct MaskMap;
-struct MaskTables;
+struct BackwardSm90Call;
+enum class BackwardSm90Features;
+struct BackwardWorkspace;
 
-// forward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass. taken: a word of workspace for
-// forward_sm90_takes_tiles() (refusal_sm90.h), else null.
-template <int kHeadDim>
-void forward_sm90(const AttentionProblem& problem, const MaskTables& tables, unsigned* taken, CUstream_st* stream);
+struct ForwardPass {
+  const AttentionProblem& problem;
+};
 
-// forward_sm80.cuh. Head dims are at most kHeadDim; there are queries and heads.
-template <int kHeadDim>
-void forward_sm80(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream);
-// Why this kernel does not take a problem; null: it does.
-template <int kHeadDim>
-const char* forward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+struct BackwardPass {
+  const AttentionProblem& problem;
+  const AttentionGradients& gradients;
+  bool deterministic = false;
+};
 
-// backward_sm80.cuh, likewise.
+// sm90/forward: TMA and wgmma, for compute capability 9.0.
 template <int kHeadDim>
-int64_t backward_sm80_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
-template <int kHeadDim>
-void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
-                   CUstream_st* stream);
-template <int kHeadDim>
-const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu);
+struct AttentionForwardSm90 {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
 
-// backward_sm90.cuh, for compute capability 9.0: a problem that its refusal lets pass.
+// sm90/backward.
 template <int kHeadDim>
-int64_t backward_sm90_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+struct AttentionBackwardSm90 {
+  static const char* refusal(const BackwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const BackwardPass& pass);
+  static void run(const BackwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// sm90/backward/options.cuh: the main kernel of AttentionBackwardSm90 with dropout or all options. It is no family of its own:
+// it exists for the largest head dim that has these options alone, and smaller head dims call it.
 template <int kHeadDim>
-void backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
-                   CUstream_st* stream);
+struct AttentionBackwardOptionsSm90 {
+  static void run(BackwardSm90Features features, const BackwardSm90Call& call, CUstream_st* stream);
+};
+
+// sm80/forward.cuh: mma.sync, every option, for compute capability 8.0 and above.
+template <int kHeadDim>
+struct AttentionForwardSm80 {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// sm80/backward.cuh.
+template <int kHeadDim>
+struct AttentionBackwardSm80 {
+  static const char* refusal(const BackwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const BackwardPass& pass);
+  static void run(const BackwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// sm80/backward_dq.cuh: the part of AttentionBackwardSm80 that computes dQ by itself, in deterministic mode. It is no family of
+// its own, but an instance apart: half of the time that the compiler needs.
+template <int kHeadDim>
+struct AttentionBackwardDqSm80 {
+  static void run(const BackwardPass& pass, const BackwardWorkspace& workspace, CUstream_st* stream);
+};
 
 }  // namespace flash_online::cuda

@@ -1,4 +1,5 @@
-// A device assert that stays in release builds: the kernel stops, and the next call that waits for the device reports it.
+// assert() that release builds keep, for device code: a failure stops the kernel, and the next call that synchronises with the
+// device reports it.
 #pragma once
 
 #undef NDEBUG

@@ -1,22 +1,22 @@
-// Copies from global into shared memory that pass by the registers (cp.async).
+// Asynchronous copies from global to shared memory that do not go through registers (cp.async).
 #pragma once
 
-#include "mma.cuh"
+#include "shared_memory.cuh"
 
 namespace flash_online::cuda {
 
-// 16 bytes, both ends aligned to 16.
+// Copies 16 bytes; both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async(uint4* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
-// The first `bytes` of the 16, and zeros behind them; what is not copied is not read. (The intrinsic of cuda_pipeline.h is a
-// tree of branches where `bytes` is no constant.)
+// Copies the first `bytes` of 16 and fills the others with zeros; only what is copied is read. (The intrinsic of
+// cuda_pipeline.h becomes a tree of branches if `bytes` is not a constant.)
 __device__ __forceinline__ void cp_async(uint4* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the last kPending groups that the thread has committed are there.
+// Waits until all but the last kPending groups that this thread has committed are complete.
 template <int kPending = 0>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,11 +1,11 @@
-// Special functions as the hardware has them.
+// Arithmetic and special functions, by the hardware's approximations and by sums of two floats.
 #pragma once
 
 namespace flash_online::cuda {
 
-constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;  // and what the float leaves of it
+constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;  // log2(e), and what its rounding to float drops
 
-// a + b and a * b without a rounding: the float that is returned and `low` (Knuth's two-sum, and an fma).
+// a + b and a * b exactly, as the sum of the returned float and `low` (Knuth's two-sum; an fma).
 __device__ __forceinline__ float two_sum(float a, float b, float& low) {
   const float sum = __fadd_rn(a, b), part = __fsub_rn(sum, a);
   low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, part)), __fsub_rn(b, part));
@@ -17,28 +17,28 @@ __device__ __forceinline__ float two_product(float a, float b, float& low) {
   return product;
 }
 
-// 2^x within 2 ulp, with results below 2^-126 flushed to 0: one instruction, where exp2f adds three for the denormal ones.
+// 2^x within 2 ulp; results below 2^-126 are flushed to 0. One instruction, where exp2f adds three for denormal results.
 __device__ __forceinline__ float exp2_flushed(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 1 / x within 1 ulp, flushing denormal numbers: one instruction.
+// 1 / x within 1 ulp; denormal numbers are flushed to 0. One instruction.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// x * factor / by within 1 ulp, by way of by's `inverse` and one step of Newton's.
+// x * factor / by within 1 ulp, by one Newton step from the approximate `inverse` of `by`.
 __device__ __forceinline__ float divide(float x, float factor, float by, float inverse) {
   float low;
-  const float product = two_product(x, factor, low), near = product * inverse, rest = fmaf(-near, by, product) + low;
-  return fabsf(near) < INFINITY ? fmaf(rest, inverse, near) : near;
+  const float product = two_product(x, factor, low), near = product * inverse, error = fmaf(-near, by, product) + low;
+  return fabsf(near) < INFINITY ? fmaf(error, inverse, near) : near;
 }
 
-// tanh(x) / u for u = 2 x log2(e), |u| < log2(e), by the powers of u^2 (least relative error, 2^-26).
+// tanh(x) / u for u = 2 x log2(e) and |u| < log2(e), as a polynomial in u^2 of least relative error, 2^-26.
 constexpr int kTanhTerms = 5;
 constexpr float kTanhTerm[kTanhTerms] = {0.346573591f, -0.0138759175f, 0.000666250184f, -3.18221755e-05f, 1.2360706e-06f};
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ float polynomial(const float (&term)[kTanhTerms], flo
   return sum;
 }
 
-// tanh(x) within 3 ulp, of u = 2 x log2(e): 1 - 2 / (1 + 2^u), and near 0, where that has lost its digits, a polynomial.
+// tanh(x) within 3 ulp, given u = 2 x log2(e): 1 - 2 / (1 + 2^u), and the polynomial near 0, where that formula cancels.
 __device__ __forceinline__ float tanh_of_exponent(float u) {
   constexpr float kTerm[kTanhTerms] = {kTanhTerm[0], kTanhTerm[1], kTanhTerm[2], kTanhTerm[3], kTanhTerm[4]};
   return fabsf(u) < kLog2E ? u * polynomial(kTerm, u * u) : fmaf(-2, reciprocal(1 + exp2_flushed(u)), 1);

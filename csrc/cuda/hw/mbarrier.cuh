@@ -1,10 +1,10 @@
-// Barriers in shared memory on which arrivals and bytes of bulk copies are counted (mbarrier). A barrier runs through phases;
-// waiting names a phase by its parity, so a waiter may be at most one phase behind.
+// Barriers in shared memory that count arrivals and bytes of asynchronous copies (mbarrier). A barrier goes through phases. A
+// waiter names a phase by its parity, so it may lag by at most one phase.
 #pragma once
 
 #include <cstdint>
 
-#include "mma.cuh"
+#include "shared_memory.cuh"
 
 namespace flash_online::cuda {
 
@@ -12,19 +12,21 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// After the last mbarrier_init, and before the block's barrier that lets others use them: shows them to the copy engine.
+// Makes initialised barriers visible to TMA and to the cluster: to be called after the last mbarrier_init and before the
+// __syncthreads after which other threads use them.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and lets the phase last until `bytes` more have been copied.
+// Arrives, and makes the phase wait for `bytes` more of asynchronous copies.
 __device__ __forceinline__ void arrive_expect_tx(uint64_t* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Until the phase of this parity is over. Of a new barrier, the phase before the first counts as over: its parity is 1.
+// Waits until the phase of this parity is complete. On a new barrier, the phase that precedes the first counts as complete;
+// its parity is 1.
 __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
   asm volatile(
       "{.reg .pred done;\n"
@@ -34,20 +36,20 @@ __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Whether the phase of this parity is over, without waiting.
+// Whether the phase of this parity is complete, without waiting.
 __device__ __forceinline__ bool test_wait(uint64_t* barrier, unsigned parity) {
-  unsigned over;
+  unsigned complete;
   asm volatile(
-      "{.reg .pred over;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, over;}"
-      : "=r"(over)
+      "{.reg .pred complete;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, complete;}"
+      : "=r"(complete)
       : "r"(shared_address(barrier)), "r"(parity)
       : "memory");
-  return over != 0;
+  return complete != 0;
 }
 
-// The place in a ring of kStages buffers, each with its barriers.
+// The pipeline stage that a thread has reached in a circular queue of kStages buffers, and the parity of its barriers' phase.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -56,7 +58,7 @@ struct PipelineState {
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  // By `n` <= kStages.
+  // By n <= kStages stages.
   __device__ __forceinline__ void advance(int n) {
     stage += n;
     if (stage >= kStages) stage -= kStages, parity ^= 1;

@@ -1,5 +1,5 @@
-// Registers moved between the warpgroups of a running block (setmaxnreg): multiples of 8, and never more in all than the block
-// was launched with. Every warp of a warpgroup asks for the same.
+// Moves registers between the warpgroups of a running CTA (setmaxnreg). Counts are per thread and multiples of 8; the
+// warpgroups' counts together must not exceed what the CTA was launched with. Every warp of a warpgroup must execute it.
 #pragma once
 
 namespace flash_online::cuda {
@@ -11,18 +11,6 @@ __device__ __forceinline__ void reg_dealloc() {
 template <int kRegisters>
 __device__ __forceinline__ void reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// The compiler forgets what it knows of x: what follows from it is computed where it is used, and not kept in registers from
-// before.
-__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
-// The words have their values here, and not later.
-template <int kRows>
-__device__ __forceinline__ void fence_registers(unsigned (&x)[kRows][4]) {
-#pragma unroll
-  for (int i = 0; i < kRows; ++i)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(x[i][e])::"memory");
 }
 
 }  // namespace flash_online::cuda

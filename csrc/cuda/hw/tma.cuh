@@ -1,5 +1,5 @@
-// The copy engine for boxes of tensors (TMA): a tensor's description is encoded on the host and passed to the kernel as a
-// __grid_constant__; one thread starts a copy. What lies outside the tensor is read as 0 and not written.
+// TMA copies of boxes of tensors. A tensor map is encoded on the host and passed to the kernel as a __grid_constant__; one
+// thread starts a copy. What lies outside the tensor is read as 0 and not written.
 #pragma once
 
 #include <cuda.h>
@@ -11,18 +11,23 @@
 
 #include "bulk_copy.cuh"
 #include "launch.h"
+#include "shared_memory.cuh"
 
 namespace flash_online::cuda {
 
-// Boxes of kBoxColumns 16-bit elements: 128 bytes a row, in shared memory with the 16-byte chunk c of row r at c ^ (r % 8). A
-// box's place there is aligned to kBoxAlignment.
+// A box has rows of kBoxColumns 16-bit elements, 128 bytes. It is swizzled in shared memory: the 16-byte chunk c of row r lies
+// at chunk c ^ (r % 8). A box starts at a multiple of kBoxAlignment bytes.
 constexpr int kBoxColumns = 64, kBoxAlignment = 1024;
+
+// The byte offset of 16-byte chunk `chunk` of row `row` in a swizzled box. The chunk comes by reference: by value the compiler
+// orders the operands of ^ before it inlines the call, and other registers follow.
+__device__ __forceinline__ unsigned swizzle128(int row, const int& chunk) { return row * 128 + (chunk ^ (row % 8)) * 16; }
 
 enum class TmaElement { kHalf, kBFloat16 };
 
-// A tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements, stride[i] bytes from one index of dimension i + 1 to the
-// next, a multiple of 16 as `data` is, in boxes of [box_rows][kBoxColumns]. The function comes from the driver, so that the
-// library does not link to it and loads where there is none.
+// The map of a tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements that is copied in boxes of
+// [box_rows][kBoxColumns]. stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples of 16. The
+// encoder is looked up in the driver at run time, so that the library also loads where there is no driver to link to.
 inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
                                    uint32_t box_rows) {
   static const auto encode = [] {
@@ -42,7 +47,7 @@ inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const u
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = make();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the driver has none for a thread that has not called the runtime yet
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not called the runtime yet
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaSetDevice(device), "cudaSetDevice");
@@ -57,7 +62,8 @@ struct TmaCoord {
   int column, row, head, batch;
 };
 
-// The box from `at` on, into shared memory; its bytes, those outside the tensor too, count on the barrier.
+// Copies the box that starts at `at` into shared memory. The mbarrier counts the bytes of the whole box, also of what lies
+// outside the tensor.
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, TmaCoord at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
@@ -66,25 +72,20 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, T
       : "memory");
 }
 
-// Shared memory that the thread's ordinary stores wrote becomes readable for the copy engine and the tensor cores.
+// Makes this thread's ordinary stores to shared memory visible to TMA and wgmma, which read through another proxy.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Copies the box from shared memory to `at`.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, TmaCoord at, const void* shared) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared_address(shared)), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
                : "memory");
 }
-// Adds `bytes` of floats in a row, a multiple of 16 as both ends are, to those in global memory, likewise.
-__device__ __forceinline__ void bulk_reduce_add(float* global, const void* shared, unsigned bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-               "r"(shared_address(shared)), "r"(bytes)
-               : "memory");
-}
-// The thread's stores so far become a group.
+// Puts this thread's stores and reductions since the last commit into a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// The thread's groups have read their shared memory, which may be written again.
+// Waits until all of this thread's groups have read their shared memory, which may then be overwritten.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// They are done.
+// Waits until all of this thread's groups are complete.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flash_online::cuda

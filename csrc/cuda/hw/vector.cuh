@@ -1,10 +1,11 @@
-// Vectors of 16 bytes: the widest access of every GPU served, and how to read one that starts anywhere.
+// Vectors of 16 bytes, the widest access of all supported GPUs: loads, also from unaligned addresses, and conversions.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_online::cuda {
 
@@ -32,22 +33,22 @@ __device__ __forceinline__ T narrow(float x) {
     return T{x};
 }
 
-// How far past a multiple of 16 bytes a pointer stands.
+// How many bytes a pointer is past a multiple of 16.
 __device__ __forceinline__ unsigned misalignment(const void* pointer) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(pointer)) % kVectorBytes;
 }
 
-// Words that are read and written once: the first to be evicted from the caches.
+// Accesses to memory that is read or written only once: the caches evict it first.
 __device__ __forceinline__ uint4 load_streaming(const void* at) { return __ldcs(static_cast<const uint4*>(at)); }
 __device__ __forceinline__ void store_streaming(void* at, const uint4& v) { __stcs(static_cast<uint4*>(at), v); }
 
-// 16 bytes out of 32, from byte `skip` < 16 on.
+// Bytes [skip, skip + 16) of the 32 bytes of a and b, skip < 16.
 __device__ __forceinline__ uint4 bytes_from(const uint4& a, const uint4& b, unsigned skip) {
   unsigned w[7] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z};
   const bool two = skip & 8, one = skip & 4;
 #pragma unroll
   for (int i = 0; i < 5; ++i) w[i] = two ? w[i + 2] : w[i];
-  // The sixth and the seventh word are needed where both shifts and a part of a word apply.
+  // The eighth word, b.w, is needed only if skip > 12.
   w[5] = two ? b.w : w[5];
 #pragma unroll
   for (int i = 0; i < 5; ++i) w[i] = one ? w[i + 1] : w[i];
@@ -56,7 +57,7 @@ __device__ __forceinline__ uint4 bytes_from(const uint4& a, const uint4& b, unsi
           __funnelshift_r(w[3], w[4], bits)};
 }
 
-// The first `count` elements of a vector, and the filler's behind them.
+// The first `count` elements of v; the others are the filler's.
 template <class T>
 __device__ __forceinline__ uint4 first_elements(const uint4& v, int count, const uint4& filler) {
   const auto word = [&](unsigned of_v, unsigned of_filler, int at) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ uint4 first_elements(const uint4& v, int count, const
   return {word(v.x, filler.x, 0), word(v.y, filler.y, k), word(v.z, filler.z, 2 * k), word(v.w, filler.w, 3 * k)};
 }
 
-// Two 16-bit elements of a word.
+// The two 16-bit elements of a word, as floats.
 template <class T>
 __device__ __forceinline__ float2 unpair(unsigned word) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
@@ -91,7 +92,7 @@ __device__ __forceinline__ void unpack(const uint4& v, float (&x)[kPerVector<T>]
   }
 }
 
-// One element of a vector.
+// Element e of a vector.
 template <class T>
 __device__ __forceinline__ float element(const uint4& v, int e) {
   constexpr int kEach = 4 / static_cast<int>(sizeof(T));
@@ -121,14 +122,14 @@ __device__ __forceinline__ uint4 pack(const float* x) {
   return {w[0], w[1], w[2], w[3]};
 }
 
-// A vector of which all elements are -infinity.
+// A vector whose elements are all -infinity.
 template <class T>
 __device__ __forceinline__ uint4 lowest_vector() {
   constexpr unsigned word = std::is_same_v<T, float> ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
   return {word, word, word, word};
 }
 
-// The largest element, NaN aside.
+// The largest element; NaN is ignored.
 template <class T>
 __device__ __forceinline__ float max_of(const uint4& v) {
   if constexpr (std::is_same_v<T, float>) {
@@ -136,8 +137,8 @@ __device__ __forceinline__ float max_of(const uint4& v) {
   } else {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     const auto pair = [](const unsigned& w) { return reinterpret_cast<const Pair&>(w); };
-    const Pair most = __hmax2(__hmax2(pair(v.x), pair(v.y)), __hmax2(pair(v.z), pair(v.w)));
-    return fmaxf(widen(most.x), widen(most.y));
+    const Pair largest = __hmax2(__hmax2(pair(v.x), pair(v.y)), __hmax2(pair(v.z), pair(v.w)));
+    return fmaxf(widen(largest.x), widen(largest.y));
   }
 }
 

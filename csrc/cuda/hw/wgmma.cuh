@@ -1,9 +1,11 @@
-// The tensor cores as a warpgroup drives them (wgmma): products of 64 rows, 16 deep, that run beside the instructions that
-// follow, the right operand and if so wished the left in shared memory as TMA leaves it, in boxes of [rows][64] elements.
+// Products on the tensor cores, one warpgroup at a time (wgmma). A product has 64 rows and a depth of 16, and runs
+// asynchronously beside the instructions that follow. The right operand is in shared memory as TMA leaves it, in swizzled boxes
+// of [rows][64] elements; the left operand is there too, or in registers.
 //
-// Of the accumulator of 64 x N, lane 4 * group + place of warp w holds in d[4 j + {0, 1}] the columns 8 j + 2 place + {0, 1} of
-// row 16 w + group and in d[4 j + {2, 3}] those of row 16 w + group + 8. As the left operand of a next product's step t it
-// gives the words (d[8 t], d[8 t + 1]), (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]), (d[8 t + 6], d[8 t + 7]).
+// Of a 64 x N accumulator, lane l of warp w holds, for every j < N / 8, the columns 8 j + 2 * (l % 4) + {0, 1}: of row
+// 16 w + l / 4 in d[4 j + {0, 1}], and of row 16 w + l / 4 + 8 in d[4 j + {2, 3}]. An accumulator becomes the left operand of
+// another product without an exchange between lanes: its words of step t are the pairs (d[8 t], d[8 t + 1]),
+// (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]) and (d[8 t + 6], d[8 t + 7]), each rounded to 16-bit elements.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,55 +13,43 @@
 
 #include <cstdint>
 
-#include "mma.cuh"
-
 namespace flash_online::cuda {
 
-// Before the first product of a sequence: the registers that it reads and adds to have been written.
+// To be called before the first of a sequence of products: orders it after writes of the registers that it reads or adds to.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// The products since the last commit become a group.
+// Puts the products since the last commit into a group.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the last kPending groups are done: their accumulators may be read and their operands written.
+// Waits until all but the last kPending groups are complete. Their accumulators may then be read, after fence_registers()
+// (compiler.cuh), and their operands overwritten.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Accumulators of products that have been waited for: the compiler moves no use of them to before this place.
-template <int kRegisters>
-__device__ __forceinline__ void fence_registers(float (&d)[kRegisters]) {
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
+// A descriptor names an operand in shared memory. Adding bytes / 16 to it moves the operand's start.
 
-// Operands in shared memory are named by a descriptor; adding bytes / 16 to it moves its start.
-// Element (row, k) of the operand: rows of boxes are its rows, k runs along them. 16 further in k are 32 bytes, a box's width
-// further is the next box.
+// The descriptor of an operand whose rows are the boxes' rows, so that k runs along them: [row][k]. A step of 16 in k is 32
+// bytes, and a step of 64 is the next box.
 __device__ __forceinline__ uint64_t k_major_descriptor(unsigned shared_address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32, kUnused = uint64_t{1} << 16;
   return kSwizzle128 | kEightRows | kUnused | ((shared_address & 0x3ffff) >> 4);
 }
-// The right operand's element (column, k): rows of boxes are k, columns run along them and on in the box that starts
-// `box_bytes` later. 16 further in k are 16 rows, 2048 bytes.
+// The descriptor of an operand whose rows (of a right operand: columns) run along the boxes' rows, so that a box's rows are k:
+// [k][row]. Rows from 64 on are in the next box, `box_bytes` further. A step of 16 in k is 16 rows of a box, 2048 bytes.
 __device__ __forceinline__ uint64_t mn_major_descriptor(unsigned shared_address, unsigned box_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
 }
 constexpr uint64_t kDescriptorStep = 16;  // bytes
-// The same, but nothing that is derived from it is kept in registers from one use to the next: of a buffer that stands where it
-// stands the compiler would keep the descriptors of all steps.
-__device__ __forceinline__ uint64_t opaque(uint64_t descriptor) {
-  asm volatile("" : "+l"(descriptor));
-  return descriptor;
-}
-// An operand that starts `bytes` further on, in 32 bits: a start is in a descriptor's low word and does not leave it.
+// The descriptor of an operand that starts `bytes` later. The start is in the descriptor's low word and does not overflow it,
+// so 32 bits are added, not 64.
 __device__ __forceinline__ uint64_t offset_descriptor(uint64_t descriptor, unsigned bytes) {
-  const uint64_t rest = descriptor >> 32 << 32;
-  return rest | (static_cast<unsigned>(descriptor) + bytes / static_cast<unsigned>(kDescriptorStep));
+  const uint64_t high = descriptor >> 32 << 32;
+  return high | (static_cast<unsigned>(descriptor) + bytes / static_cast<unsigned>(kDescriptorStep));
 }
 
-// Products of 64 x 16 and 16 x kN: d = a b, or d += a b where `accumulate`. kRightMnMajor says which descriptor b is;
-// kLeftMnMajor that a's is as b's would be: rows of a box are k, the 64 rows of the operand run along them.
+// d = a b, or d += a b if `accumulate`, where a is 64 x 16 and b is 16 x kN: rs() takes a from registers, ss() from shared
+// memory. kRightMnMajor and kLeftMnMajor say that an operand's descriptor is an mn_major_descriptor().
 template <class T, int kN>
 struct Wgmma;
 
@@ -87,37 +77,36 @@ struct Wgmma;
 #define FO_D11 FO_D7, FO_D(64), FO_D(72), FO_D(80), FO_D(88)
 #define FO_D15 FO_D11, FO_D(96), FO_D(104), FO_D(112), FO_D(120)
 
-// i0 to i6: the numbers of the operands behind the accumulators.
-#define FO_PRODUCT(T, TYPE, N, LAST, i0, i1, i2, i3, i4, i5, i6)                                                              \
+// i0 to i6: the numbers of the assembler operands that follow the accumulators.
+#define FO_WGMMA(T, TYPE, N, LAST, i0, i1, i2, i3, i4, i5, i6)                                                                \
   template <>                                                                                                                 \
-  struct Wgmma<T, N> {                                                                                             \
+  struct Wgmma<T, N> {                                                                                                        \
     template <bool kRightMnMajor>                                                                                             \
-    __device__ __forceinline__ static void rs(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b,            \
-                                                            bool accumulate) {                                                \
+    __device__ __forceinline__ static void rs(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b, bool accumulate) {       \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0;\n"                                                             \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
                    "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1, %" #i6 ";}"                                  \
                    : FO_D##LAST                                                                                               \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{kRightMnMajor}));      \
     }                                                                                                                         \
-    template <bool kRightMnMajor, bool kLeftMnMajor = false>                                                                \
-    __device__ __forceinline__ static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {        \
+    template <bool kRightMnMajor, bool kLeftMnMajor = false>                                                                  \
+    __device__ __forceinline__ static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                   \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0;\n"                                                             \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FO_R##LAST "}, "                      \
                    "%" #i0 ", %" #i1 ", p, 1, 1, %" #i4 ", %" #i3 ";}"                                                        \
                    : FO_D##LAST                                                                                               \
-                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kRightMnMajor}), "n"(int{kLeftMnMajor}));                \
+                   : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kRightMnMajor}), "n"(int{kLeftMnMajor}));                  \
     }                                                                                                                         \
   };
-#define FO_PRODUCTS(T, TYPE)                                             \
-  FO_PRODUCT(T, TYPE, 32, 1, 16, 17, 18, 19, 20, 21, 22)                 \
-  FO_PRODUCT(T, TYPE, 64, 3, 32, 33, 34, 35, 36, 37, 38)                 \
-  FO_PRODUCT(T, TYPE, 96, 5, 48, 49, 50, 51, 52, 53, 54)                 \
-  FO_PRODUCT(T, TYPE, 128, 7, 64, 65, 66, 67, 68, 69, 70)                \
-  FO_PRODUCT(T, TYPE, 192, 11, 96, 97, 98, 99, 100, 101, 102)            \
-  FO_PRODUCT(T, TYPE, 256, 15, 128, 129, 130, 131, 132, 133, 134)
-FO_PRODUCTS(__nv_bfloat16, "bf16")
-FO_PRODUCTS(__half, "f16")
+#define FO_WGMMAS(T, TYPE)                                             \
+  FO_WGMMA(T, TYPE, 32, 1, 16, 17, 18, 19, 20, 21, 22)                 \
+  FO_WGMMA(T, TYPE, 64, 3, 32, 33, 34, 35, 36, 37, 38)                 \
+  FO_WGMMA(T, TYPE, 96, 5, 48, 49, 50, 51, 52, 53, 54)                 \
+  FO_WGMMA(T, TYPE, 128, 7, 64, 65, 66, 67, 68, 69, 70)                \
+  FO_WGMMA(T, TYPE, 192, 11, 96, 97, 98, 99, 100, 101, 102)            \
+  FO_WGMMA(T, TYPE, 256, 15, 128, 129, 130, 131, 132, 133, 134)
+FO_WGMMAS(__nv_bfloat16, "bf16")
+FO_WGMMAS(__half, "f16")
 #undef FO_R0
 #undef FO_R1
 #undef FO_R2
@@ -138,8 +127,8 @@ FO_PRODUCTS(__half, "f16")
 #undef FO_D7
 #undef FO_D11
 #undef FO_D15
-#undef FO_PRODUCT
-#undef FO_PRODUCTS
+#undef FO_WGMMA
+#undef FO_WGMMAS
 // clang-format on
 
 }  // namespace flash_online::cuda

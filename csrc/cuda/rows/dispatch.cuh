@@ -1,13 +1,17 @@
-// From a problem to the kernel that suits its rows. An operator is a struct with
-//   kTensors               how many tensors it reads whole rows of
-//   kReduces               whether it writes but numbers of a row: then nothing of a long row is held
-//   tensor(problem, i)     which ones
-//   run<R>(problem, rows)  its work on a row, of which rows.read<i>(tensor i) gets one; R is the element type of results
-//   part(problem, rows)    of a split row: what the first kernel leaves for run
-// and if it reduces, of split rows, which run only serves if
-//   kSumsAgain             their sum needs the row's state: run leaves it for
-//   finish<T>(problem, place, whole, sum)   which gets a row's parts merged
-// The same code serves rows that are held, strided and split.
+// Launches the kernels of a row operator: from a problem to the kind of row (loops/row_reduce.cuh) that suits its length and
+// strides. launch_rows, at the end, makes the choice.
+//
+// An operator is a struct that is written once for all kinds of row:
+//   kTensors                 how many tensors it reads whole rows of
+//   tensor(problem, i)       tensor number i of them
+//   kReduces                 whether it writes only single numbers per row, so that a row may be forgotten once it is summed
+//   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results
+// For split rows, which two kernels read:
+//   part(problem, reader)    what the first kernel stores in the workspace; the second calls run
+// and if it reduces, a third kernel with one warp per row completes the row's results:
+//   finish<T>(problem, coord, merged, sum)   from the merged pieces; T is the element type of tensors
+//   kSecondSum               whether it needs a second sum, whose terms depend on the row's maximum and sum. The second kernel
+//                            then exists to store it: run calls store_sum. Without a second sum there is no second kernel.
 #pragma once
 
 #include <initializer_list>
@@ -15,8 +19,30 @@
 #include "loops/pipelined_row.cuh"
 #include "loops/shared_row.cuh"
 #include "loops/split_row.cuh"
+#include "loops/strided_row.cuh"
 
 namespace flash_online::cuda {
+
+// What operators have in common that read rows of the input alone: a base to derive from.
+struct OneTensorOp {
+  static constexpr int kTensors = 1;
+  static constexpr bool kReduces = false, kSecondSum = false;
+  __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
+  template <class Reader>
+  __device__ static void part(const RowProblem& problem, const Reader& reader) {
+    reader.read(problem.input).store_part(NoExtra{});
+  }
+};
+
+// What logsumexp gives for a row that holds +inf: +inf, unless the row holds a NaN too. The sum is NaN in either case.
+template <class Row>
+__device__ __forceinline__ RowState resolve_infinity(const Row& row, RowState state) {
+  const bool infinite = state.max == INFINITY;
+  if (row.any_sharing_barrier(infinite) && row.count_nan() == 0 && infinite) state.sum = 1;
+  return state;
+}
+
+// ---- types and strides of a problem
 
 // Calls f(Type<Input>, Type<Result>).
 template <class F>
@@ -32,7 +58,7 @@ void visit_types(const RowProblem& problem, const char* what, const F& f) {
     throw std::runtime_error(std::string(what) + " on CUDA: dtype must be float16, bfloat16 or float32");
 }
 
-// Calls f(Type<T>) where results have the input's type.
+// Calls f(Type<T>) for operators whose results have the input's type.
 template <class F>
 void visit_type(const RowProblem& problem, const char* what, const F& f) {
   if (!visit_floating<__half, __nv_bfloat16>(problem.dtype, [&]<class T>(Type<T> type) {
@@ -41,7 +67,8 @@ void visit_type(const RowProblem& problem, const char* what, const F& f) {
     throw std::runtime_error(std::string(what) + " on CUDA: dtype must be float16, bfloat16 or float32");
 }
 
-inline bool classes_together(const RowProblem& problem, std::initializer_list<int64_t> class_strides) {
+// Whether a row's classes are neighbours in memory in all tensors, given each tensor's stride between classes.
+inline bool classes_are_contiguous(const RowProblem& problem, std::initializer_list<int64_t> class_strides) {
   for (const int64_t stride : class_strides)
     if (stride != 1 && problem.classes > 1) return false;
   return true;
@@ -49,177 +76,182 @@ inline bool classes_together(const RowProblem& problem, std::initializer_list<in
 
 inline bool is_empty(const RowProblem& problem) { return problem.outer == 0 || problem.classes == 0 || problem.inner == 0; }
 
-// Calls f(Team) with the team for rows of any strides, of which the first is read through `view`.
-template <class F>
-void visit_strided(const RowProblem& problem, const ConstView3& view, const F& f) {
-  constexpr int64_t kLongRow = 1024;  // classes from which a row gets a block
-  const int64_t run = RowGrid(problem).run, row_stride = problem.inner == 1 ? view.stride[0] : view.stride[2];
-  if (run > 1 && row_stride < view.stride[1])
-    f(LanePerRow{});
-  else if (problem.classes < kLongRow)
-    f(WarpPerRow{});
-  else
-    f(BlockPerRow{});
-}
+// ---- kernels, one per kind of row
 
-template <class Team>
-unsigned strided_blocks(const RowProblem& problem) {
-  constexpr int kWaves = 4, kResident = 2048 / Team::kThreads;
-  const int64_t units = RowGrid(problem).units<Team>();
-  return grid_for((units + Team::kUnitsPerBlock - 1) / Team::kUnitsPerBlock, kWaves * kResident);
-}
-
-// What logsumexp gives for a row that holds +inf: infinity, unless it holds a NaN too. The sum cannot tell these apart.
-template <class Row>
-__device__ __forceinline__ RowState settled(const Row& row, RowState state) {
-  const bool infinite = state.max == INFINITY;
-  if (row.together(infinite) && row.count_nan() == 0 && infinite) state.sum = 1;
-  return state;
-}
-
-template <class Team, int kVectors, class T>
-struct HeldRows {
+// A reader gives an operator the rows of the tensors that it asks for. SharedRowReader is in shared_row.cuh.
+template <class Group, int kVectors, class T>
+struct RegisterRowReader {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
-  RowPlace place;
+  RowCoord coord;
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
-    using Vectors = InRegisters<Team, kVectors, T>;
-    const T* row = row_of<const T>(view, place).data;
-    const int classes = place.exists ? static_cast<int>(problem.classes) : 0;
-    return HeldRow<Vectors, T>(place, classes, Vectors(row, classes));
+    const T* row = row_of<const T>(view, coord).data;
+    const int classes = coord.exists ? static_cast<int>(problem.classes) : 0;
+    return RegisterRow<Group, kVectors, T>(coord, classes, RegisterVectors<Group, kVectors, T>(row, classes));
   }
 };
-template <class Team, class T>
-struct StridedRows {
+template <class Group, class T>
+struct StridedRowReader {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
-  RowPlace place;
+  RowCoord coord;
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
-    return StridedRow<Team, T>(problem, view, place);
+    return StridedRow<Group, T>(problem, view, coord);
   }
 };
 template <class T>
-struct SplitRows {
+struct SplitRowReader {
   static constexpr bool kSplit = true;
   const RowProblem& problem;
-  RowPlace place;
+  RowCoord coord;
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
     return SplitRow<T>(problem, view);
   }
 };
 
-// Blocks to be resident on a multiprocessor. What writes nothing of a row's size waits for reads alone: the more, the better.
-template <class Op, class Team>
-constexpr int kHeldBlocks =
-    Op::kReduces && !Op::kSumsAgain ? (Team::kThreads == 512 ? 3 : 1280 / Team::kThreads) : Team::kBlocks;
+// CTAs resident per SM. An operator that writes nothing of a row's size waits for reads alone: the more CTAs, the better.
+template <class Op, class Group>
+constexpr int kRegisterCtasPerSm =
+    Op::kReduces && !Op::kSecondSum ? (Group::kThreads == 512 ? 3 : 1280 / Group::kThreads) : Group::kCtasPerSm;
 
-template <class Op, class Team, int kVectors, class T, class R>
-__global__ void __launch_bounds__(Team::kThreads, kHeldBlocks<Op, Team>)
-    held_kernel(const __grid_constant__ RowProblem problem) {
-  if constexpr (Op::kReduces) launch_dependents();  // the sum of what rows leave
-  Op::template run<R>(problem, HeldRows<Team, kVectors, T>{problem, held_place<Team>(problem)});
+template <class Op, class Group, int kVectors, class T, class R>
+__global__ void __launch_bounds__(Group::kThreads, kRegisterCtasPerSm<Op, Group>)
+    register_kernel(const __grid_constant__ RowProblem problem) {
+  if constexpr (Op::kReduces) launch_dependents();  // reduce_losses may follow
+  Op::template run<R>(problem, RegisterRowReader<Group, kVectors, T>{problem, register_row_coord<Group>(problem)});
 }
 
-template <class Op, class Team, class T, class R>
-__global__ void __launch_bounds__(Team::kThreads) strided_kernel(const __grid_constant__ RowProblem problem) {
-  for_each_row<Team>(problem,
-                     [&](const RowPlace& place) { Op::template run<R>(problem, StridedRows<Team, T>{problem, place}); });
+template <class Op, class Group, class T, class R>
+__global__ void __launch_bounds__(Group::kThreads) strided_kernel(const __grid_constant__ RowProblem problem) {
+  for_each_row<Group>(problem,
+                      [&](const RowCoord& coord) { Op::template run<R>(problem, StridedRowReader<Group, T>{problem, coord}); });
 }
 
+// The first and the second kernel of split rows.
 template <class Op, class T>
-__global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) part_kernel(const __grid_constant__ RowProblem problem) {
-  Op::part(problem, SplitRows<T>{problem, split_place(problem)});
+__global__ void __launch_bounds__(SplitRowGroup::kThreads, kSplitCtasPerSm)
+    part_kernel(const __grid_constant__ RowProblem problem) {
+  Op::part(problem, SplitRowReader<T>{problem, split_row_coord(problem)});
 }
-
 template <class Op, class T, class R>
-__global__ void __launch_bounds__(SplitTeam::kThreads, kSplitBlocks) split_kernel(const __grid_constant__ RowProblem problem) {
-  Op::template run<R>(problem, SplitRows<T>{problem, split_place(problem)});
+__global__ void __launch_bounds__(SplitRowGroup::kThreads, kSplitCtasPerSm)
+    split_kernel(const __grid_constant__ RowProblem problem) {
+  Op::template run<R>(problem, SplitRowReader<T>{problem, split_row_coord(problem)});
 }
 
 constexpr int kFinishThreads = 128;
 
-// A warp a row, whose pieces have left their parts.
+// Completes rows whose pieces have left Partials, split or pipelined, by one warp per row.
 template <class Op, class T>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ PiecedRows pieced) {
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ PiecedProblem pieced) {
   const RowProblem& problem = pieced.problem;
-  const int64_t rows = problem.outer * problem.inner, pieces = pieced.pieces;
-  const int64_t number = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarpSize;
-  if (number >= rows) return;
+  const int64_t rows = problem.outer * problem.inner, pieces = pieced.pieces_per_row;
+  const int64_t index = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarpSize;
+  if (index >= rows) return;
   const Partial* partials = static_cast<const Partial*>(problem.workspace);
   grid_dependency_wait();
-  const Whole whole = merge_pieces(partials + number * pieces, pieces);
-  const float sum = Op::kSumsAgain ? merge_pieces(partials + (rows + number) * pieces, pieces).extra : 0.0f;
+  const MergedPieces merged = merge_pieces(partials + index * pieces, pieces);
+  const float sum = Op::kSecondSum ? merge_pieces(partials + (rows + index) * pieces, pieces).extra : 0.0f;
   if (threadIdx.x % kWarpSize == 0)
-    Op::template finish<T>(problem, RowPlace{number / problem.inner, number % problem.inner, number, true}, whole, sum);
+    Op::template finish<T>(problem, RowCoord{index / problem.inner, index % problem.inner, index, true}, merged, sum);
+}
+
+// ---- launches
+
+// The kernel for rows of `vectors` vectors that stay in registers or shared memory; false if they are too long.
+template <class Op, class T, class R>
+bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
+  bool launched = false;
+  constexpr int64_t kMost = Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite;
+  visit_register_group<Op::kTensors, kMost>(vectors, [&]<class Group, int kVectors>() {
+    const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
+    if (ctas > 0x7fffffff) return;
+    register_kernel<Op, Group, kVectors, T, R><<<static_cast<unsigned>(ctas), Group::kThreads, 0, stream>>>(problem);
+    launched = true;
+  });
+  if constexpr (!Op::kReduces)
+    visit_shared_group(vectors * Op::kTensors, [&]<class Group>(int cluster) {
+      launch_shared_rows<Op, Group, T, R>(problem, cluster, stream);
+      launched = true;
+    });
+  return launched;
 }
 
 template <class Op, class T>
-void launch_finish(const PiecedRows& pieced, cudaStream_t stream) {
-  constexpr int kRows = kFinishThreads / kWarpSize;
-  const int64_t rows = pieced.problem.outer * pieced.problem.inner;
-  launch_dependent(finish_kernel<Op, T>, pieced, static_cast<unsigned>((rows + kRows - 1) / kRows), kFinishThreads, stream);
+void launch_finish(const PiecedProblem& pieced, cudaStream_t stream) {
+  const int64_t ctas = ceil_div(pieced.problem.outer * pieced.problem.inner, kFinishThreads / kWarpSize);
+  launch_dependent(finish_kernel<Op, T>, pieced, static_cast<unsigned>(ctas), kFinishThreads, stream);
 }
 
-// Queues the kernels of rows that are only summed up, once, and that no block's registers hold; false if this is none of them.
+// The kernels for rows that are reduced in one pass through a pipeline; false if the operator or the device is not fit for it.
 template <class Op, class T>
-bool launch_ringed(const RowProblem& problem, cudaStream_t stream) {
-  if constexpr (Op::kReduces && !Op::kSumsAgain) {
-    const PiecedRows pieced = row_pieces(problem, Type<T>{});
-    if (!copies_bytes() || !pieced.countable()) return false;
-    launch_ring_part<T>(pieced, stream);
+bool launch_pipelined(const RowProblem& problem, cudaStream_t stream) {
+  if constexpr (Op::kReduces && !Op::kSecondSum) {
+    const PiecedProblem pieced = pipelined_row_pieces(problem, Type<T>{});
+    if (!has_bulk_copy() || !pieced.is_countable()) return false;
+    launch_pipelined_part<T>(pieced, stream);
     launch_finish<Op, T>(pieced, stream);
     return true;
   }
   return false;
 }
 
-// Queues the kernel that holds rows of so many vectors; false if there is none.
+// The kernels for split rows, which need a workspace.
 template <class Op, class T, class R>
-bool launch_held(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
-  bool launched = false;
-  constexpr int64_t kMost = Op::kReduces ? kMostInRegisters : kMostInRegistersWritten;
-  visit_held<Op::kTensors, kMost>(vectors, [&]<class Team, int kVectors>() {
-    const int64_t blocks = (problem.outer * problem.inner + Team::kRows - 1) / Team::kRows;
-    if (blocks > 0x7fffffff) return;
-    held_kernel<Op, Team, kVectors, T, R><<<static_cast<unsigned>(blocks), Team::kThreads, 0, stream>>>(problem);
-    launched = true;
-  });
-  if constexpr (!Op::kReduces)
-    visit_shared(vectors * Op::kTensors, [&]<class Team>(int cluster) {
-      launch_shared_rows<Op, Team, T, R>(problem, cluster, stream);
-      launched = true;
-    });
-  return launched;
+void launch_split(const RowProblem& problem, cudaStream_t stream, const char* name) {
+  const int64_t rows = problem.outer * problem.inner;
+  const SplitPieces pieces = SplitPieces::of(problem.classes, Type<T>{});
+  const dim3 ctas(static_cast<unsigned>(rows), static_cast<unsigned>(pieces.pieces_per_row));
+  part_kernel<Op, T><<<ctas, SplitRowGroup::kThreads, 0, stream>>>(problem);
+  check_launch(name);
+  if constexpr (!Op::kReduces || Op::kSecondSum) {
+    split_kernel<Op, T, R><<<ctas, SplitRowGroup::kThreads, 0, stream>>>(problem);
+    check_launch(name);
+  }
+  if constexpr (Op::kReduces)
+    launch_finish<Op, T>({.problem = problem,
+                          .classes_per_piece = pieces.classes_per_piece,
+                          .pieces_per_row = static_cast<unsigned>(pieces.pieces_per_row),
+                          .total_pieces = rows * pieces.pieces_per_row},
+                         stream);
 }
 
-// Queues an operator's kernels. `classes_together`: in every tensor of the problem a row's classes lie side by side.
+// Calls f(group) with the row group for rows of any strides; `view` is the first tensor that is read.
+template <class F>
+void visit_strided_group(const RowProblem& problem, const ConstView3& view, const F& f) {
+  constexpr int64_t kLongRow = 1024;  // classes from which a row gets a CTA
+  const int64_t run_length = RowGrid(problem).run_length, row_stride = problem.inner == 1 ? view.stride[0] : view.stride[2];
+  if (run_length > 1 && row_stride < view.stride[1])
+    f(LanePerRow{});
+  else if (problem.classes < kLongRow)
+    f(WarpPerRow{});
+  else
+    f(CtaPerRow{});
+}
+
 template <class Op, class T, class R>
-void launch_rows(const RowProblem& problem, bool classes_together, cudaStream_t stream, const char* name) {
-  const int64_t vectors = (problem.classes + kPerVector<T> - 1) / kPerVector<T>, rows = problem.outer * problem.inner;
-  if (classes_together) {
-    if (launch_held<Op, T, R>(problem, vectors, stream)) return check_launch(name);
-    if (launch_ringed<Op, T>(problem, stream)) return check_launch(name);
-    if (problem.workspace != nullptr) {
-      const Pieces pieces = Pieces::of(problem.classes, Type<T>{});
-      const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(pieces.count));
-      part_kernel<Op, T><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
-      check_launch(name);
-      if constexpr (!Op::kReduces || Op::kSumsAgain) {
-        split_kernel<Op, T, R><<<blocks, SplitTeam::kThreads, 0, stream>>>(problem);
-        check_launch(name);
-      }
-      if constexpr (Op::kReduces)
-        launch_finish<Op, T>({problem, pieces.classes, static_cast<unsigned>(pieces.count), rows * pieces.count}, stream);
-      return;
-    }
-  }
-  visit_strided(problem, Op::tensor(problem, 0), [&]<class Team>(Team) {
-    strided_kernel<Op, Team, T, R><<<strided_blocks<Team>(problem), Team::kThreads, 0, stream>>>(problem);
+void launch_strided(const RowProblem& problem, cudaStream_t stream, const char* name) {
+  visit_strided_group(problem, Op::tensor(problem, 0), [&]<class Group>(Group) {
+    constexpr int kWaves = 4, kCtasPerSm = 2048 / Group::kThreads;
+    const int64_t ctas = ceil_div(RowGrid(problem).row_sets<Group>(), Group::kRowSetsPerCta);
+    strided_kernel<Op, Group, T, R><<<grid_for(ctas, kWaves * kCtasPerSm), Group::kThreads, 0, stream>>>(problem);
   });
   check_launch(name);
+}
+
+// Queues an operator's kernels. `contiguous`: the classes of a row are neighbours in memory in every tensor of the problem.
+template <class Op, class T, class R>
+void launch_rows(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
+  if (contiguous) {
+    const int64_t vectors = ceil_div(problem.classes, kPerVector<T>);
+    if (launch_on_chip<Op, T, R>(problem, vectors, stream)) return check_launch(name);
+    if (launch_pipelined<Op, T>(problem, stream)) return check_launch(name);
+    if (problem.workspace != nullptr) return launch_split<Op, T, R>(problem, stream, name);
+  }
+  launch_strided<Op, T, R>(problem, stream, name);
 }
 
 }  // namespace flash_online::cuda

@@ -1,4 +1,5 @@
-// A tensor times a number that only the device knows: gradients made for an incoming gradient of 1, once the true one is there.
+// Multiplies a tensor by a number that only the device knows. A loss whose gradients were made in the forward pass, for an
+// incoming gradient of 1, scales them by the true one in its backward pass.
 #include "dispatch.cuh"
 #include "rows.h"
 
@@ -32,9 +33,9 @@ void scale(DType dtype, void* data, int64_t count, const float* factor, CUstream
   RowProblem problem;
   problem.dtype = dtype;
   visit_type(problem, "scale_", [&]<class T>(Type<T>) {
-    constexpr int kResident = 2048 / kThreads;
-    const unsigned blocks = grid_for((count / kPerVector<T> + kThreads) / kThreads, 2 * kResident);
-    scale_kernel<T><<<blocks, kThreads, 0, stream>>>(static_cast<T*>(data), count, factor);
+    constexpr int kCtasPerSm = 2048 / kThreads;
+    const int64_t ctas = count / kPerVector<T> / kThreads + 1;
+    scale_kernel<T><<<grid_for(ctas, 2 * kCtasPerSm), kThreads, 0, stream>>>(static_cast<T*>(data), count, factor);
     check_launch("scale_");
   });
 }

@@ -4,26 +4,28 @@
 #include "backward_workspace.cuh"
 #include "dq_accum.cuh"
 #include "scores.cuh"
+#include "store_rows.cuh"
 
 namespace flash_online::cuda {
 
 namespace {
 
-struct RowArguments {
+struct WorkspaceArguments {
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardWorkspace space;
-  unsigned* counter;  // to be 0; or null
+  unsigned* counter;  // to be zeroed; or null
 };
 
-constexpr int kRowThreads = 256, kRowLanes = 8;  // lanes that share a row
+constexpr int kRowThreads = 256;
+constexpr int kRowLanes = 8;  // lanes that share a row
 
 __device__ __forceinline__ ConstView4 as_const(const MutableView4& view) {
   return {view.data, {view.stride[0], view.stride[1], view.stride[2], view.stride[3]}};
 }
 
-// The sums of products of a row each of two tensors, for the rows that kRowLanes lanes share, in Sum; every lane has them. All
-// rows at once: what a block of threads does is wait for these reads.
+// Dot products of rows of two tensors, accumulated in Sum, for the rows that kRowLanes lanes share; every lane gets them. All
+// rows are read at once, since a CTA spends its time waiting for these reads.
 template <class Element, class Sum, int kRows>
 __device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadRows<Element>& b, const int (&rows)[kRows],
                                          Sum (&sums)[kRows]) {
@@ -62,13 +64,14 @@ __device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadR
     for (int step = kRowLanes / 2; step > 0; step /= 2) sums[r] += __shfl_xor_sync(~0u, sums[r], step);
 }
 
-// What dot_rows gives, of sixteen rows from `first` on, by the products that the passes make gradients of weights with, as the
-// sum of two floats: the output of a query that sees one key alone is that key's value, and the two then differ by nothing.
-__device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, const HeadRows<float>& grad_out, int first,
-                                                   int queries, float2* products) {
+// Dot products of sixteen rows of float32 tensors from `first` on, each as a sum of two floats. They are computed on the tensor
+// cores from split floats, as the backward kernels compute grad_out * value: if a query sees a single key, its output is that
+// key's value, and delta must then equal the gradient of the weight to the last digit.
+__device__ __forceinline__ void multiply_rows_precisely(const HeadRows<float>& out, const HeadRows<float>& grad_out, int first,
+                                                        int queries, float2* products) {
   using F = Fragments<float>;
   Accumulator<1, 2> leading;
-  CompensatedAccumulator<float, 1, 2> rest;
+  CompensatedAccumulator<float, 1, 2> compensation;
   clear(leading);
 #pragma unroll 1
   for (int column = 0; column < out.columns; column += F::kDepth) {
@@ -92,171 +95,212 @@ __device__ __forceinline__ void multiply_row_pairs(const HeadRows<float>& out, c
           left[0].words[piece][2 * part + half] = x[piece], right[half].words[piece][part] = y[piece];
       }
     }
-    rest.multiply(leading, 0, left, right, 0);
+    compensation.multiply(leading, 0, left, right, 0);
   }
-  without_infinite(leading, rest);
-  // The diagonal of what each row makes with each.
+  clear_low_if_infinite(leading, compensation);
+  // The product multiplies every row with every other: only its diagonal is wanted.
   for_each(leading, [&](float x, int, int half, int e) {
     if (e / 2 == half && 2 * lane_in_quad() + e % 2 == quad())
-      products[8 * half + quad()] = make_float2(x, rest.sums[0][half][e]);
+      products[8 * half + quad()] = make_float2(x, compensation.low[0][half][e]);
   });
 }
 
-// The last blocks first: of what is cleared here and not written back yet, the kernel behind begins with the other end.
-template <class Element>
-__global__ void __launch_bounds__(kRowThreads) prepare_rows(const __grid_constant__ RowArguments arguments) {
-  constexpr bool kFloats = std::is_same_v<Element, float>;
-  using Sum = std::conditional_t<kFloats, double, float>;
-  const AttentionProblem& problem = arguments.problem;
-  const AttentionGradients& gradients = arguments.gradients;
-  const BackwardWorkspace& space = arguments.space;
-  const int64_t number = gridDim.x - 1 - blockIdx.x;
-  const int thread = static_cast<int>(threadIdx.x);
-  launch_dependents();
-  if (arguments.counter && number == 0 && thread == 0) *arguments.counter = 0;
-
-  const TileCoord place = tile_coord(problem, space.list, number, false, kStatsRows, false);
-  const int64_t batch = place.sequence, head = place.head;
-  const Sequence sequence = sequence_of(problem, batch);
-  const int queries = static_cast<int>(sequence.queries.count);
-  if (problem.query_starts && place.block == 0) {
-    const auto clear = [&](int64_t n) {
-      const Rows rows = padding_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries);
-      clear_rows<Element, kRowThreads>(gradients.grad_query, head, problem.head_dim, rows);
-    };
-    clear(batch);
-    if (batch == problem.batch - 1) clear(problem.batch);
-  }
-  if (space.sinks && thread == 0) space.sinks[number] = 0;
-  if (place.block < 0 || place.block * kStatsRows >= queries) return;
-
-  const int first = static_cast<int>(place.block) * kStatsRows;
-  const HeadRows<Element> grad_out(gradients.grad_out, batch, head, sequence.queries.begin, problem.head_dim_v),
-      out(as_const(problem.out), batch, head, sequence.queries.begin, problem.head_dim_v);
-  __shared__ Sum products[kStatsRows];
-  __shared__ float2 deltas[kFloats ? kStatsRows : 1];
-  // A thread a row, in the end; what it reads is asked for ahead of the products.
-  const int query = first + thread;
-  const bool there = thread < kStatsRows && query < queries;
+// What a thread reads of its query: lse, its compensation part, and the gradient of lse.
+struct LseInputs {
   float lse = lowest<float>(), lse_low = 0, grad_lse = 0;
-  if (there) {
-    const int64_t at = batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + query;
-    lse = static_cast<const float*>(problem.lse)[at];
-    lse_low = static_cast<const float*>(problem.lse_low)[at];
-    if (gradients.grad_lse) grad_lse = static_cast<const float*>(gradients.grad_lse)[at];
+};
+
+__device__ __forceinline__ LseInputs load_lse(const AttentionProblem& problem, const AttentionGradients& gradients,
+                                              const TileCoord& coord, const Sequence& sequence, int query) {
+  LseInputs inputs;
+  if (static_cast<int>(threadIdx.x) < kStatsRows && query < static_cast<int>(sequence.queries.count)) {
+    const int64_t at =
+        coord.sequence * problem.lse_stride[0] + coord.head * problem.lse_stride[1] + sequence.queries.begin + query;
+    inputs.lse = static_cast<const float*>(problem.lse)[at];
+    inputs.lse_low = static_cast<const float*>(problem.lse_low)[at];
+    if (gradients.grad_lse) inputs.grad_lse = static_cast<const float*>(gradients.grad_lse)[at];
   }
-  if (space.sums) {
-    float4* const sums = reinterpret_cast<float4*>(space.sums + number * kStatsRows * space.head_dim);
-    for (int n = thread; n < kStatsRows / 4 * static_cast<int>(space.head_dim); n += kRowThreads)
-      sums[n] = make_float4(0, 0, 0, 0);
-  }
-  if (!kFloats || space.sinks) {  // the gradient of a sink is a sum over rows, which needs all of their digits
-    constexpr int kStep = kRowThreads / kRowLanes, kRows = kStatsRows / kStep;
-    int rows[kRows];
-    Sum sums[kRows];
+  return inputs;
+}
+
+// Zeros the rows of grad_query before a packed sequence, and after the last one.
+template <class Element>
+__device__ __forceinline__ void clear_padding_queries(const AttentionProblem& problem, const AttentionGradients& gradients,
+                                                      const TileCoord& coord) {
+  const auto clear = [&](int64_t n) {
+    const Rows rows = padding_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries);
+    clear_rows<Element, kRowThreads>(gradients.grad_query, coord.head, problem.head_dim, rows);
+  };
+  clear(coord.sequence);
+  if (coord.sequence == problem.batch - 1) clear(problem.batch);
+}
+
+__device__ __forceinline__ void clear_dq_accum(const BackwardWorkspace& space, int64_t tile) {
+  float4* const dq_accum = reinterpret_cast<float4*>(space.dq_accum + tile * kStatsRows * space.head_dim);
+  for (int n = static_cast<int>(threadIdx.x); n < kStatsRows / 4 * static_cast<int>(space.head_dim); n += kRowThreads)
+    dq_accum[n] = make_float4(0, 0, 0, 0);
+}
+
+// The sum of grad_out * out for each query of the tile.
+template <class Element, class Sum>
+__device__ __forceinline__ void multiply_rows(const HeadRows<Element>& grad_out, const HeadRows<Element>& out, int first,
+                                              int queries, Sum (&products)[kStatsRows]) {
+  constexpr int kStep = kRowThreads / kRowLanes, kRows = kStatsRows / kStep;
+  const int thread = static_cast<int>(threadIdx.x);
+  int rows[kRows];
+  Sum sums[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int row = first + thread / kRowLanes + r * kStep;
-      rows[r] = row < queries ? row : 0;
-    }
-    dot_rows(grad_out, out, rows, sums);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      if (thread % kRowLanes == 0) products[thread / kRowLanes + r * kStep] = sums[r];
+  for (int r = 0; r < kRows; ++r) {
+    const int row = first + thread / kRowLanes + r * kStep;
+    rows[r] = row < queries ? row : 0;
   }
-  if constexpr (kFloats)
-    for (int r = thread / kWarpSize * 16; r < kStatsRows; r += kRowThreads / kWarpSize * 16)
-      multiply_row_pairs(out, grad_out, first + r, queries, deltas + r);
-  __syncthreads();
+  dot_rows(grad_out, out, rows, sums);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    if (thread % kRowLanes == 0) products[thread / kRowLanes + r * kStep] = sums[r];
+}
+
+// Writes the row statistics of the thread's query, and returns its share of the gradient of the head's sink. `products` are the
+// sums of grad_out * out; of float32 problems, precise_products are these as sums of two floats. Low parts of infinities and
+// NaN are 0.
+template <bool kFloat32, class Sum>
+__device__ __forceinline__ double store_row_stats(const AttentionProblem& problem, const BackwardWorkspace& space, int64_t tile,
+                                                  int64_t head, const LseInputs& inputs, const Sum* products,
+                                                  const float2* precise_products) {
+  const int thread = static_cast<int>(threadIdx.x);
   double sink = 0;
-  if (thread < kStatsRows) {
-    float delta = 0, delta_low = 0;
-    float high = -lowest<float>(), low = 0;
-    if (lse != lowest<float>()) {
-      if constexpr (kFloats) {
-        const double whole = static_cast<double>(deltas[thread].x) + deltas[thread].y - grad_lse;
-        delta = static_cast<float>(whole);
-        const float rest = static_cast<float>(whole - delta);
-        delta_low = rest - rest == 0 ? rest : 0;
-      } else {
-        delta = products[thread] - grad_lse;
-      }
-      const double binary = (static_cast<double>(lse) + lse_low) / kLn2;
-      high = static_cast<float>(binary);
-      const float rest = static_cast<float>(binary - high);
-      low = rest - rest == 0 ? rest : 0;
-      if (space.sinks)
-        sink = -::exp(static_cast<const float*>(problem.sinks)[head] - binary * kLn2) *
-               (static_cast<double>(products[thread]) - grad_lse);
+  float delta = 0, delta_low = 0;
+  float high = -lowest<float>(), low = 0;
+  if (inputs.lse != lowest<float>()) {
+    if constexpr (kFloat32) {
+      const double whole = static_cast<double>(precise_products[thread].x) + precise_products[thread].y - inputs.grad_lse;
+      delta = static_cast<float>(whole);
+      const float rounding = static_cast<float>(whole - delta);
+      delta_low = rounding - rounding == 0 ? rounding : 0;
+    } else {
+      delta = products[thread] - inputs.grad_lse;
     }
-    float* const to = space.rows + number * kRowStats + thread;
-    to[0] = high;
-    to[kStatsRows] = low;
-    to[2 * kStatsRows] = delta;
-    if constexpr (kFloats) space.rest_of_delta(number)[thread] = delta_low;
+    const double lse_base2 = (static_cast<double>(inputs.lse) + inputs.lse_low) / kLn2;
+    high = static_cast<float>(lse_base2);
+    const float rounding = static_cast<float>(lse_base2 - high);
+    low = rounding - rounding == 0 ? rounding : 0;
+    if (space.sink_parts)
+      sink = -::exp(static_cast<const float*>(problem.sinks)[head] - lse_base2 * kLn2) *
+             (static_cast<double>(products[thread]) - inputs.grad_lse);
   }
-  if (space.sinks) {
-    __shared__ double parts[kStatsRows];
-    if (thread < kStatsRows) parts[thread] = sink;
-    __syncthreads();
-    if (thread == 0) {
-      double sum = 0;
-      for (const double part : parts) sum += part;
-      space.sinks[number] = sum;
-    }
+  float* const to = space.row_stats + tile * kRowStats + thread;
+  to[0] = high;
+  to[kStatsRows] = low;
+  to[2 * kStatsRows] = delta;
+  if constexpr (kFloat32) space.delta_low(tile)[thread] = delta_low;
+  return sink;
+}
+
+// Sums the shares of the tile's queries in a fixed order. parts: shared memory.
+__device__ __forceinline__ void store_sink_part(double* to, double sink, double (&parts)[kStatsRows]) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < kStatsRows) parts[thread] = sink;
+  __syncthreads();
+  if (thread == 0) {
+    double sum = 0;
+    for (const double part : parts) sum += part;
+    *to = sum;
   }
 }
 
-// A warp takes 16 rows of four tiles at a time, as they lie in memory, 512 bytes in a row. Four neighbouring lanes have pairs
-// of columns of the same rows: they exchange them, so that each writes eight columns.
+// One CTA per tile of kStatsRows queries, the last tile first: the kernel that follows starts with the first tiles, whose
+// zeroed accumulators are then the ones most likely to be still in the cache.
 template <class Element>
-__global__ void __launch_bounds__(kRowThreads) store_queries(const __grid_constant__ RowArguments arguments) {
+__global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __grid_constant__ WorkspaceArguments arguments) {
+  constexpr bool kFloat32 = std::is_same_v<Element, float>;
+  using Sum = std::conditional_t<kFloat32, double, float>;
+  const AttentionProblem& problem = arguments.problem;
+  const AttentionGradients& gradients = arguments.gradients;
+  const BackwardWorkspace& space = arguments.space;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;
+  const int thread = static_cast<int>(threadIdx.x);
+  launch_dependents();
+  if (arguments.counter && tile == 0 && thread == 0) *arguments.counter = 0;
+
+  const TileCoord coord = tile_coord(problem, space.list, tile, false, kStatsRows, false);
+  const int64_t batch = coord.sequence, head = coord.head;
+  const Sequence sequence = sequence_of(problem, batch);
+  const int queries = static_cast<int>(sequence.queries.count);
+  if (problem.query_starts && coord.block == 0) clear_padding_queries<Element>(problem, gradients, coord);
+  if (space.sink_parts && thread == 0) space.sink_parts[tile] = 0;
+  if (coord.block < 0 || coord.block * kStatsRows >= queries) return;
+
+  const int first = static_cast<int>(coord.block) * kStatsRows;
+  const HeadRows<Element> grad_out(gradients.grad_out, batch, head, sequence.queries.begin, problem.head_dim_v),
+      out(as_const(problem.out), batch, head, sequence.queries.begin, problem.head_dim_v);
+  __shared__ Sum products[kStatsRows];
+  __shared__ float2 precise_products[kFloat32 ? kStatsRows : 1];
+  // These loads come first, to overlap with the products.
+  const LseInputs inputs = load_lse(problem, gradients, coord, sequence, first + thread);
+  if (space.dq_accum) clear_dq_accum(space, tile);
+  // The gradient of a sink is a sum over all queries, which needs every digit of the products.
+  if (!kFloat32 || space.sink_parts) multiply_rows(grad_out, out, first, queries, products);
+  if constexpr (kFloat32)
+    for (int r = thread / kWarpSize * 16; r < kStatsRows; r += kRowThreads / kWarpSize * 16)
+      multiply_rows_precisely(out, grad_out, first + r, queries, precise_products + r);
+  __syncthreads();
+  double sink = 0;
+  if (thread < kStatsRows) sink = store_row_stats<kFloat32>(problem, space, tile, head, inputs, products, precise_products);
+  if (space.sink_parts) {
+    __shared__ double parts[kStatsRows];
+    store_sink_part(space.sink_parts + tile, sink, parts);
+  }
+}
+
+// A warp converts four 16 x 8 tiles at a time, which lie one after another in dq_accum and side by side in grad_query.
+template <class Element>
+__global__ void __launch_bounds__(kRowThreads) convert_dq_accum_kernel(const __grid_constant__ WorkspaceArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const BackwardWorkspace& space = arguments.space;
   grid_dependency_wait();
-  const int64_t number = gridDim.x - 1 - blockIdx.x;
-  const TileCoord place = tile_coord(problem, space.list, number, false, kStatsRows, false);
-  const Sequence sequence = sequence_of(problem, place.sequence);
-  const int64_t left = sequence.queries.count - place.block * kStatsRows;
-  if (place.block < 0 || left <= 0) return;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;
+  const TileCoord coord = tile_coord(problem, space.list, tile, false, kStatsRows, false);
+  const Sequence sequence = sequence_of(problem, coord.sequence);
+  const int64_t rows = sequence.queries.count - coord.block * kStatsRows;
+  if (coord.block < 0 || rows <= 0) return;
   const MutableView4& view = arguments.gradients.grad_query;
-  Element* const to = static_cast<Element*>(view.data) + place.sequence * view.stride[0] + place.head * view.stride[1] +
-                      (sequence.queries.begin + place.block * kStatsRows) * view.stride[2];
-  const float* const sums = space.sums + number * kStatsRows * space.head_dim;
+  Element* const to = static_cast<Element*>(view.data) + coord.sequence * view.stride[0] + coord.head * view.stride[1] +
+                      (sequence.queries.begin + coord.block * kStatsRows) * view.stride[2];
+  const float* const dq_accum = space.dq_accum + tile * kStatsRows * space.head_dim;
   const float scale = static_cast<float>(problem.scale);
-  const int width = static_cast<int>(problem.head_dim), row_tiles = static_cast<int>(space.head_dim) / 8;
+  const int head_dim = static_cast<int>(problem.head_dim), row_tiles = static_cast<int>(space.head_dim) / 8;
   constexpr int kTiles = 4, kBands = kStatsRows / 16;
-  const int pieces = (row_tiles + kTiles - 1) / kTiles;
+  const int pieces = ceil_div(row_tiles, kTiles);
 #pragma unroll 2
   for (int piece = static_cast<int>(threadIdx.x) / kWarpSize; piece < kBands * pieces; piece += kRowThreads / kWarpSize) {
-    const int band = piece % kBands, first = piece / kBands * kTiles;  // tile of a row of tiles
+    const int band = piece % kBands, first = piece / kBands * kTiles;  // a band is 16 rows; `first` counts its tiles
     Accumulator<1, kTiles> x;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       if (first + t >= row_tiles) break;
-      dq_accum_read(sums + (band * row_tiles + first + t) * 128 + dq_accum_offset(lane(), 0), x[0][t]);
+      dq_accum_read(dq_accum + (band * row_tiles + first + t) * 128 + dq_accum_offset(lane(), 0), x[0][t]);
     }
     store_rows(x, scale, band * 16, to + first * 8 * view.stride[3], view.stride[2], view.stride[3],
-               static_cast<int>(min(left, int64_t{kStatsRows})), width - first * 8);
+               static_cast<int>(min(rows, int64_t{kStatsRows})), head_dim - first * 8);
   }
 }
 
-// A warp sums the blocks of one head of one sequence.
-__global__ void __launch_bounds__(kRowThreads) sum_sinks(const __grid_constant__ RowArguments arguments) {
+// One warp per head of a sequence sums the parts of its tiles.
+__global__ void __launch_bounds__(kRowThreads) reduce_sink_parts_kernel(const __grid_constant__ WorkspaceArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const int64_t plane = (blockIdx.x * int64_t{kRowThreads} + threadIdx.x) / kWarpSize;
   if (plane >= problem.batch * problem.heads) return;
   const int64_t batch = plane / problem.heads, head = plane % problem.heads;
   const int64_t first = first_row_block(problem, arguments.space.list, batch, head);
-  const int64_t count = (sequence_of(problem, batch).queries.count + kStatsRows - 1) / kStatsRows;
+  const int64_t count = ceil_div(sequence_of(problem, batch).queries.count, kStatsRows);
   double sum = 0;
-  for (int64_t n = threadIdx.x % kWarpSize; n < count; n += kWarpSize) sum += arguments.space.sinks[first + n];
+  for (int64_t n = threadIdx.x % kWarpSize; n < count; n += kWarpSize) sum += arguments.space.sink_parts[first + n];
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (threadIdx.x % kWarpSize == 0) static_cast<float*>(arguments.gradients.grad_sinks)[plane] = static_cast<float>(sum);
 }
 
-// Calls f with a value of the element type.
+// Calls f with a value of the C++ type of a dtype.
 template <class F>
 void visit_element(DType dtype, F&& f) {
   switch (dtype) {
@@ -272,25 +316,29 @@ void prepare_backward(const AttentionProblem& problem, const AttentionGradients&
                       CUstream_st* stream, unsigned* counter) {
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
-    launch<prepare_rows<Element>>(RowArguments{problem, gradients, space, counter}, space.list.count(), kRowThreads, 0, stream);
+    launch<prepare_backward_kernel<Element>>(
+        WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = counter}, space.list.count(),
+        kRowThreads, 0, stream);
   });
 }
 
-void finish_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                    CUstream_st* stream) {
+void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
+                      CUstream_st* stream) {
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
-    launch<store_queries<Element>>(RowArguments{problem, gradients, space, nullptr}, space.list.count(), kRowThreads, 0, stream,
-                                   true);
+    launch<convert_dq_accum_kernel<Element>>(
+        WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr}, space.list.count(),
+        kRowThreads, 0, stream, true);
   });
 }
 
-void finish_sinks(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                  CUstream_st* stream) {
+void reduce_sink_parts(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
+                       CUstream_st* stream) {
   const int64_t planes = problem.batch * problem.heads;
   if (planes == 0) return;
-  constexpr int kPlanes = kRowThreads / kWarpSize;
-  launch<sum_sinks>(RowArguments{problem, gradients, space, nullptr}, (planes + kPlanes - 1) / kPlanes, kRowThreads, 0, stream);
+  launch<reduce_sink_parts_kernel>(
+      WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr},
+      ceil_div(planes, kRowThreads / kWarpSize), kRowThreads, 0, stream);
 }
 
 }  // namespace flash_online::cuda

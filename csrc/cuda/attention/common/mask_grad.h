@@ -1,11 +1,12 @@
-// The gradient of a float mask, in the mask's own shape: no memory but its own, or where that is little, a few times that.
+// The gradient of a float mask, summed in the mask's own shape. It takes no workspace, except for small masks: these need a few
+// copies of the mask's gradient.
 #pragma once
 
 #include "backward_workspace.cuh"
 
 namespace flash_online::cuda {
 
-// The floats of space.mask_parts: sums in parts, where the mask has too few tiles for the whole device.
+// The number of floats in space.mask_grad_parts: partial sums, for a mask that has too few tiles to occupy the device.
 int64_t mask_gradient_parts(const AttentionProblem& problem, const AttentionGradients& gradients);
 void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                    CUstream_st* stream);

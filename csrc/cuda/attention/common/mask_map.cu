@@ -1,3 +1,4 @@
+#include "../../../core/scratch.h"
 #include "mask_map.cuh"
 #include "mask_tile.cuh"
 
@@ -5,21 +6,22 @@ namespace flash_online::cuda {
 
 namespace {
 
-struct MapArguments {
+struct MaskMapArguments {
   AttentionProblem problem;
-  MaskMap map;  // sizes alone: not wanted
-  MaskBits bits;
-  unsigned* turned;  // TransposedMaskBits, of the map's sizes; null: not wanted
+  MaskMap map;                // without data: only the sizes count
+  MaskBits bits;              // without data: not wanted
+  unsigned* transposed_bits;  // TransposedMaskBits of the map's sizes; null: not wanted
 };
 
 constexpr int kMapWarps = kMaskMapTile / kBitRows;
 
-// Of a row's 64 bits, the word's share that belongs to a lane's two columns of every eight.
-__device__ __forceinline__ unsigned lane_bits(const unsigned (&row)[2], int place) {
+// Of a row's 64 bits, those of a lane's two columns out of every eight: bits 4 j and 4 j + 1 are the columns
+// 8 j + 2 * lane_in_quad and the next.
+__device__ __forceinline__ unsigned lane_bits(const unsigned (&row)[2], int lane_in_quad) {
   unsigned bits = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unsigned x = row[half] >> 2 * place & 0x03030303;
+    unsigned x = row[half] >> 2 * lane_in_quad & 0x03030303;
     x = (x | x >> 4) & 0x00330033;
     x = (x | x >> 8) & 0x3333;
     bits |= x << 16 * half;
@@ -32,126 +34,151 @@ __device__ __forceinline__ unsigned bits_of_bytes(unsigned bytes) {
   return (__vcmpne4(bytes, 0) & 0x01010101) * 0x10204080 >> 28;
 }
 
-// A block of threads a block of the mask, 16 rows a warp.
-__global__ void __launch_bounds__(kMapWarps* kWarpSize) block_map(const __grid_constant__ MapArguments arguments) {
+// read_bits() and read_bias() read a warp's part of a tile: `rows` rows (none if 0 or less) of `keys` values, from `data` on.
+// `vectors`: they are kBitRows rows of kMaskMapTile neighbouring, aligned values. `hidden` becomes false if a value shows a
+// key, `clear` if a value hides a key or adds something.
+
+// Reads a bool mask. row_bits: the 64 bits each of the rows lane / 4 and lane / 4 + 8.
+__device__ __forceinline__ void read_bits(const HeadMask& mask, const char* data, int rows, int keys, bool vectors, int lane,
+                                          unsigned (&row_bits)[2][2], bool& hidden, bool& clear) {
+  if (vectors) {
+    const uint4* const half_row = reinterpret_cast<const uint4*>(data + lane / 2 * mask.row_stride) + lane % 2 * 2;
+    const uint4 a = half_row[0], b = half_row[1];
+    const unsigned shown = bits_of_bytes(a.x) | bits_of_bytes(a.y) << 4 | bits_of_bytes(a.z) << 8 | bits_of_bytes(a.w) << 12 |
+                           bits_of_bytes(b.x) << 16 | bits_of_bytes(b.y) << 20 | bits_of_bytes(b.z) << 24 |
+                           bits_of_bytes(b.w) << 28;
+    hidden = shown == 0;
+    clear = shown == ~0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) row_bits[i / 2][i % 2] = __shfl_sync(~0u, shown, (lane / 4 + i / 2 * 8) * 2 + i % 2);
+  } else {
+#pragma unroll 4
+    for (int r = 0; r < rows; ++r) {
+      unsigned shown_bits[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int c = lane + half * kWarpSize;
+        const bool shown =
+            c < keys && *reinterpret_cast<const unsigned char*>(data + r * mask.row_stride + c * mask.column_stride) != 0;
+        hidden &= !shown;
+        clear &= shown || c >= keys;
+        shown_bits[half] = __ballot_sync(~0u, shown);
+      }
+      if (mask.row_stride == 0 || r % 8 == lane / 4) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (mask.row_stride == 0 || r < 8) row_bits[0][half] = shown_bits[half];
+          if (mask.row_stride == 0 || r >= 8) row_bits[1][half] = shown_bits[half];
+        }
+      }
+    }
+  }
+}
+
+// Writes the CTA's tile of TransposedMaskBits. queries: 1 if all queries of the tile share a row.
+__device__ __forceinline__ void store_transposed_bits(unsigned* words, const unsigned (&row_bits)[2][2], const int& first_row,
+                                                      int lane, int queries) {
+  __shared__ unsigned tile_bits[kMaskMapTile][2];
+  if (lane % 4 == 0)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tile_bits[first_row + lane / 4 + i / 2 * 8][i % 2] = row_bits[i / 2][i % 2];
+  __syncthreads();
+  const int warp = first_row / kBitRows;
+  unsigned word = 0;
+#pragma unroll
+  for (int j = 0; j < kMaskMapTile / 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int r = queries == 1 ? 0 : 8 * j + lane % 4 * 2 + e;
+      const unsigned keys_of_row = tile_bits[r][warp / 2] >> (warp % 2 * 16 + lane / 4);
+      word |= (keys_of_row & 1) << (16 * e + 15 - TransposedMaskBits::place(j, 0)) |
+              (keys_of_row >> 8 & 1) << (16 * e + 15 - TransposedMaskBits::place(j, 1));
+    }
+  words[int64_t{blockIdx.x} * TransposedMaskBits::kWords + threadIdx.x] = word;
+}
+
+// Reads a mask of floating-point values.
+template <class T>
+__device__ __forceinline__ void read_bias(const HeadMask& mask, const char* data, int rows, int keys, bool vectors, int lane,
+                                          bool& hidden, bool& clear) {
+  const auto examine = [&](float x) {
+    hidden &= x == -INFINITY;
+    clear &= x == 0;
+  };
+  if (vectors) {
+    constexpr int kRowVectors = kMaskMapTile / kPerVector<T>, kVectors = kBitRows * kRowVectors / kWarpSize;
+    uint4 v[kVectors];
+#pragma unroll
+    for (int n = 0; n < kVectors; ++n) {
+      const int i = n * kWarpSize + lane;
+      v[n] = reinterpret_cast<const uint4*>(data + i / kRowVectors * mask.row_stride)[i % kRowVectors];
+    }
+#pragma unroll
+    for (int n = 0; n < kVectors; ++n) {
+      float x[kPerVector<T>];
+      unpack<T>(v[n], x);
+#pragma unroll
+      for (int i = 0; i < kPerVector<T>; ++i) examine(x[i]);
+    }
+  } else {
+    for (int r = 0; r < rows; ++r)
+      for (int c = lane; c < (mask.column_stride == 0 ? 1 : keys); c += kWarpSize)
+        examine(widen(*reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride)));
+  }
+}
+
+// One CTA per tile of the mask; a warp reads 16 rows.
+__global__ void __launch_bounds__(kMapWarps* kWarpSize) mask_map_kernel(const __grid_constant__ MaskMapArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const MaskMap& map = arguments.map;
-  const MaskBits& words = arguments.bits;
-  int64_t rest = blockIdx.x;
-  const int64_t column = rest % map.size[3], row = (rest /= map.size[3]) % map.size[2],
-                head = (rest /= map.size[2]) % map.size[1], batch = rest / map.size[1];
+  const MaskBits& bits = arguments.bits;
+  int64_t index = blockIdx.x;
+  const int64_t column = index % map.size[3], row = (index /= map.size[3]) % map.size[2],
+                head = (index /= map.size[2]) % map.size[1], batch = index / map.size[1];
   const HeadMask mask(problem, batch, head);
   const int64_t query = row * kMaskMapTile, key = column * kMaskMapTile;
   const int queries =
       map.size[2] == 1 && mask.row_stride == 0 ? 1 : static_cast<int>(min(problem.queries - query, int64_t{kMaskMapTile}));
   const int keys = static_cast<int>(min(problem.keys - key, int64_t{kMaskMapTile}));
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, first = static_cast<int>(threadIdx.x) / kWarpSize * kBitRows;
-  const char* const data = mask.data + (query + first) * mask.row_stride + key * mask.column_stride;
-  const int rows = min(queries - first, kBitRows);  // of the warp, below 1 if there is none
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, first_row = static_cast<int>(threadIdx.x) / kWarpSize * kBitRows;
+  const char* const data = mask.data + (query + first_row) * mask.row_stride + key * mask.column_stride;
+  const int rows = min(queries - first_row, kBitRows);
   const bool vectors = rows == kBitRows && keys == kMaskMapTile && mask.column_stride == mask.bytes &&
                        mask.row_stride % kVectorBytes == 0 && misalignment(data) == 0;
-  bool hidden = true, nothing = true;
+  bool hidden = true, clear = true;
   visit_mask(mask.dtype, [&]<class T>(T) {
     if constexpr (std::is_same_v<T, bool>) {
-      unsigned own[2][2] = {};  // of the lane's two rows
-      if (vectors) {
-        const uint4* const half_row = reinterpret_cast<const uint4*>(data + lane / 2 * mask.row_stride) + lane % 2 * 2;
-        const uint4 a = half_row[0], b = half_row[1];
-        const unsigned seen = bits_of_bytes(a.x) | bits_of_bytes(a.y) << 4 | bits_of_bytes(a.z) << 8 |
-                              bits_of_bytes(a.w) << 12 | bits_of_bytes(b.x) << 16 | bits_of_bytes(b.y) << 20 |
-                              bits_of_bytes(b.z) << 24 | bits_of_bytes(b.w) << 28;
-        hidden = seen == 0;
-        nothing = seen == ~0u;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) own[i / 2][i % 2] = __shfl_sync(~0u, seen, (lane / 4 + i / 2 * 8) * 2 + i % 2);
-      } else {
-#pragma unroll 4
-        for (int r = 0; r < rows; ++r) {
-          unsigned seen[2];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int c = lane + half * kWarpSize;
-            const bool shown =
-                c < keys && *reinterpret_cast<const unsigned char*>(data + r * mask.row_stride + c * mask.column_stride) != 0;
-            hidden &= !shown;
-            nothing &= shown || c >= keys;
-            seen[half] = __ballot_sync(~0u, shown);
-          }
-          if (mask.row_stride == 0 || r % 8 == lane / 4) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              if (mask.row_stride == 0 || r < 8) own[0][half] = seen[half];
-              if (mask.row_stride == 0 || r >= 8) own[1][half] = seen[half];
-            }
-          }
-        }
-      }
-      if (arguments.turned) {
-        __shared__ unsigned rows_bits[kMaskMapTile][2];
-        if (lane % 4 == 0)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) rows_bits[first + lane / 4 + i / 2 * 8][i % 2] = own[i / 2][i % 2];
-        __syncthreads();
-        const int warp = first / kBitRows;
-        unsigned turned = 0;
-#pragma unroll
-        for (int j = 0; j < kMaskMapTile / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int r = queries == 1 ? 0 : 8 * j + lane % 4 * 2 + e;
-            const unsigned keys_of_row = rows_bits[r][warp / 2] >> (warp % 2 * 16 + lane / 4);
-            turned |= (keys_of_row & 1) << (16 * e + 15 - TransposedMaskBits::place(j, 0)) |
-                      (keys_of_row >> 8 & 1) << (16 * e + 15 - TransposedMaskBits::place(j, 1));
-          }
-        arguments.turned[int64_t{blockIdx.x} * TransposedMaskBits::kWords + threadIdx.x] = turned;
-      }
-      const int64_t group = row * kMapWarps + first / kBitRows;
-      if (words.data && group < words.size[2])
-        words.data[(((batch * words.size[1] + head) * words.size[2] + group) * words.size[3] + column) * kWarpSize + lane] =
-            lane_bits(own[0], lane % 4) | lane_bits(own[1], lane % 4) << 2;
+      unsigned row_bits[2][2] = {};
+      read_bits(mask, data, rows, keys, vectors, lane, row_bits, hidden, clear);
+      if (arguments.transposed_bits) store_transposed_bits(arguments.transposed_bits, row_bits, first_row, lane, queries);
+      const int64_t row_group = row * kMapWarps + first_row / kBitRows;
+      if (bits.data && row_group < bits.size[2])
+        bits.data[(((batch * bits.size[1] + head) * bits.size[2] + row_group) * bits.size[3] + column) * kWarpSize + lane] =
+            lane_bits(row_bits[0], lane % 4) | lane_bits(row_bits[1], lane % 4) << 2;
     } else {
-      const auto look = [&](float x) {
-        hidden &= x == -INFINITY;
-        nothing &= x == 0;
-      };
-      if (vectors) {
-        constexpr int kRowVectors = kMaskMapTile / kPerVector<T>, kVectors = kBitRows * kRowVectors / kWarpSize;
-        uint4 v[kVectors];
-#pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
-          const int i = n * kWarpSize + lane;
-          v[n] = reinterpret_cast<const uint4*>(data + i / kRowVectors * mask.row_stride)[i % kRowVectors];
-        }
-#pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
-          float x[kPerVector<T>];
-          unpack<T>(v[n], x);
-#pragma unroll
-          for (int i = 0; i < kPerVector<T>; ++i) look(x[i]);
-        }
-      } else {
-        for (int r = 0; r < rows; ++r)
-          for (int c = lane; c < (mask.column_stride == 0 ? 1 : keys); c += kWarpSize)
-            look(widen(*reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride)));
-      }
+      read_bias<T>(mask, data, rows, keys, vectors, lane, hidden, clear);
     }
   });
   if (!map.data) return;
   hidden = __syncthreads_and(hidden);
-  nothing = __syncthreads_and(nothing);
+  clear = __syncthreads_and(clear);
   if (threadIdx.x == 0)
-    map.data[blockIdx.x] = static_cast<uint8_t>(hidden ? MaskKind::kHidden : nothing ? MaskKind::kNothing : MaskKind::kMixed);
+    map.data[blockIdx.x] = static_cast<uint8_t>(hidden ? MaskKind::kHidden : clear ? MaskKind::kClear : MaskKind::kMixed);
 }
 
-int64_t blocks_of(int64_t count, int64_t stride, int64_t size) { return stride == 0 ? 1 : (count + size - 1) / size; }
+int64_t tiles_of(int64_t count, int64_t stride, int64_t size) { return stride == 0 ? 1 : ceil_div(count, size); }
 
-// Of what is made of a mask, for blocks of so many rows and of kMaskMapTile columns.
+// The sizes of a table with one entry per `rows` rows and kMaskMapTile columns of the mask.
 void set_sizes(int64_t (&size)[4], const AttentionProblem& problem, int64_t rows) {
   const ConstView4& mask = problem.mask;
   size[0] = mask.stride[0] == 0 ? 1 : problem.batch;
   size[1] = mask.stride[1] == 0 ? 1 : problem.heads;
-  size[2] = blocks_of(problem.queries, mask.stride[2], rows);
-  size[3] = blocks_of(problem.keys, mask.stride[3], kMaskMapTile);
+  size[2] = tiles_of(problem.queries, mask.stride[2], rows);
+  size[3] = tiles_of(problem.keys, mask.stride[3], kMaskMapTile);
+}
+
+void launch_mask_map(const MaskMapArguments& arguments, CUstream_st* stream) {
+  launch<mask_map_kernel>(arguments, arguments.map.count(), kMapWarps * kWarpSize, 0, stream);
 }
 
 }  // namespace
@@ -159,7 +186,7 @@ void set_sizes(int64_t (&size)[4], const AttentionProblem& problem, int64_t rows
 MaskMap mask_map_of(const AttentionProblem& problem) {
   const ConstView4& mask = problem.mask;
   if (!mask.data) return {};
-  // One more pass over a float mask pays where heads share it: that hides keys. One that differs from head to head is a bias.
+  // Reading a float mask once more pays only if heads share the mask: such a mask hides keys. One per head is a bias.
   if (problem.mask_dtype != DType::kBool && (mask.stride[1] != 0 || problem.heads == 1)) return {};
   MaskMap map;
   set_sizes(map.size, problem, kMaskMapTile);
@@ -167,26 +194,25 @@ MaskMap mask_map_of(const AttentionProblem& problem) {
 }
 
 void fill_mask_map(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream) {
-  if (map.count() > 0)
-    launch<block_map>(MapArguments{problem, map, {}, nullptr}, map.count(), kMapWarps * kWarpSize, 0, stream);
+  if (map.count() > 0) launch_mask_map({.problem = problem, .map = map, .bits = {}, .transposed_bits = nullptr}, stream);
 }
 
 MaskTables mask_tables_of(const AttentionProblem& problem, void* workspace) {
   MaskTables tables;
   tables.map = mask_map_of(problem);
   if (problem.mask.data && problem.mask_dtype == DType::kBool) set_sizes(tables.bits.size, problem, kBitRows);
-  if (tables.bits.count() > 0) tables.bits.data = static_cast<unsigned*>(workspace);
-  if (tables.map.count() > 0)
-    tables.map.data = reinterpret_cast<uint8_t*>(static_cast<unsigned*>(workspace) + tables.bits.count());
+  ScratchAllocator scratch(workspace);
+  tables.bits.data = scratch.take<unsigned>(tables.bits.count());
+  tables.map.data = scratch.take<uint8_t>(tables.map.count());
   return tables;
 }
 
 void fill_mask_tables(const AttentionProblem& problem, const MaskTables& tables, CUstream_st* stream) {
   if (tables.bits.count() == 0) return fill_mask_map(problem, tables.map, stream);
-  MaskMap map = tables.map;  // a mask of one block has none
+  MaskMap map = tables.map;  // a mask of a single tile has none, but the kernel needs its sizes
   if (map.count() == 0)
     for (int i = 0; i < 4; ++i) map.size[i] = i < 2 ? tables.bits.size[i] : 1;
-  launch<block_map>(MapArguments{problem, map, tables.bits, nullptr}, map.count(), kMapWarps * kWarpSize, 0, stream);
+  launch_mask_map({.problem = problem, .map = map, .bits = tables.bits, .transposed_bits = nullptr}, stream);
 }
 
 TransposedMaskBits transposed_mask_bits_of(const AttentionProblem& problem, void* workspace) {
@@ -198,9 +224,9 @@ TransposedMaskBits transposed_mask_bits_of(const AttentionProblem& problem, void
 
 void fill_transposed_mask_bits(const AttentionProblem& problem, const MaskMap& map, const TransposedMaskBits& bits,
                                CUstream_st* stream) {
-  MaskMap sizes = map;  // a mask of one block has no map
-  for (int i = 0; i < 4; ++i) sizes.size[i] = bits.size[i];
-  launch<block_map>(MapArguments{problem, sizes, {}, bits.data}, sizes.count(), kMapWarps * kWarpSize, 0, stream);
+  MaskMap sized = map;  // a mask of a single tile has no map, but the kernel needs its sizes
+  for (int i = 0; i < 4; ++i) sized.size[i] = bits.size[i];
+  launch_mask_map({.problem = problem, .map = sized, .bits = {}, .transposed_bits = bits.data}, stream);
 }
 
 }  // namespace flash_online::cuda

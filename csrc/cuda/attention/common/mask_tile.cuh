@@ -1,16 +1,18 @@
-// A mask's values for a block of scores, in shared memory: rows of any alignment are copied 16 bytes at a time from the
-// multiple of 16 before their first value, and read from where that value then lies.
+// A mask's values for a block of scores, in shared memory. Rows of any alignment are copied 16 bytes at a time, from the
+// multiple of 16 at or before their first value, so that the values of different rows start at different offsets in shared
+// memory.
 #pragma once
 
 #include "../../../core/config.h"
 #include "../../../core/problem.h"
 #include "../../hw/cp_async.cuh"
-#include "../../hw/mma.cuh"
+#include "../../hw/matrix_copy.cuh"
+#include "../../hw/shared_memory.cuh"
 #include "../../hw/vector.cuh"
 
 namespace flash_online::cuda {
 
-// Calls f with a value of the type that a mask's dtype stands for.
+// Calls f with a value of the C++ type of a mask's dtype.
 template <class F>
 __device__ __forceinline__ void visit_mask(DType dtype, F&& f) {
   switch (dtype) {
@@ -21,12 +23,12 @@ __device__ __forceinline__ void visit_mask(DType dtype, F&& f) {
   }
 }
 
-// A head's mask, [queries, keys] of any strides, here in bytes.
+// The mask of one head, [queries, keys] of any strides. Strides are in bytes.
 struct HeadMask {
-  const char* data = nullptr;  // null: there is none
+  const char* data = nullptr;  // null: there is no mask
   int64_t row_stride = 0, column_stride = 0;
   DType dtype = DType::kBool;
-  int bytes = 1;               // of a value
+  int bytes = 1;               // per value
 
   __device__ HeadMask(const AttentionProblem& problem, int64_t batch, int64_t head) {
     const View4<const void*>& mask = problem.mask;
@@ -39,23 +41,24 @@ struct HeadMask {
   }
 };
 
-// The bytes that a block takes in shared memory.
+// The bytes of shared memory per row of a block.
 FLASH_ONLINE_HD constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + kVectorBytes; }
 
+// A block of kQueries x kKeys values, copied by kThreads threads.
 template <int kQueries, int kKeys, int kThreads>
 class MaskTile {
  public:
   __device__ explicit MaskTile(char* shared, int thread = static_cast<int>(threadIdx.x)) : shared_(shared), thread_(thread) {}
 
-  // The same block elsewhere in shared memory.
+  // This tile, but with its values at another address in shared memory.
   __device__ __forceinline__ MaskTile moved_to(char* shared) const {
     MaskTile moved = *this;
     moved.shared_ = shared;
     return moved;
   }
 
-  // Starts copying the values of queries [query, queries) and keys [key, keys), as many as the block has. They are seen after
-  // cp_async_commit, cp_async_wait and a barrier; what is past either end is unknown.
+  // Starts copying the values of the block from `query` and `key` on. They may be read after cp_async_commit, cp_async_wait and
+  // a barrier. Values past `queries` or `keys` are undefined.
   __device__ __forceinline__ void load(const HeadMask& mask, int query, int queries, int key, int keys) {
     const int rows = mask.row_stride == 0 ? 1 : min(queries - query, kQueries);
     const int columns = min(keys - key, kKeys);
@@ -86,12 +89,12 @@ class MaskTile {
     });
   }
 
-  // The value of the block's query and key.
+  // The value at a query and a key of the block.
   template <class T>
   __device__ __forceinline__ T at(int query, int key) const {
     return *static_cast<const T*>(address<T>(query, key));
   }
-  // That, and the next key's: of an even key, where two values are one word.
+  // Whether pair_at() may be called: it reads the values of an even key and the next one at once.
   template <class T>
   __device__ __forceinline__ bool has_pairs() const {
     return (first_ | step_) % (2 * sizeof(T)) == 0;
@@ -106,8 +109,9 @@ class MaskTile {
   }
   // Whether every row begins at a multiple of 16 bytes.
   __device__ __forceinline__ bool has_vectors() const { return (first_ | step_) == 0; }
-  // Then, of 16-bit values, sixteen queries by sixteen keys, transposed. Of the lane's words the first two are of the key
-  // `group` and the queries 2 place, 2 place + 1 out of the first and the last eight, the others of the key `group` + 8.
+  // Reads 16 queries by 16 keys of 16-bit values, transposed; only if has_vectors(). Lane l gets the queries 2 * (l % 4) and
+  // the next, of the first eight queries and of the last eight: in words[0] and words[1] for key l / 4, in words[2] and
+  // words[3] for key l / 4 + 8.
   __device__ __forceinline__ void transposed(unsigned (&words)[4], int query, int key) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     ldmatrix_x4_trans(words, shared_address(shared_ + (query + lane % 16) * pitch_ + (key + lane / 16 * 8) * 2));
@@ -121,9 +125,9 @@ class MaskTile {
   }
 
   char* shared_;
-  int thread_;  // of kThreads
+  int thread_;  // 0 to kThreads - 1
   int pitch_ = 0;
-  unsigned first_ = 0, step_ = 0;  // where the first row's first value lies; how much further the next row's
+  unsigned first_ = 0, step_ = 0;  // bytes by which the first row is shifted; by which each row is shifted further, modulo 16
 };
 
 }  // namespace flash_online::cuda

@@ -1,29 +1,27 @@
-// Which block of which head of which sequence a block of threads works on: one list for dense and packed calls.
+// Numbers the tiles of a launch, and finds the tile of a CTA by its index: one list for dense and packed calls.
 //
-// Packed sequences have lengths that the device alone knows, so the host counts an upper bound: with sequence n given the
-// blocks from start / size + n on, no two sequences share one (start / size grows by the length / size, rounded either way, and
-// n makes up for the rounding), and all of them fit into total / size + sequences. A block that no sequence has is left at
-// once. Of no sequences there is a block a head all the same, for the rows that are nobody's.
+// Only the device knows the lengths of packed sequences, so the host counts an upper bound: sequence n owns the tiles from
+// starts[n] / size + n on. No two sequences share a tile, since from one sequence to the next starts[n] / size grows by the
+// length / size, rounded either way, and n makes up for the rounding. All tiles fit into total / size + sequences. The CTA of a
+// tile that no sequence has exits at once. With zero sequences we still launch one CTA per head, to zero the padding rows.
 #pragma once
 
+#include "../../../core/integer.h"
 #include "../../../core/mask.h"
 #include "../../../core/sequence.h"
 #include "../../hw/launch.h"
 
 namespace flash_online::cuda {
 
-// Blocks of `size` rows in one head of all sequences; for packed sequences at most.
+// Tiles of `size` queries or keys: first those of one head of one sequence, then its next head, then the next sequence.
 struct TileList {
-  int64_t blocks;  // of a dense sequence; of all packed ones
-  int64_t sequences;  // dense
+  int64_t blocks;  // tiles per head: of one dense sequence, or of all packed ones
+  int64_t sequences;  // 1 if packed
   int64_t heads;
   FLASH_ONLINE_HD int64_t count() const { return blocks * heads * sequences; }
 
   static TileList of(const AttentionProblem& problem, bool over_keys, int64_t heads, int64_t size) {
-    if (!problem.query_starts) {
-      const int64_t rows = over_keys ? problem.keys : problem.queries;
-      return {(rows + size - 1) / size, problem.batch, heads};
-    }
+    if (!problem.query_starts) return {ceil_div(over_keys ? problem.keys : problem.queries, size), problem.batch, heads};
     return {(over_keys ? problem.total_keys : problem.total_queries) / size + (problem.batch > 0 ? problem.batch : 1), 1,
             heads};
   }
@@ -32,15 +30,16 @@ struct TileList {
 struct TileCoord {
   int64_t sequence;
   int head;
-  int64_t block;  // within the sequence; may be past its end
+  int64_t block;  // the tile's number within its sequence and head; of a packed sequence possibly past its end
 };
 
-// The last of `count` sequences with starts[n] / size + n <= block: 31 candidates a step, by a whole warp.
-__device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t count, int64_t total, int64_t size,
-                                               int64_t block) {
+// The packed sequence that owns a tile: the last n of `count` with starts[n] / size + n <= block. A whole warp searches, and
+// tests 31 candidates per step.
+__device__ __forceinline__ int64_t sequence_of_tile(const int32_t* starts, int64_t count, int64_t total, int64_t size,
+                                                    int64_t block) {
   int64_t low = 0, high = count;  // the answer is in [low, high)
   while (high - low > 1) {
-    const int64_t step = (high - low + kWarpSize - 1) / kWarpSize, candidate = low + step * (threadIdx.x % kWarpSize);
+    const int64_t step = ceil_div(high - low, kWarpSize), candidate = low + step * (threadIdx.x % kWarpSize);
     const bool before = candidate < high && clamp(starts[candidate], 0, total) / size + candidate <= block;
     const int last = 31 - __clz(__ballot_sync(~0u, before) | 1u);
     low += step * last;
@@ -49,31 +48,33 @@ __device__ __forceinline__ int64_t sequence_at(const int32_t* starts, int64_t co
   return low;
 }
 
-// For tile_coord, of a dense or a packed list: the number of block `index` where `section` heads at a time go block by block,
-// and not head by head.
-__device__ __forceinline__ int64_t side_by_side(const TileList& list, unsigned index, unsigned section) {
-  const unsigned blocks = static_cast<unsigned>(list.blocks), heads = static_cast<unsigned>(list.heads * list.sequences),
-                 first = index / (section * blocks) * section, count = min(section, heads - first),
-                 rest = index - first * blocks;
-  return (first + rest % count) * blocks + rest / count;
+// The index in the list of the tile that is launched as number `launched`, where tiles are launched section by section of
+// `section` heads: within a section, the first tiles of all its heads, then the second tiles of all its heads, and so on.
+FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned launched, unsigned section) {
+  const unsigned tiles = static_cast<unsigned>(list.blocks), heads = static_cast<unsigned>(list.heads * list.sequences),
+                 first_head = launched / (section * tiles) * section,
+                 section_heads = section < heads - first_head ? section : heads - first_head,
+                 within_section = launched - first_head * tiles;
+  return (first_head + within_section % section_heads) * tiles + within_section / section_heads;
 }
 
-// `reversed`: the last blocks first, where later rows have more to do.
+// The coordinates of tile `index` of a list. `reversed` numbers a head's tiles from the last to the first, so that the longest
+// ones start first where later rows have more to do.
 __device__ __forceinline__ TileCoord tile_coord(const AttentionProblem& problem, const TileList& list, int64_t index,
                                                 bool over_keys, int64_t size, bool reversed) {
-  // A grid has less than 2^31 blocks: divisions of 32 bits, which take a fraction of the time.
-  const unsigned number = static_cast<unsigned>(index), blocks = static_cast<unsigned>(list.blocks),
+  // A grid has less than 2^31 CTAs: 32-bit divisions suffice, and take a fraction of the time of 64-bit ones.
+  const unsigned index32 = static_cast<unsigned>(index), tiles = static_cast<unsigned>(list.blocks),
                  heads = static_cast<unsigned>(list.heads);
-  const int64_t of_head = number % blocks;
-  const unsigned rest = number / blocks;
-  const int64_t block = reversed ? list.blocks - 1 - of_head : of_head;
-  TileCoord place{rest / heads, static_cast<int>(rest % heads), block};
-  if (!problem.query_starts) return place;
+  const int64_t within_head = index32 % tiles;
+  const unsigned plane = index32 / tiles;
+  const int64_t block = reversed ? list.blocks - 1 - within_head : within_head;
+  TileCoord coord{plane / heads, static_cast<int>(plane % heads), block};
+  if (!problem.query_starts) return coord;
   const int32_t* const starts = over_keys ? problem.key_starts : problem.query_starts;
   const int64_t total = over_keys ? problem.total_keys : problem.total_queries;
-  place.sequence = sequence_at(starts, problem.batch, total, size, block);
-  place.block = block - (clamp(starts[place.sequence], 0, total) / size + place.sequence);
-  return place;
+  coord.sequence = sequence_of_tile(starts, problem.batch, total, size, block);
+  coord.block = block - (clamp(starts[coord.sequence], 0, total) / size + coord.sequence);
+  return coord;
 }
 
 }  // namespace flash_online::cuda

@@ -1,47 +1,46 @@
 // Attention backward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
 // (arXiv 2307.08691). docs/attention_sm80.md draws it.
 //
-// A block of threads owns a block of keys and values, and the queries of every head that shares them pass by in blocks. Scores
-// are made again, transposed: [key][query], so that weights and the scores' gradients are left operands of the products that
-// are the gradients of values and keys, which stay in registers to the end. The gradients of queries are summed over blocks of
-// threads, in global memory.
+// A CTA takes a tile of keys and values, and its mainloop passes over blocks of the queries of every head that shares them.
+// Scores are made transposed, [key][query], so that weights and the scores' gradients are left operands of the products that
+// make dV and dK, which stay in registers to the end. dQ is summed over CTAs, in global memory.
 #pragma once
 
+#include "../../mma/gemm.cuh"
 #include "../attention.h"
 #include "../common/backward_workspace.cuh"
 #include "../common/dq_accum.cuh"
+#include "../common/dropout.cuh"
 #include "../common/mask_grad.h"
 #include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
+#include "../common/store_rows.cuh"
+#include "../kernels.h"
 #include "load.cuh"
 #include "tiles.h"
 #include "variants.cuh"
+#include "work_tile.cuh"
 
 namespace flash_online::cuda {
 
-// backward_queries_sm80.cuh: the gradients of queries by themselves.
-template <int kHeadDim>
-void backward_queries_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                           CUstream_st* stream);
-
-// Where the gradients of queries go.
-enum class QueryGradients : int8_t {
-  kSum,     // into sums that other blocks of threads add to
-  kDirect,  // into the result: one block of keys is all there are
-  kNone,    // nowhere: another kernel makes them
+// Where dQ goes.
+enum class DqMode : int8_t {
+  kAccumulate,  // into sums that other CTAs add to
+  kDirect,      // into the result: one tile has all keys
+  kNone,        // nowhere: another kernel makes it
 };
 
-struct BackwardArguments {
+struct BackwardSm80Arguments {
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardWorkspace space;
-  TileList list;    // of keys; its heads are the kv_grad_heads
-  ScoreMod rule;
-  float keep_scale;  // of dropout: 1 / (1 - p)
-  QueryGradients query_gradients;
+  TileList list;  // of keys; its heads are the kv_grad_heads
+  ScoreMod score_mod;
+  float keep_scale;  // 1 / (1 - dropout)
+  DqMode dq_mode;
 };
 
-// A mask's block as a warp sees it whose queries begin `query` further on.
+// The part of a mask's tile that a warp sees whose queries begin at `query`.
 template <class Mask>
 struct LaterQueries {
   const Mask& mask;
@@ -56,37 +55,38 @@ struct LaterQueries {
   }
 };
 
-// The numbers of kQueries queries, in shared memory: see kRowStats; with kPrecise also the rest of delta.
+// The row statistics of kQueries queries in shared memory (kRowStats); with kPrecise also the low part of delta.
 template <int kQueries, bool kPrecise>
-struct RowNumbers {
-  static constexpr int kKinds = kPrecise ? 4 : 3;
-  static constexpr int kBytes = kKinds * kQueries * static_cast<int>(sizeof(float));
+struct RowStatsTile {
+  static constexpr int kStats = kPrecise ? 4 : 3;
+  static constexpr int kBytes = kStats * kQueries * static_cast<int>(sizeof(float));
   float* data;
 
-  // Starts copying those of the queries from `query` on, out of a head's blocks.
+  // Starts copying those of the queries from `query` on, from one head's statistics.
   template <int kThreads>
-  __device__ __forceinline__ void load(const float* rows, [[maybe_unused]] const float* rests, int query) const {
-    static_assert(kStatsRows % kQueries == 0 && kKinds * kQueries / 4 <= kThreads);
+  __device__ __forceinline__ void load(const float* row_stats, [[maybe_unused]] const float* delta_low_stats, int query) const {
+    static_assert(kStatsRows % kQueries == 0 && kStats * kQueries / 4 <= kThreads);
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread >= kKinds * kQueries / 4) return;
-    const int kind = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
-    const float* from = rows + int64_t{query} / kStatsRows * kRowStats + kind * kStatsRows + query % kStatsRows + column;
-    if (kPrecise && kind == 3) from = rests + query + column;
-    cp_async(reinterpret_cast<uint4*>(data + kind * kQueries + column), from);
+    if (thread >= kStats * kQueries / 4) return;
+    const int stat = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
+    const float* from = row_stats + int64_t{query} / kStatsRows * kRowStats + stat * kStatsRows + query % kStatsRows + column;
+    if (kPrecise && stat == 3) from = delta_low_stats + query + column;
+    cp_async(reinterpret_cast<uint4*>(data + stat * kQueries + column), from);
   }
-  // Of two neighbouring queries.
-  __device__ __forceinline__ float2 high(int query) const { return *reinterpret_cast<const float2*>(data + query); }
-  __device__ __forceinline__ float2 low(int query) const { return *reinterpret_cast<const float2*>(data + kQueries + query); }
+  // Each reads those of two neighbouring queries.
+  __device__ __forceinline__ float2 lse(int query) const { return *reinterpret_cast<const float2*>(data + query); }
+  __device__ __forceinline__ float2 lse_low(int query) const {
+    return *reinterpret_cast<const float2*>(data + kQueries + query);
+  }
   __device__ __forceinline__ float2 delta(int query) const {
     return *reinterpret_cast<const float2*>(data + 2 * kQueries + query);
   }
-  __device__ __forceinline__ float2 rest_of_delta(int query) const {
+  __device__ __forceinline__ float2 delta_low(int query) const {
     return kPrecise ? *reinterpret_cast<const float2*>(data + 3 * kQueries + query) : float2{};
   }
 };
 
-// Writes accumulators straight into rows of global memory, times `scale`: a warp's rows from `row` on, columns from `column`
-// on.
+// Stores accumulators times `scale` straight to rows in global memory: a warp's rows from `row` on, columns from `column` on.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kColumns>& d, float scale, Element* data,
                                                    int64_t row_stride, int64_t column_stride, int row, int column, int rows,
@@ -108,412 +108,524 @@ __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kCol
     }
 }
 
+// A CTA's backward pass. Members that run on the device stand in the order in which they are called.
 template <class Element, int kHeadDim, Variant kVariant>
-struct BackwardOnSm80 {
-  static constexpr bool kEverything = kVariant != Variant::kPlain;
-  static constexpr BackwardSm80 kTile = backward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
+class BackwardSm80Kernel {
+ public:
+  static constexpr bool kHasOptions = kVariant != Variant::kPlain;
+  static constexpr BackwardSm80Tile kTile = backward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
-  // Scores: [key][query], so many rows of 16 and columns of 8 a warp.
-  static constexpr int kScoreQueries = kQueries / kTile.score_split;
-  static constexpr int kScoreRows = kKeys / kTile.score_warps / 16, kScoreColumns = kScoreQueries / 8;
-  static constexpr bool kAllScore = kTile.score_warps * kTile.score_split == kTile.warps;
-  // Gradients of keys and values: [key][column].
-  static constexpr bool kInRegisters = kTile.sum_warps == 0;
-  static constexpr int kSumSplit = kInRegisters ? 1 : kTile.warps / kTile.sum_warps;
-  static constexpr int kSumRows = kKeys / (kInRegisters ? kTile.score_warps : kTile.sum_warps) / 16;
-  static constexpr int kSumWidth = kHeadDim / kSumSplit;
-  // Whether a warp sums the keys that it makes weights of: those of its own queries are its left operand without a detour.
-  static constexpr bool kOwnHalf = kTile.sum_warps == kTile.score_warps && kTile.score_split == 2 && kSumSplit == 2;
-  // Gradients of queries: [query][column].
-  static constexpr int kQuerySplit = kTile.warps / kTile.query_warps;
-  static constexpr int kQueryRows = kQueries / kTile.query_warps / 16, kQueryWidth = kHeadDim / kQuerySplit;
-  static_assert(kScoreRows > 0 && kScoreColumns > 0 && kSumRows > 0 && kQueryRows > 0 && kSumWidth % 16 == 0 &&
-                kQueryWidth % 16 == 0);
-  static_assert(kAllScore || !kInRegisters);
-  // A step of a product with weights out of registers is two blocks of eight queries.
+
+  static int shared_bytes(const AttentionProblem& problem) {
+    const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
+    return kTile.shared_bytes() + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+
+  __device__ __forceinline__ static void run(const BackwardSm80Arguments& arguments) {
+    extern __shared__ __align__(16) char shared[];
+    const AttentionProblem& problem = arguments.problem;
+    // Read here and not where they are used: two variants of the kernel would spill more registers.
+    const bool makes_dq = arguments.dq_mode != DqMode::kNone, direct = arguments.dq_mode == DqMode::kDirect;
+    const WorkTile tile(problem, tile_coord(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0));
+    if (problem.query_starts && tile.block == 0) clear_padding(arguments, tile);
+    if (tile.block < 0 || tile.block * kKeys >= tile.keys) return;
+
+    BackwardSm80Kernel kernel(arguments, tile, makes_dq, direct, shared);
+    kernel.load_keys_and_values();
+    // Accumulators are no members: the compiler would leave the members beside an array in memory until loops are unrolled.
+    KeyGrads grad_key, grad_value;
+    clear(grad_key);
+    clear(grad_value);
+    for (int head = kernel.first_head; head < kernel.first_head + kernel.heads; ++head)
+      kernel.mainloop(head, grad_key, grad_value);
+    kernel.epilogue(grad_key, grad_value);
+  }
+
+ private:
+  // Scores, [key][query]: 16 * kScoreRows keys by kScoreQueries queries per warp.
+  static constexpr int kScoreQueries = kQueries / kTile.score_query_warps;
+  static constexpr int kScoreRows = kKeys / kTile.score_key_warps / 16, kScoreColumns = kScoreQueries / 8;
+  static constexpr bool kAllScore = kTile.score_key_warps * kTile.score_query_warps == kTile.warps;
+  // dK and dV, [key][column].
+  static constexpr bool kInRegisters = kTile.dkv_warps == 0;  // weights stay with the warp that makes them
+  static constexpr int kDkvSplit = kInRegisters ? 1 : kTile.warps / kTile.dkv_warps;
+  static constexpr int kDkvRows = kKeys / (kInRegisters ? kTile.score_key_warps : kTile.dkv_warps) / 16;
+  static constexpr int kDkvWidth = kHeadDim / kDkvSplit;
+  // Whether a warp sums over the keys that it makes half of the weights of: that half is a left operand in registers.
+  static constexpr bool kOwnHalf = kTile.dkv_warps == kTile.score_key_warps && kTile.score_query_warps == 2 && kDkvSplit == 2;
+  // dQ, [query][column].
+  static constexpr int kDqSplit = kTile.warps / kTile.dq_warps;
+  static constexpr int kDqRows = kQueries / kTile.dq_warps / 16, kDqWidth = kHeadDim / kDqSplit;
+  // A step of a product whose left operand is in registers takes two columns of accumulators.
   static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
   using Piece = typename Split<Element>::Piece;
   using WideTile = SharedTile<Element, kHeadDim>;
   using ScoreTile = SharedTile<Element, kQueries>;
-  using Rest = CompensatedAccumulator<Element, kScoreRows, kScoreColumns>;
-  using Numbers = RowNumbers<kQueries, Rest::kCompensated>;
+  using Scores = Accumulator<kScoreRows, kScoreColumns>;
+  using Compensation = CompensatedAccumulator<Element, kScoreRows, kScoreColumns>;
+  using ScoreOperand = LeftOperand<Element, kScoreRows, kScoreColumns>;
+  using RowStats = RowStatsTile<kQueries, Compensation::kCompensated>;
+  using KeyGrads = Accumulator<kDkvRows, kDkvWidth / 8>;
+  using Prefetch = TilePrefetch<Element, TileCopy{.rows = kQueries, .width = kHeadDim, .threads = kThreads}>;
+
+  // Shared memory: keys, values; for each stage queries, gradients of outputs and row statistics; gradients of scores; weights,
+  // unless they stay in registers; mask.
   static constexpr int kKeyBytes = WideTile::bytes(kKeys), kQueryBytes = WideTile::bytes(kQueries),
                        kScoreBytes = ScoreTile::bytes(kKeys);
-  // Keys, values; of each stage queries, gradients of outputs, numbers; gradients of scores; weights; mask.
-  static constexpr int kStageBytes = 2 * kQueryBytes + Numbers::kBytes;
+  static constexpr int kStageBytes = 2 * kQueryBytes + RowStats::kBytes;
   static constexpr int kBytes = 2 * kKeyBytes + kStages * kStageBytes + (kInRegisters ? 1 : 2) * kScoreBytes;
   static_assert(kKeyBytes % 16 == 0 && kQueryBytes % 16 == 0 && kScoreBytes % 16 == 0);
+  static_assert(kBytes == kTile.shared_bytes());
 
-  static int shared_bytes(const AttentionProblem& problem) {
-    const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
-    return kBytes + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
-  }
-
-  __device__ static void run(const BackwardArguments& arguments);
-
- private:
-  using Sums = Accumulator<kSumRows, kSumWidth / 8>;
-
-  // Where a warp keeps its sums for others to read.
-  __device__ static float* sums_of_warp(char* shared, int warp) {
-    return reinterpret_cast<float*>(shared) + warp * kSumRows * (kSumWidth / 8) * 128;
-  }
-  // In registers' order: what one warp leaves, another adds.
-  __device__ static void leave(const Sums& d, float* at) {
-#pragma unroll
-    for (int i = 0; i < kSumRows; ++i)
-#pragma unroll
-      for (int j = 0; j < kSumWidth / 8; ++j)
-        reinterpret_cast<float4*>(at)[(i * (kSumWidth / 8) + j) * 32 + lane()] =
-            make_float4(d[i][j][0], d[i][j][1], d[i][j][2], d[i][j][3]);
-  }
-  __device__ static void take(Sums& d, const float* at) {
-#pragma unroll
-    for (int i = 0; i < kSumRows; ++i)
-#pragma unroll
-      for (int j = 0; j < kSumWidth / 8; ++j) {
-        const float4 x = reinterpret_cast<const float4*>(at)[(i * (kSumWidth / 8) + j) * 32 + lane()];
-        d[i][j][0] += x.x, d[i][j][1] += x.y, d[i][j][2] += x.z, d[i][j][3] += x.w;
-      }
-  }
-  __device__ static void scale_by(Sums& d, float factor) {
-#pragma unroll
-    for (int i = 0; i < kSumRows; ++i)
-#pragma unroll
-      for (int j = 0; j < kSumWidth / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) d[i][j][e] *= factor;
-  }
-};
-
-template <class Element, int kHeadDim, Variant kVariant>
-__device__ __forceinline__ void BackwardOnSm80<Element, kHeadDim, kVariant>::run(const BackwardArguments& arguments) {
-  extern __shared__ __align__(16) char shared[];
-  const AttentionProblem& problem = arguments.problem;
-  const AttentionGradients& gradients = arguments.gradients;
-  const bool sums_queries = arguments.query_gradients != QueryGradients::kNone,
-             direct = arguments.query_gradients == QueryGradients::kDirect;
-
-  const TileCoord place = tile_coord(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0);
-  const int64_t batch = place.sequence, unit = place.head;
-  const Sequence sequence = sequence_of(problem, batch);
-  const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
-  if (problem.query_starts && place.block == 0) {
-    const auto clear = [&](int64_t n) {
-      const Rows rows = padding_rows(problem.key_starts, problem.batch, n, problem.keys, problem.total_keys);
-      clear_rows<Element, kThreads>(gradients.grad_key, unit, problem.head_dim, rows);
-      clear_rows<Element, kThreads>(gradients.grad_value, unit, problem.head_dim_v, rows);
+  // Clears dK and dV of the padding rows around a packed sequence in the tile's head.
+  __device__ __forceinline__ static void clear_padding(const BackwardSm80Arguments& arguments, const WorkTile& tile) {
+    const AttentionProblem& problem = arguments.problem;
+    const auto clear_before = [&](int64_t sequence) {
+      const Rows rows = padding_rows(problem.key_starts, problem.batch, sequence, problem.keys, problem.total_keys);
+      clear_rows<Element, kThreads>(arguments.gradients.grad_key, tile.head, problem.head_dim, rows);
+      clear_rows<Element, kThreads>(arguments.gradients.grad_value, tile.head, problem.head_dim_v, rows);
     };
-    clear(batch);
-    if (batch == problem.batch - 1) clear(problem.batch);
+    clear_before(tile.batch);
+    if (tile.batch == problem.batch - 1) clear_before(problem.batch);
   }
-  if (place.block < 0 || place.block * kKeys >= keys) return;
-  const int key = static_cast<int>(place.block) * kKeys, last_key = min(key + kKeys, keys);
 
-  const WideTile key_tile{reinterpret_cast<Piece*>(shared)}, value_tile{reinterpret_cast<Piece*>(shared + kKeyBytes)};
-  char* const stages = shared + 2 * kKeyBytes;
-  const auto query_tile = [&](int stage) { return WideTile{reinterpret_cast<Piece*>(stages + stage * kStageBytes)}; };
-  const auto grad_out_tile = [&](int stage) {
-    return WideTile{reinterpret_cast<Piece*>(stages + stage * kStageBytes + kQueryBytes)};
+  // ---- what a CTA works on -------------------------------------------------------------------------------------------------
+  const BackwardSm80Arguments& arguments;
+  const AttentionProblem& problem;
+  const AttentionGradients& gradients;
+  const bool makes_dq, direct;
+  const int64_t batch, kv_grad_head;
+  const Sequence sequence;
+  const int queries, keys;  // the sequence's
+  const int key, last_key;  // the tile's
+
+  char* const shared;
+  const WideTile key_tile, value_tile;
+  char* const stages;
+  const ScoreTile grad_tile, weight_tile;
+  MaskTile<kQueries, kKeys, kThreads> mask_tile;
+
+  // The warp's parts of the products.
+  const int warp;
+  const int score_row, score_query;
+  const int dkv_row, dkv_column;
+  const int dq_row, dq_column;
+  const bool has_scores;
+
+  const int heads, first_head;  // those of the queries that share the keys
+  int begin, end;  // blocks of queries that see any of the keys
+  int whole_begin, whole_end;  // queries that see all of them
+
+  __device__ __forceinline__ BackwardSm80Kernel(const BackwardSm80Arguments& arguments_, const WorkTile& tile, bool makes_dq_,
+                                                bool direct_, char* shared_)
+      : arguments(arguments_),
+        problem(arguments.problem),
+        gradients(arguments.gradients),
+        makes_dq(makes_dq_),
+        direct(direct_),
+        batch(tile.batch),
+        kv_grad_head(tile.head),
+        sequence(tile.sequence),
+        queries(tile.queries),
+        keys(tile.keys),
+        key(static_cast<int>(tile.block) * kKeys),
+        last_key(min(key + kKeys, keys)),
+        shared(shared_),
+        key_tile{reinterpret_cast<Piece*>(shared)},
+        value_tile{reinterpret_cast<Piece*>(shared + kKeyBytes)},
+        stages(shared + 2 * kKeyBytes),
+        grad_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes)},
+        weight_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes + kScoreBytes)},
+        mask_tile(shared + kBytes),
+        warp(static_cast<int>(threadIdx.x) / kWarpSize),
+        score_row(warp / kTile.score_query_warps * (16 * kScoreRows)),
+        score_query(warp % kTile.score_query_warps * kScoreQueries),
+        dkv_row(kInRegisters ? score_row : warp / kDkvSplit * (16 * kDkvRows)),
+        dkv_column(kInRegisters ? 0 : warp % kDkvSplit * kDkvWidth),
+        dq_row(warp / kDqSplit * (16 * kDqRows)),
+        dq_column(warp % kDqSplit * kDqWidth),
+        has_scores(kAllScore || warp < kTile.score_key_warps * kTile.score_query_warps),
+        heads(static_cast<int>(problem.heads) / static_cast<int>(arguments.list.heads)),
+        first_head(static_cast<int>(tile.head) * heads) {
+    const QueryRange range = direct ? QueryRange{0, queries} : queries_of_any(sequence.visible, key, last_key, queries);
+    begin = static_cast<int>(min(range.begin, int64_t{queries}) / kQueries);
+    end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
+    const QueryRange whole = queries_of_all(sequence.visible, key, key + kKeys, key + kKeys <= keys ? queries : 0);
+    whole_begin = static_cast<int>(min(whole.begin, int64_t{queries}));
+    whole_end = static_cast<int>(whole.end);
+  }
+
+  __device__ __forceinline__ WideTile query_tile(int stage) const {
+    return {reinterpret_cast<Piece*>(stages + stage * kStageBytes)};
+  }
+  __device__ __forceinline__ WideTile grad_out_tile(int stage) const {
+    return {reinterpret_cast<Piece*>(stages + stage * kStageBytes + kQueryBytes)};
+  }
+  __device__ __forceinline__ RowStats row_stats(int stage) const {
+    return {reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
+  }
+
+  // What the mainloop reads of one head.
+  struct Head {
+    const int index;
+    const HeadRows<Element> query_rows, grad_out_rows;
+    const int64_t first_block;  // of the workspace's blocks of rows
+    const float *const row_stats, *const delta_low;
+    const HeadMask mask;
+    const HeadScoreMod<Element> score_mod;
+    const Dropout dropout;
+
+    __device__ __forceinline__ Head(const BackwardSm80Kernel& kernel, int head)
+        : index(head),
+          query_rows(kernel.problem.query, kernel.batch, head, kernel.sequence.queries.begin, kernel.problem.head_dim),
+          grad_out_rows(kernel.gradients.grad_out, kernel.batch, head, kernel.sequence.queries.begin,
+                        kernel.problem.head_dim_v),
+          first_block(first_row_block(kernel.problem, kernel.arguments.space.list, kernel.batch, head)),
+          row_stats(kernel.arguments.space.row_stats + first_block * kRowStats),
+          delta_low(Compensation::kCompensated ? kernel.arguments.space.delta_low(first_block) : nullptr),
+          mask(kernel.problem, kernel.batch, head),
+          score_mod(score_mod_of_head<Element>(kernel.arguments.score_mod, kernel.problem, kernel.batch, head)),
+          dropout(kernel.problem, kernel.batch, head) {}
   };
-  const auto numbers = [&](int stage) {
-    return Numbers{reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
-  };
-  const ScoreTile grad_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes)},
-      weight_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes + kScoreBytes)};
-  MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kBytes);
 
-  // A warp's pieces of the products.
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int score_row = warp / kTile.score_split * (16 * kScoreRows), score_query = warp % kTile.score_split * kScoreQueries;
-  const int sum_row = kInRegisters ? score_row : warp / kSumSplit * (16 * kSumRows),
-            sum_column = kInRegisters ? 0 : warp % kSumSplit * kSumWidth;
-  const int query_row = warp / kQuerySplit * (16 * kQueryRows), query_column = warp % kQuerySplit * kQueryWidth;
-  const bool scores_here = kAllScore || warp < kTile.score_warps * kTile.score_split;
+  // ---- loads ---------------------------------------------------------------------------------------------------------------
+  __device__ __forceinline__ void load_keys_and_values() const {
+    load<kKeys, kThreads>(
+        key_tile,
+        HeadRows<Element>(problem.key, batch,
+                          first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
+                          sequence.keys.begin, problem.head_dim),
+        key, keys);
+    load_values<kKeys, kThreads>(
+        value_tile,
+        HeadRows<Element>(problem.value, batch,
+                          first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
+                          sequence.keys.begin, problem.head_dim_v),
+        key, keys, kHasOptions ? arguments.keep_scale : 1.0f);
+  }
 
-  const int heads = static_cast<int>(problem.heads) / static_cast<int>(arguments.list.heads), first_head = place.head * heads;
-  load<kKeys, kThreads>(key_tile,
-                        HeadRows<Element>(problem.key, batch,
-                                          first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.key_heads)),
-                                          sequence.keys.begin, problem.head_dim),
-                        key, keys);
-  load_values<kKeys, kThreads>(
-      value_tile,
-      HeadRows<Element>(problem.value, batch,
-                        first_head / (static_cast<int>(problem.heads) / static_cast<int>(problem.value_heads)),
-                        sequence.keys.begin, problem.head_dim_v),
-      key, keys, kEverything ? arguments.keep_scale : 1.0f);
-  Sums grad_key, grad_value;
-  clear(grad_key);
-  clear(grad_value);
+  __device__ __forceinline__ void load_queries(const Head& head, Prefetch& prefetch, int stage, int block) const {
+    prefetch.start(query_tile(stage), head.query_rows, block * kQueries, queries);
+  }
 
-  const QueryRange range = direct ? QueryRange{0, queries} : queries_of_any(sequence.visible, key, last_key, queries);
-  const int begin = static_cast<int>(min(range.begin, int64_t{queries}) / kQueries),
-            end = range.end > range.begin ? static_cast<int>((range.end + kQueries - 1) / kQueries) : 0;
+  __device__ __forceinline__ void load_grad_out(const Head& head, Prefetch& prefetch, int stage, int block) const {
+    prefetch.start(grad_out_tile(stage), head.grad_out_rows, block * kQueries, queries);
+    row_stats(stage).template load<kThreads>(head.row_stats, head.delta_low, block * kQueries);
+  }
 
-  const QueryRange whole = queries_of_all(sequence.visible, key, key + kKeys, key + kKeys <= keys ? queries : 0);
-  const int whole_begin = static_cast<int>(min(whole.begin, int64_t{queries})), whole_end = static_cast<int>(whole.end);
+  __device__ __forceinline__ void finish_loads(const Head& head, const Prefetch& next_queries, const Prefetch& next_grad_out,
+                                               int stage, int block) const {
+    next_queries.finish(query_tile(stage), head.query_rows, block * kQueries, queries);
+    next_grad_out.finish(grad_out_tile(stage), head.grad_out_rows, block * kQueries, queries);
+  }
 
-  for (int head = first_head; head < first_head + heads; ++head) {
-    const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim),
-        grad_out_rows(gradients.grad_out, batch, head, sequence.queries.begin, problem.head_dim_v);
-    const int64_t first_block = first_row_block(problem, arguments.space.list, batch, head);
-    const float* const row_numbers = arguments.space.rows + first_block * kRowStats;
-    const float* const rests_of_delta = Rest::kCompensated ? arguments.space.rest_of_delta(first_block) : nullptr;
-    const HeadMask mask(problem, batch, head);
-    const auto rule = score_mod_of_head<Element>(arguments.rule, problem, batch, head);
-    const Dropout dropout(problem, batch, head);
-    QueryBlocks<kQueries, kKeys> query_blocks(direct ? MaskMap{} : arguments.space.map, batch, head, key, keys, begin, end);
-
-    Incoming<kQueries, kThreads, Element, kHeadDim> next_queries, next_grad_out;
-    const auto load_queries = [&](int stage, int block) {
-      next_queries.start(query_tile(stage), query_rows, block * kQueries, queries);
-    };
-    const auto load_grad_out = [&](int stage, int block) {
-      next_grad_out.start(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
-      numbers(stage).template load<kThreads>(row_numbers, rests_of_delta, block * kQueries);
-    };
-    const auto finish_loads = [&](int stage, int block) {
-      next_queries.finish(query_tile(stage), query_rows, block * kQueries, queries);
-      next_grad_out.finish(grad_out_tile(stage), grad_out_rows, block * kQueries, queries);
-    };
-    bool nothing_hidden, next_nothing_hidden = false;
-    int block = query_blocks.next(nothing_hidden), stage = 0;
-    if (head > first_head) __syncthreads();  // all have done with the head before
+  // ---- mainloop over blocks of one head's queries --------------------------------------------------------------------------
+  __device__ __forceinline__ void mainloop(int head_index, KeyGrads& grad_key, KeyGrads& grad_value) {
+    const Head head(*this, head_index);
+    QueryBlocks<kQueries, kKeys> query_blocks(direct ? MaskMap{} : arguments.space.map, batch, head_index, key, keys, begin,
+                                              end);
+    Prefetch next_queries, next_grad_out;
+    bool mask_is_clear, next_mask_is_clear = false;
+    int block = query_blocks.next(mask_is_clear), stage = 0;
+    if (head_index > first_head) __syncthreads();  // all have done with the head before
     if (block < end) {
-      load_queries(0, block);
-      load_grad_out(0, block);
-      finish_loads(0, block);
-      if (kEverything && mask.data && !nothing_hidden) mask_tile.load(mask, block * kQueries, queries, key, keys);
+      load_queries(head, next_queries, 0, block);
+      load_grad_out(head, next_grad_out, 0, block);
+      finish_loads(head, next_queries, next_grad_out, 0, block);
+      if (kHasOptions && head.mask.data && !mask_is_clear) mask_tile.load(head.mask, block * kQueries, queries, key, keys);
     }
     cp_async_commit();
 
-    for (int next; block < end; block = next, nothing_hidden = next_nothing_hidden, stage = (stage + 1) % kStages) {
+    for (int next; block < end; block = next, mask_is_clear = next_mask_is_clear, stage = (stage + 1) % kStages) {
       const int query = block * kQueries;
-      const bool masked = kEverything && mask.data && !nothing_hidden;
+      const bool masked = kHasOptions && head.mask.data && !mask_is_clear;
       cp_async_wait();
       __syncthreads();  // this block is there, and all have done with the one before
-      next = query_blocks.next(next_nothing_hidden);
+      next = query_blocks.next(next_mask_is_clear);
       if (kStages > 1 && next < end) {
-        load_queries((stage + 1) % kStages, next);
-        load_grad_out((stage + 1) % kStages, next);
+        load_queries(head, next_queries, (stage + 1) % kStages, next);
+        load_grad_out(head, next_grad_out, (stage + 1) % kStages, next);
       }
 
       const ScoreBlock here{query + score_query, key, queries, keys, query >= whole_begin && query + kQueries <= whole_end};
       [[maybe_unused]] unsigned kept = ~0u;
-      if (kEverything && dropout && scores_here) kept = draw_weights<true, kScoreRows, kScoreColumns>(score_row, dropout, here);
-      Accumulator<kScoreRows, kScoreColumns> scores, grads;
-      Rest scores_rest, grads_rest;
-      clear(scores);
-      clear(grads);
-      if (scores_here) {
-        multiply_rows<Element, kHeadDim>(scores, scores_rest, key_tile, score_row, query_tile(stage).from(score_query, 0));
-        multiply_rows<Element, kHeadDim>(grads, grads_rest, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
-      }
-      if (scores_here) {
-        if (kEverything && dropout) drop_gradients<Element>(grads, grads_rest, kept, arguments.keep_scale);
-        without_infinite(grads, grads_rest);
-        const Numbers rows{numbers(stage).data + score_query};
-#pragma unroll
-        for (int j = 0; j < kScoreColumns; ++j) {
-          const float2 delta = rows.delta(8 * j + 2 * lane_in_quad()),
-                       delta_low = rows.rest_of_delta(8 * j + 2 * lane_in_quad());
-#pragma unroll
-          for (int i = 0; i < kScoreRows; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-              grads[i][j][e] = less_delta<Rest>(grads[i][j][e], grads_rest.sums[i][j][e], e % 2 ? delta.y : delta.x,
-                                                e % 2 ? delta_low.y : delta_low.x);
-        }
-        if (kEverything && rule.has_score_mod)
-          apply_score_mod<true>(scores, score_row, rule, here, sequence.visible, &grads, &scores_rest);
-        if (masked)
-          mask_scores<true>(scores, score_row, mask.dtype, LaterQueries<decltype(mask_tile)>{mask_tile, score_query},
-                            &scores_rest);
-        round_to_sum(scores, scores_rest);
-        if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
-        const float factor = kEverything ? rule.remaining_scale() : rule.scale;
-#pragma unroll
-        for (int j = 0; j < kScoreColumns; ++j) {
-          const float2 high = rows.high(8 * j + 2 * lane_in_quad()), low = rows.low(8 * j + 2 * lane_in_quad());
-#pragma unroll
-          for (int i = 0; i < kScoreRows; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              float& x = scores[i][j][e];
-              x = FastBinary::exp(
-                  exponent_of<Rest>(x, scores_rest.sums[i][j][e], factor, e % 2 ? high.y : high.x, e % 2 ? low.y : low.x));
-              grads[i][j][e] *= x;
-              if (kEverything && !(kept >> (4 * (i * kScoreColumns + j) + e) & 1)) x = 0;
-            }
-        }
-      }
-      const LeftOperand<Element, kScoreRows, kScoreColumns> weight_operand(scores), grad_operand(grads);
-      if (scores_here && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
-      if (scores_here && (!kInRegisters || sums_queries)) grad_operand.store(grad_tile, score_row, score_query);
+      if (kHasOptions && head.dropout && has_scores)
+        kept = draw_weights<true, kScoreRows, kScoreColumns>(score_row, head.dropout, here);
+      Scores scores, grads;
+      make_weights_and_grad_scores(scores, grads, head, stage, here, kept, masked);
+      const ScoreOperand weight_operand(scores), grad_operand(grads);
+      if (has_scores && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
+      if (has_scores && (!kInRegisters || makes_dq)) grad_operand.store(grad_tile, score_row, score_query);
 
-      // What others than the warp itself made of the weights and the scores' gradients: these queries.
+      // dV += P^T dO and dK += dS^T Q. A warp's own weights and gradients of scores are in its registers; others' are of the
+      // kOthers queries from `other` on.
       const int other = kOwnHalf ? kScoreQueries - score_query : 0;
       constexpr int kOthers = kOwnHalf ? kScoreQueries : kQueries;
       if constexpr (kInRegisters || kOwnHalf)
-        multiply_operand(grad_value, weight_operand, grad_out_tile(stage).from(score_query, 0), sum_column);
-      if constexpr (kOwnHalf) multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0), sum_column);
+        multiply_operand(grad_value, weight_operand, grad_out_tile(stage).from(score_query, 0), dkv_column);
+      if constexpr (kOwnHalf) multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0), dkv_column);
       __syncthreads();  // weights and scores' gradients are there, and all have done with the mask
-      if (kEverything && next < end && mask.data && !next_nothing_hidden)
-        mask_tile.load(mask, next * kQueries, queries, key, keys);
+      if (kHasOptions && next < end && head.mask.data && !next_mask_is_clear)
+        mask_tile.load(head.mask, next * kQueries, queries, key, keys);
       if constexpr (!kInRegisters) {
-        multiply_rows_by_columns<Element, kOthers>(grad_value, weight_tile.from(0, other), sum_row,
-                                                   grad_out_tile(stage).from(other, 0), sum_column);
+        multiply_rows_by_columns<kOthers>(grad_value, weight_tile.from(0, other), dkv_row, grad_out_tile(stage).from(other, 0),
+                                          dkv_column);
         if (kStages == 1) __syncthreads();  // all have done with the gradients of outputs
       }
-      if (kStages == 1 && next < end) load_grad_out(0, next);
+      if (kStages == 1 && next < end) load_grad_out(head, next_grad_out, 0, next);
       if constexpr (kInRegisters)
         multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0));
       else
-        multiply_rows_by_columns<Element, kOthers>(grad_key, grad_tile.from(0, other), sum_row,
-                                                   query_tile(stage).from(other, 0), sum_column);
+        multiply_rows_by_columns<kOthers>(grad_key, grad_tile.from(0, other), dkv_row, query_tile(stage).from(other, 0),
+                                          dkv_column);
       if (kStages == 1) {
         __syncthreads();  // all have done with the queries
-        if (next < end) load_queries(0, next);
+        if (next < end) load_queries(head, next_queries, 0, next);
       }
       cp_async_commit();
 
-      if (sums_queries) {
-        Accumulator<kQueryRows, kQueryWidth / 8> grad_query;
-        clear(grad_query);
-        multiply_columns<Element, kKeys>(grad_query, grad_tile, query_row, key_tile, query_column);
-        if (direct) {
-          const MutableView4& view = gradients.grad_query;
-          store_accumulators(grad_query, static_cast<float>(problem.scale),
-                             static_cast<Element*>(view.data) + batch * view.stride[0] + head * view.stride[1], view.stride[2],
-                             view.stride[3], query + query_row, query_column, queries, static_cast<int>(problem.head_dim));
-        } else {
-          float* const sums = arguments.space.sums + first_block * (kStatsRows * kHeadDim);
-#pragma unroll
-          for (int i = 0; i < kQueryRows; ++i)
-#pragma unroll
-            for (int j = 0; j < kQueryWidth / 8; ++j)
-              dq_accum_add(sums + (int64_t{query + query_row} / 16 + i) * (16 * kHeadDim) + (query_column / 8 + j) * 128 +
-                               dq_accum_offset(lane(), 0),
-                           grad_query[i][j]);
-        }
-      }
-      if (next < end) finish_loads((stage + 1) % kStages, next);
+      if (makes_dq) accumulate_dq(head, query);
+      if (next < end) finish_loads(head, next_queries, next_grad_out, (stage + 1) % kStages, next);
     }
   }
-  cp_async_wait();
-  __syncthreads();  // all have done with shared memory
 
-  const float scale = static_cast<float>(problem.scale);
-  scale_by(grad_key, scale);
-  if (kEverything) scale_by(grad_value, arguments.keep_scale);
-  if constexpr (kInRegisters && kTile.score_split > 1) {
-    static_assert(kTile.score_split == 2 &&
-                  kTile.warps * kSumRows * kSumWidth * 16 * static_cast<int>(sizeof(float)) <= kBytes);
+  // S^T = K Q^T and dP^T = V dO^T of the warp's part, and from them P^T in `scores`, after dropout, and dS^T in `grads`.
+  __device__ __forceinline__ void make_weights_and_grad_scores(Scores& scores, Scores& grads, const Head& head, int stage,
+                                                               const ScoreBlock& here, unsigned kept, bool masked) const {
+    Compensation score_compensation, grad_compensation;
+    clear(scores);
+    clear(grads);
+    if (has_scores) {
+      multiply_rows(scores, score_compensation, key_tile, score_row, query_tile(stage).from(score_query, 0));
+      multiply_rows(grads, grad_compensation, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
+    }
+    if (has_scores) {
+      const RowStats stats{row_stats(stage).data + score_query};
+      subtract_deltas(grads, grad_compensation, head, stats, kept);
+      make_scores(scores, score_compensation, grads, head, here, masked);
+      make_weights(scores, score_compensation, grads, head, stats, kept);
+    }
+  }
+
+  // Gradients of weights, dP, less delta.
+  __device__ __forceinline__ void subtract_deltas(Scores& grads, Compensation& compensation, const Head& head,
+                                                  const RowStats& stats, unsigned kept) const {
+    if (kHasOptions && head.dropout) drop_gradients<Element>(grads, compensation, kept, arguments.keep_scale);
+    clear_low_if_infinite(grads, compensation);
+#pragma unroll
+    for (int j = 0; j < kScoreColumns; ++j) {
+      const float2 delta = stats.delta(8 * j + 2 * lane_in_quad()), delta_low = stats.delta_low(8 * j + 2 * lane_in_quad());
+#pragma unroll
+      for (int i = 0; i < kScoreRows; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          grads[i][j][e] = subtract_delta<Compensation>(grads[i][j][e], compensation.low[i][j][e], e % 2 ? delta.y : delta.x,
+                                                        e % 2 ? delta_low.y : delta_low.x);
+    }
+  }
+
+  // Scores of products: score modification, whose derivative multiplies `grads`, mask and visibility.
+  __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const Head& head,
+                                              const ScoreBlock& here, bool masked) const {
+    if (kHasOptions && head.score_mod.has_score_mod)
+      apply_score_mod<true>(scores, score_row, head.score_mod, here, sequence.visible, &grads, &compensation);
+    if (masked)
+      mask_scores<true>(scores, score_row, head.mask.dtype, LaterQueries<decltype(mask_tile)>{mask_tile, score_query},
+                        &compensation);
+    renormalize(scores, compensation);
+    if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
+  }
+
+  // Weights of scores, P = exp(S - lse), which dropout then drops; and gradients of scores, dS = P (dP - delta).
+  __device__ __forceinline__ void make_weights(Scores& scores, const Compensation& compensation, Scores& grads,
+                                               const Head& head, const RowStats& stats, unsigned kept) const {
+    const float scale = kHasOptions ? head.score_mod.remaining_scale() : head.score_mod.scale;
+#pragma unroll
+    for (int j = 0; j < kScoreColumns; ++j) {
+      const float2 lse = stats.lse(8 * j + 2 * lane_in_quad()), lse_low = stats.lse_low(8 * j + 2 * lane_in_quad());
+#pragma unroll
+      for (int i = 0; i < kScoreRows; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = scores[i][j][e];
+          x = FastBinary::exp(exponent_of<Compensation>(x, compensation.low[i][j][e], scale, e % 2 ? lse.y : lse.x,
+                                                        e % 2 ? lse_low.y : lse_low.x));
+          grads[i][j][e] *= x;
+          if (kHasOptions && !(kept >> (4 * (i * kScoreColumns + j) + e) & 1)) x = 0;
+        }
+    }
+  }
+
+  // dQ += dS K of the queries from `query` on.
+  __device__ __forceinline__ void accumulate_dq(const Head& head, int query) const {
+    Accumulator<kDqRows, kDqWidth / 8> grad_query;
+    clear(grad_query);
+    multiply_columns<kKeys>(grad_query, grad_tile, dq_row, key_tile, dq_column);
+    if (direct) {
+      const MutableView4& view = gradients.grad_query;
+      store_accumulators(grad_query, static_cast<float>(problem.scale),
+                         static_cast<Element*>(view.data) + batch * view.stride[0] + head.index * view.stride[1],
+                         view.stride[2], view.stride[3], query + dq_row, dq_column, queries,
+                         static_cast<int>(problem.head_dim));
+    } else {
+      float* const dq_accum = arguments.space.dq_accum + head.first_block * (kStatsRows * kHeadDim);
+#pragma unroll
+      for (int i = 0; i < kDqRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kDqWidth / 8; ++j)
+          dq_accum_add(dq_accum + (int64_t{query + dq_row} / 16 + i) * (16 * kHeadDim) + (dq_column / 8 + j) * 128 +
+                           dq_accum_offset(lane(), 0),
+                       grad_query[i][j]);
+    }
+  }
+
+  // ---- epilogue ------------------------------------------------------------------------------------------------------------
+  __device__ __forceinline__ void epilogue(KeyGrads& grad_key, KeyGrads& grad_value) const {
+    cp_async_wait();
+    __syncthreads();  // all have done with shared memory
+    scale_by(grad_key, static_cast<float>(problem.scale));
+    if (kHasOptions) scale_by(grad_value, arguments.keep_scale);
+    if constexpr (kInRegisters && kTile.score_query_warps > 1) {
+      sum_query_warps(grad_key, grad_value);
+      if (warp % 2 == 1) return;
+    }
+    store(grad_key, key_tile, gradients.grad_key, problem.head_dim);
+    store(grad_value, value_tile, gradients.grad_value, problem.head_dim_v);
+  }
+
+  __device__ __forceinline__ static void scale_by(KeyGrads& d, float factor) {
+    for_each(d, [&](float& x, int, int, int) { x *= factor; });
+  }
+
+  // Adds the sums of two warps that have the same keys and different queries, in the even one.
+  __device__ __forceinline__ void sum_query_warps(KeyGrads& grad_key, KeyGrads& grad_value) const {
+    static_assert(kTile.score_query_warps == 2 &&
+                  kTile.warps * kDkvRows * kDkvWidth * 16 * static_cast<int>(sizeof(float)) <= kBytes);
     const int slot = warp / 2 * 2;
     if (warp % 2 == 1) {
-      leave(grad_key, sums_of_warp(shared, slot));
-      leave(grad_value, sums_of_warp(shared, slot + 1));
+      write_partial(grad_key, slot);
+      write_partial(grad_value, slot + 1);
     }
     __syncthreads();
     if (warp % 2 == 0) {
-      take(grad_key, sums_of_warp(shared, slot));
-      take(grad_value, sums_of_warp(shared, slot + 1));
+      add_partial(grad_key, slot);
+      add_partial(grad_value, slot + 1);
     }
     __syncthreads();
-    if (warp % 2 == 1) return;
   }
-  const auto store = [&](const Sums& d, WideTile at, const MutableView4& view, int64_t width) {
-    Element* const to = static_cast<Element*>(view.data) + batch * view.stride[0] + unit * view.stride[1] +
-                        (sequence.keys.begin + key) * view.stride[2] + sum_column * view.stride[3];
-    store_rows<Element>(d, at, sum_column, sum_row, to, view.stride[2], view.stride[3], last_key - key,
-                        static_cast<int>(width) - sum_column);
-  };
-  store(grad_key, key_tile, gradients.grad_key, problem.head_dim);
-  store(grad_value, value_tile, gradients.grad_value, problem.head_dim_v);
+
+  // A slot of shared memory holds one warp's sums, in the order of its registers.
+  __device__ __forceinline__ float4* partial(int slot) const {
+    return reinterpret_cast<float4*>(reinterpret_cast<float*>(shared) + slot * kDkvRows * (kDkvWidth / 8) * 128);
+  }
+  __device__ __forceinline__ void write_partial(const KeyGrads& d, int slot) const {
+#pragma unroll
+    for (int i = 0; i < kDkvRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kDkvWidth / 8; ++j)
+        partial(slot)[(i * (kDkvWidth / 8) + j) * 32 + lane()] = make_float4(d[i][j][0], d[i][j][1], d[i][j][2], d[i][j][3]);
+  }
+  __device__ __forceinline__ void add_partial(KeyGrads& d, int slot) const {
+#pragma unroll
+    for (int i = 0; i < kDkvRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kDkvWidth / 8; ++j) {
+        const float4 x = partial(slot)[(i * (kDkvWidth / 8) + j) * 32 + lane()];
+        d[i][j][0] += x.x, d[i][j][1] += x.y, d[i][j][2] += x.z, d[i][j][3] += x.w;
+      }
+  }
+
+  __device__ __forceinline__ void store(const KeyGrads& d, WideTile at, const MutableView4& view, int64_t width) const {
+    Element* const to = static_cast<Element*>(view.data) + batch * view.stride[0] + kv_grad_head * view.stride[1] +
+                        (sequence.keys.begin + key) * view.stride[2] + dkv_column * view.stride[3];
+    store_rows<Element>(d, at, dkv_column, dkv_row, to, view.stride[2], view.stride[3], last_key - key,
+                        static_cast<int>(width) - dkv_column);
+  }
+};
+
+template <class Element, int kHeadDim, Variant kVariant, class Kernel = BackwardSm80Kernel<Element, kHeadDim, kVariant>>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kTile.ctas_per_sm)
+    attention_backward_sm80(const __grid_constant__ BackwardSm80Arguments arguments) {
+  Kernel::run(arguments);
 }
 
-template <class Element, int kHeadDim, Variant kVariant, class Body = BackwardOnSm80<Element, kHeadDim, kVariant>>
-__global__ void __launch_bounds__(Body::kThreads, Body::kTile.blocks)
-    attention_backward_sm80(const __grid_constant__ BackwardArguments arguments) {
-  Body::run(arguments);
-}
-
-template <int kHeadDim, class F, class... Room>
-void visit_backward_sm80(const AttentionProblem& problem, F&& f, Room... room) {
-  visit_sm80<BackwardOnSm80, has_backward_sm80_tile, kHeadDim>(problem, f, room...);
+template <int kHeadDim, class F, class... SharedBytes>
+void visit_backward_sm80(const AttentionProblem& problem, F&& f, SharedBytes... shared_bytes) {
+  visit_sm80<BackwardSm80Kernel, has_backward_sm80_tile, kHeadDim>(problem, f, shared_bytes...);
 }
 
 template <int kHeadDim>
-QueryGradients query_gradients_on_sm80(const AttentionProblem& problem, bool deterministic) {
+DqMode dq_mode_on_sm80(const AttentionProblem& problem, bool deterministic) {
   int tile_keys = 0;
   visit_backward_sm80<kHeadDim>(problem,
                                 [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                  tile_keys = BackwardOnSm80<Element, kHeadDim, kVariant>::kKeys;
+                                  tile_keys = BackwardSm80Kernel<Element, kHeadDim, kVariant>::kKeys;
                                 });
-  if (problem.keys == 0) return QueryGradients::kSum;  // of nothing
-  if (!problem.query_starts && problem.keys <= tile_keys) return QueryGradients::kDirect;
-  return deterministic ? QueryGradients::kNone : QueryGradients::kSum;
+  if (problem.keys == 0) return DqMode::kAccumulate;  // of nothing
+  if (!problem.query_starts && problem.keys <= tile_keys) return DqMode::kDirect;
+  return deterministic ? DqMode::kNone : DqMode::kAccumulate;
 }
 
 template <int kHeadDim>
-BackwardWorkspace backward_sm80_space(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
-                                      void* workspace) {
-  return BackwardWorkspace(problem, gradients, kHeadDim,
-                           query_gradients_on_sm80<kHeadDim>(problem, deterministic) == QueryGradients::kSum,
-                           mask_gradient_parts(problem, gradients), workspace);
+BackwardWorkspace backward_sm80_workspace(const BackwardPass& pass, void* workspace) {
+  const bool accumulates = dq_mode_on_sm80<kHeadDim>(pass.problem, pass.deterministic) == DqMode::kAccumulate;
+  return BackwardWorkspace(pass.problem, pass.gradients, kHeadDim, accumulates,
+                           mask_gradient_parts(pass.problem, pass.gradients), workspace);
 }
 
 template <class Element, int kHeadDim, Variant kVariant>
 void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                          QueryGradients query_gradients, CUstream_st* stream) {
-  using Body = BackwardOnSm80<Element, kHeadDim, kVariant>;
-  const BackwardArguments arguments{problem,
-                                    gradients,
-                                    space,
-                                    TileList::of(problem, true, gradients.kv_grad_heads, Body::kKeys),
-                                    ScoreMod(problem),
-                                    problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
-                                    query_gradients};
+                          DqMode dq_mode, CUstream_st* stream) {
+  using Kernel = BackwardSm80Kernel<Element, kHeadDim, kVariant>;
+  const BackwardSm80Arguments arguments{
+      .problem = problem,
+      .gradients = gradients,
+      .space = space,
+      .list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kKeys),
+      .score_mod = ScoreMod(problem),
+      .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
+      .dq_mode = dq_mode,
+  };
   if (arguments.list.count() > 0)
-    launch<attention_backward_sm80<Element, kHeadDim, kVariant>>(arguments, arguments.list.count(), Body::kThreads,
-                                                                 Body::shared_bytes(problem), stream);
+    launch<attention_backward_sm80<Element, kHeadDim, kVariant>>(arguments, arguments.list.count(), Kernel::kThreads,
+                                                                 Kernel::shared_bytes(problem), stream);
 }
 
 template <int kHeadDim>
-int64_t backward_sm80_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  return backward_sm80_space<kHeadDim>(problem, gradients, deterministic, nullptr).bytes;
-}
-
-template <int kHeadDim>
-void backward_sm80(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic, void* workspace,
-                   CUstream_st* stream) {
-  const BackwardWorkspace space = backward_sm80_space<kHeadDim>(problem, gradients, deterministic, workspace);
-  const QueryGradients query_gradients = query_gradients_on_sm80<kHeadDim>(problem, deterministic);
-  fill_mask_map(problem, space.map, stream);
-  prepare_backward(problem, gradients, space, stream);
-  visit_backward_sm80<kHeadDim>(
-      problem, [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-        launch_backward_sm80<Element, kHeadDim, kVariant>(problem, gradients, space, query_gradients, stream);
-      });
-  if (query_gradients == QueryGradients::kSum) finish_queries(problem, gradients, space, stream);
-  if (query_gradients == QueryGradients::kNone) backward_queries_sm80<kHeadDim>(problem, gradients, space, stream);
-  if (gradients.grad_sinks) finish_sinks(problem, gradients, space, stream);
-  if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
-}
-
-template <int kHeadDim>
-const char* backward_sm80_refusal(const AttentionProblem& problem, const Gpu& gpu) {
+const char* AttentionBackwardSm80<kHeadDim>::refusal(const BackwardPass& pass, const Gpu& gpu) {
   const char* reason = nullptr;
   visit_backward_sm80<kHeadDim>(
-      problem,
+      pass.problem,
       [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-        if (BackwardOnSm80<Element, kHeadDim, kVariant>::shared_bytes(problem) > gpu.shared_bytes)
+        if (BackwardSm80Kernel<Element, kHeadDim, kVariant>::shared_bytes(pass.problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
       },
       gpu.shared_bytes);
   return reason;
+}
+
+template <int kHeadDim>
+int64_t AttentionBackwardSm80<kHeadDim>::workspace_bytes(const BackwardPass& pass) {
+  return backward_sm80_workspace<kHeadDim>(pass, nullptr).bytes;
+}
+
+template <int kHeadDim>
+void AttentionBackwardSm80<kHeadDim>::run(const BackwardPass& pass, void* workspace, CUstream_st* stream) {
+  const AttentionProblem& problem = pass.problem;
+  const AttentionGradients& gradients = pass.gradients;
+  const BackwardWorkspace space = backward_sm80_workspace<kHeadDim>(pass, workspace);
+  const DqMode dq_mode = dq_mode_on_sm80<kHeadDim>(problem, pass.deterministic);
+  fill_mask_map(problem, space.map, stream);
+  prepare_backward(problem, gradients, space, stream);
+  visit_backward_sm80<kHeadDim>(problem,
+                                [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+                                  launch_backward_sm80<Element, kHeadDim, kVariant>(problem, gradients, space, dq_mode, stream);
+                                });
+  if (dq_mode == DqMode::kAccumulate) convert_dq_accum(problem, gradients, space, stream);
+  if (dq_mode == DqMode::kNone) AttentionBackwardDqSm80<kHeadDim>::run(pass, space, stream);
+  if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, space, stream);
+  if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
 }
 
 }  // namespace flash_online::cuda

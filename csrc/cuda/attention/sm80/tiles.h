@@ -1,20 +1,251 @@
-// How large the pieces are that a kernel works on, by element and head dim. A head dim between two rows runs in the next larger
-// tile, filled up with zeros in shared memory. A pair that has no row does not compile.
+// The general kernels' tiles by element and head dim. A head dim between two rows runs in the next larger tile, filled up with
+// zeros in shared memory. A kernel without a row does not compile.
 #pragma once
 
 namespace flash_online::cuda {
 
-// The head dims that have a tile of their own.
-inline constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256, 512};
-
-// What a kernel is made for.
 enum class Variant : signed char {
-  kPlain,  // ranges of keys alone
-  kEverything,  // with softcap, ALiBi, masks, dropout and any scale
-  kSmall,  // the same where kEverything takes more shared memory than the GPU has: 163 KiB (8.0), 99 KiB (8.6, 8.9, 12.x)
+  kPlain,       // visibility by position alone
+  kAllOptions,  // also softcap, ALiBi, masks, dropout and any scale
+  kSmallTile,   // all options, where kAllOptions takes more shared memory than the GPU has: 163 KiB (8.0), 99 KiB
+                // (8.6, 8.9, 12.x)
 };
 
-inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kEverything, kSmall = Variant::kSmall;
+inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kAllOptions, kSmall = Variant::kSmallTile;
+
+// Bytes of a row of a SharedTile, whose elements take `bytes` each.
+constexpr int shared_row_bytes(int bytes, int width) { return bytes * (width + 8); }
+
+// forward.cuh: a CTA takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
+struct ForwardSm80Tile {
+  int bytes;        // per element in shared memory: 2 of 16 bits, 4 or 6 of a float in two or three pieces (kSplitBytes)
+  int head_dim;     // of queries and keys
+  Variant variant;
+  int head_dim_v;   // columns of the values that one CTA sums
+  int row_tiles;    // per warp, of 16 queries; all options take registers that leave one
+  int warps;
+  int keys;         // per step of the mainloop
+  int ctas_per_sm;  // the compiler's bound on registers follows from it
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int queries() const { return warps * row_tiles * 16; }
+  constexpr int shared_bytes() const {  // without a mask
+    return (queries() + keys) * shared_row_bytes(bytes, head_dim) + keys * shared_row_bytes(bytes, head_dim_v);
+  }
+  constexpr bool is_valid() const {
+    return head_dim % 16 == 0 && head_dim_v % 16 == 0 && head_dim_v <= head_dim && keys % 16 == 0 && row_tiles > 0 &&
+           threads() * ctas_per_sm <= 2048;
+  }
+};
+
+// clang-format off
+inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
+  // 16-bit elements
+  {.bytes = 2, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 128, .variant = kPlain, .head_dim_v = 128, .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 8, .keys = 64, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 64, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 512, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 32,  .variant = kAll,   .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 64,  .variant = kAll,   .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 96,  .variant = kAll,   .head_dim_v = 96,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 128, .variant = kAll,   .head_dim_v = 128, .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 192, .variant = kAll,   .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 512, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 512, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  // floats in two pieces
+  {.bytes = 4, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 128, .variant = kPlain, .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 64, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 32,  .variant = kAll,   .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 64,  .variant = kAll,   .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 96,  .variant = kAll,   .head_dim_v = 96,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 128, .variant = kAll,   .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 192, .variant = kAll,   .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  // floats in three pieces
+  {.bytes = 6, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 128, .variant = kPlain, .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 32,  .variant = kAll,   .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 64,  .variant = kAll,   .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 96,  .variant = kAll,   .head_dim_v = 96,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 128, .variant = kAll,   .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 192, .variant = kAll,   .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 512, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 128, .variant = kSmall, .head_dim_v = 128, .row_tiles = 1, .warps = 4, .keys = 16, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 192, .variant = kSmall, .head_dim_v = 192, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
+};
+// clang-format on
+
+// backward.cuh: a CTA takes `keys` keys and passes over the queries, `queries` at a time. The warps divide the result of each
+// product among them. Scores and gradients of weights, [key][query], have score_key_warps * score_query_warps parts. The
+// gradients of keys and values have dkv_warps parts along their rows, the gradients of queries dq_warps; the other factor of
+// the number of warps divides their columns.
+struct BackwardSm80Tile {
+  int bytes, head_dim;  // as in ForwardSm80Tile
+  Variant variant;
+  int keys;               // per CTA
+  int queries;            // per step of the mainloop
+  int warps;
+  int score_key_warps;    // parts of the scores along the keys
+  int score_query_warps;  // and along the queries; where there are fewer parts than warps, the last warps have none
+  // 0: weights stay with the warp that made them, which sums the gradients of its own keys, all columns, in registers (and
+  // where score_query_warps > 1, over its own queries alone). Otherwise weights go through shared memory.
+  int dkv_warps;
+  int dq_warps;
+  int stages;       // blocks of queries in shared memory
+  int ctas_per_sm;  // the compiler's bound on registers follows from it
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int shared_bytes() const {  // without a mask
+    const int row_stats = (bytes == 6 ? 4 : 3) * queries * static_cast<int>(sizeof(float));
+    return 2 * keys * shared_row_bytes(bytes, head_dim) +
+           stages * (2 * queries * shared_row_bytes(bytes, head_dim) + row_stats) +
+           (dkv_warps == 0 ? 1 : 2) * keys * shared_row_bytes(bytes, queries);
+  }
+  constexpr bool is_valid() const {
+    const int dkv_rows = dkv_warps == 0 ? score_key_warps : dkv_warps, dkv_columns = dkv_warps == 0 ? 1 : warps / dkv_warps,
+              score_warps = score_key_warps * score_query_warps;
+    return keys % (16 * score_key_warps) == 0 && queries % (8 * score_query_warps) == 0 && keys % (16 * dkv_rows) == 0 &&
+           head_dim % (16 * dkv_columns) == 0 && queries % (16 * dq_warps) == 0 && head_dim % (16 * (warps / dq_warps)) == 0 &&
+           warps % dq_warps == 0 && (dkv_warps == 0 || warps % dkv_warps == 0) && score_warps <= warps &&
+           (dkv_warps > 0 || score_warps == warps) && (stages == 1 || stages == 2) && threads() * ctas_per_sm <= 2048;
+  }
+};
+
+// clang-format off
+inline constexpr BackwardSm80Tile kBackwardSm80Tiles[] = {
+  // 16-bit elements
+  {.bytes = 2, .head_dim = 32,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 2, .score_query_warps = 2, .dkv_warps = 0, .dq_warps = 4, .stages = 2, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 64,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 2, .score_query_warps = 2, .dkv_warps = 0, .dq_warps = 2, .stages = 2, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 96,  .variant = kPlain, .keys = 128, .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 4, .stages = 2, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 128, .variant = kPlain, .keys = 128, .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 2, .stages = 2, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 192, .variant = kPlain, .keys = 64,  .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 256, .variant = kPlain, .keys = 64,  .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 32,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 64,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 96,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 128, .variant = kAll,   .keys = 128, .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 192, .variant = kAll,   .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 256, .variant = kAll,   .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 512, .variant = kAll,   .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 128, .variant = kSmall, .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
+  // floats in two pieces
+  {.bytes = 4, .head_dim = 32,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 64,  .variant = kPlain, .keys = 64,  .queries = 32, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 96,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 4, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 128, .variant = kPlain, .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 192, .variant = kPlain, .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 256, .variant = kPlain, .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 32,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 64,  .variant = kAll,   .keys = 64,  .queries = 32, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 4, .head_dim = 96,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 4, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 128, .variant = kAll,   .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 192, .variant = kAll,   .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 4, .head_dim = 256, .variant = kAll,   .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  // floats in three pieces
+  {.bytes = 6, .head_dim = 64,  .variant = kPlain, .keys = 64,  .queries = 32, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 96,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 4, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 128, .variant = kPlain, .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 256, .variant = kPlain, .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 32,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 64,  .variant = kAll,   .keys = 64,  .queries = 32, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 96,  .variant = kAll,   .keys = 64,  .queries = 64, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 4, .dq_warps = 4, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 128, .variant = kAll,   .keys = 64,  .queries = 32, .warps = 8,
+   .score_key_warps = 4, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 192, .variant = kAll,   .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 256, .variant = kAll,   .keys = 32,  .queries = 32, .warps = 8,
+   .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 512, .variant = kAll,   .keys = 16,  .queries = 16, .warps = 8,
+   .score_key_warps = 1, .score_query_warps = 2, .dkv_warps = 1, .dq_warps = 1, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 32,  .variant = kSmall, .keys = 64,  .queries = 32, .warps = 4,
+   .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
+  {.bytes = 6, .head_dim = 64,  .variant = kSmall, .keys = 32,  .queries = 32, .warps = 4,
+   .score_key_warps = 2, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 96,  .variant = kSmall, .keys = 32,  .queries = 32, .warps = 4,
+   .score_key_warps = 2, .score_query_warps = 2, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 128, .variant = kSmall, .keys = 32,  .queries = 16, .warps = 4,
+   .score_key_warps = 2, .score_query_warps = 2, .dkv_warps = 1, .dq_warps = 1, .stages = 1, .ctas_per_sm = 1},
+};
+// clang-format on
+
+// backward_dq.cuh: a CTA takes `warps` * 16 queries and sums `columns` columns of their gradients.
+struct BackwardDqSm80Tile {
+  int bytes, head_dim;  // as in ForwardSm80Tile
+  int columns;
+  int warps;
+  int keys;  // per step of the mainloop
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int queries() const { return 16 * warps; }
+  constexpr int shared_bytes() const { return 2 * (queries() + keys) * shared_row_bytes(bytes, head_dim); }  // without a mask
+  constexpr bool is_valid() const {
+    return head_dim % 16 == 0 && columns % 16 == 0 && columns <= head_dim && keys % 16 == 0 && warps > 0;
+  }
+};
+
+// clang-format off
+inline constexpr BackwardDqSm80Tile kBackwardDqSm80Tiles[] = {
+  // 16-bit elements
+  {.bytes = 2, .head_dim = 32,  .columns = 32,  .warps = 4, .keys = 64},
+  {.bytes = 2, .head_dim = 64,  .columns = 64,  .warps = 4, .keys = 64},
+  {.bytes = 2, .head_dim = 96,  .columns = 96,  .warps = 4, .keys = 64},
+  {.bytes = 2, .head_dim = 128, .columns = 128, .warps = 4, .keys = 32},
+  {.bytes = 2, .head_dim = 192, .columns = 192, .warps = 4, .keys = 64},
+  {.bytes = 2, .head_dim = 256, .columns = 256, .warps = 4, .keys = 64},
+  {.bytes = 2, .head_dim = 512, .columns = 256, .warps = 2, .keys = 32},
+  // floats in three pieces
+  {.bytes = 6, .head_dim = 32,  .columns = 32,  .warps = 4, .keys = 64},
+  {.bytes = 6, .head_dim = 64,  .columns = 64,  .warps = 4, .keys = 32},
+  {.bytes = 6, .head_dim = 96,  .columns = 96,  .warps = 2, .keys = 32},
+  {.bytes = 6, .head_dim = 128, .columns = 128, .warps = 2, .keys = 16},
+  {.bytes = 6, .head_dim = 192, .columns = 192, .warps = 4, .keys = 16},
+  {.bytes = 6, .head_dim = 256, .columns = 256, .warps = 2, .keys = 32},
+  {.bytes = 6, .head_dim = 512, .columns = 256, .warps = 1, .keys = 16},
+};
+// clang-format on
 
 template <class Tile, int kCount>
 constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int head_dim, Variant variant) {
@@ -23,110 +254,63 @@ constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int head
   return nullptr;
 }
 
-// forward_sm80.cuh: a block of threads takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
-struct ForwardSm80 {
-  // Of an element in shared memory: 2; of a float in three pieces 6, in two 4. The head dim, of queries and keys.
-  int bytes, head_dim;
-  Variant variant;  // what all options need of registers leaves a warp 16 rows
-  int head_dim_v;  // of the values' columns that one block of threads sums
-  int row_tiles, warps, keys;
-  int blocks;  // on a multiprocessor at a time, for the compiler's budget of registers
-  constexpr int threads() const { return 32 * warps; }
-  constexpr int queries() const { return warps * row_tiles * 16; }
-};
-
-inline constexpr ForwardSm80 kForwardSm80[] = {
-    {2, 32, kPlain, 32, 2, 4, 64, 2},   {2, 64, kPlain, 64, 2, 4, 64, 2},   {2, 96, kPlain, 96, 2, 4, 64, 2},
-    {2, 128, kPlain, 128, 2, 4, 64, 2}, {2, 192, kPlain, 192, 1, 8, 64, 1}, {2, 256, kPlain, 256, 1, 8, 64, 1},
-    {2, 32, kAll, 32, 1, 4, 64, 2},     {2, 64, kAll, 64, 1, 4, 64, 2},     {2, 96, kAll, 96, 1, 4, 64, 2},
-    {2, 128, kAll, 128, 1, 4, 64, 2},   {2, 192, kAll, 192, 1, 4, 64, 1},   {2, 256, kAll, 256, 1, 4, 64, 1},
-    {2, 512, kPlain, 256, 1, 8, 32, 1}, {2, 512, kAll, 256, 1, 8, 32, 1},   {2, 512, kSmall, 256, 1, 4, 32, 1},
-    {6, 32, kPlain, 32, 1, 4, 64, 2},   {6, 64, kPlain, 64, 1, 4, 64, 2},   {6, 96, kPlain, 96, 1, 8, 32, 1},
-    {6, 128, kPlain, 128, 1, 8, 32, 1}, {6, 192, kPlain, 192, 1, 4, 32, 1}, {6, 256, kPlain, 256, 1, 4, 32, 1},
-    {6, 32, kAll, 32, 1, 4, 64, 2},     {6, 64, kAll, 64, 1, 4, 32, 2},     {6, 96, kAll, 96, 1, 4, 32, 2},
-    {6, 128, kAll, 128, 1, 8, 32, 1},   {6, 192, kAll, 192, 1, 4, 32, 1},   {6, 256, kAll, 256, 1, 4, 32, 1},
-    {6, 512, kAll, 256, 1, 2, 16, 1},   {6, 128, kSmall, 128, 1, 4, 16, 1}, {6, 192, kSmall, 192, 1, 2, 16, 1},
-    {4, 32, kPlain, 32, 1, 4, 64, 2},   {4, 64, kPlain, 64, 1, 4, 64, 2},   {4, 96, kPlain, 96, 1, 8, 32, 1},
-    {4, 128, kPlain, 128, 1, 8, 64, 1}, {4, 192, kPlain, 192, 1, 8, 32, 1}, {4, 256, kPlain, 256, 1, 4, 32, 1},
-    {4, 32, kAll, 32, 1, 4, 64, 2},     {4, 64, kAll, 64, 1, 4, 32, 2},     {4, 96, kAll, 96, 1, 4, 32, 2},
-    {4, 128, kAll, 128, 1, 8, 32, 1},   {4, 192, kAll, 192, 1, 4, 32, 1},   {4, 256, kAll, 256, 1, 4, 32, 1},
-};
-
 constexpr bool has_forward_sm80_tile(int bytes, int head_dim, Variant variant) {
-  return find_tile(kForwardSm80, bytes, head_dim, variant) != nullptr;
+  return find_tile(kForwardSm80Tiles, bytes, head_dim, variant) != nullptr;
 }
 
-consteval ForwardSm80 forward_sm80_tile(int bytes, int head_dim, Variant variant) {
-  return *find_tile(kForwardSm80, bytes, head_dim, variant);
+consteval ForwardSm80Tile forward_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return *find_tile(kForwardSm80Tiles, bytes, head_dim, variant);
 }
-
-// backward_sm80.cuh: a block of threads takes `keys` keys and passes over the queries, `queries` at a time. Each product's
-// result is cut over the warps: that of scores and of weights' gradients into `score_warps` pieces along the keys times the
-// rest along the queries; the gradients of keys and values, and of queries, into so many pieces along their rows times the rest
-// along columns.
-struct BackwardSm80 {
-  int bytes, head_dim;  // as above
-  Variant variant;
-  int keys, queries, warps;
-  int score_warps;  // along the keys
-  int score_split;  // along the queries; where there are fewer pieces than warps, the last warps have none
-  // 0: weights stay with the warp that made them, which sums the gradients of its own keys and all columns in registers (and if
-  // score_split > 1, of its own queries); else weights go through shared memory.
-  int sum_warps;
-  int query_warps;
-  int stages;  // blocks of queries in shared memory
-  int blocks;  // on a multiprocessor at a time, for the compiler's budget of registers
-  constexpr int threads() const { return 32 * warps; }
-};
-
-inline constexpr BackwardSm80 kBackwardSm80[] = {
-    {2, 32, kPlain, 64, 64, 4, 2, 2, 0, 4, 2, 2},  {2, 64, kPlain, 64, 64, 4, 2, 2, 0, 2, 2, 2},
-    {2, 96, kPlain, 128, 64, 8, 4, 2, 4, 4, 2, 1}, {2, 128, kPlain, 128, 64, 8, 4, 2, 4, 2, 2, 1},
-    {2, 192, kPlain, 64, 64, 8, 4, 2, 2, 2, 1, 1}, {2, 256, kPlain, 64, 64, 8, 4, 2, 2, 2, 1, 1},
-    {2, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {2, 64, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {2, 96, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {2, 128, kAll, 128, 64, 8, 4, 2, 4, 2, 1, 1},
-    {2, 192, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},   {2, 256, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
-    {2, 512, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},  //
-    {2, 128, kSmall, 64, 64, 4, 4, 1, 0, 2, 1, 2},  //
-    {6, 64, kPlain, 64, 32, 4, 4, 1, 0, 2, 1, 2},  {6, 96, kPlain, 64, 64, 8, 4, 2, 4, 4, 1, 1},
-    {6, 128, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1}, {6, 256, kPlain, 32, 32, 8, 2, 4, 1, 2, 1, 1},
-    {6, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},    {6, 64, kAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},
-    {6, 96, kAll, 64, 64, 8, 4, 2, 4, 4, 1, 1},    {6, 128, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},
-    {6, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},   {6, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
-    {6, 512, kAll, 16, 16, 8, 1, 2, 1, 1, 1, 1},   {6, 32, kSmall, 64, 32, 4, 4, 1, 0, 2, 1, 2},
-    {6, 64, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},  {6, 96, kSmall, 32, 32, 4, 2, 2, 2, 2, 1, 1},
-    {6, 128, kSmall, 32, 16, 4, 2, 2, 1, 1, 1, 1}, {4, 32, kPlain, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {4, 64, kPlain, 64, 32, 4, 4, 1, 0, 2, 1, 2},  {4, 96, kPlain, 64, 64, 8, 4, 2, 4, 4, 1, 1},
-    {4, 128, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1}, {4, 192, kPlain, 64, 32, 8, 4, 2, 2, 2, 1, 1},
-    {4, 256, kPlain, 32, 32, 8, 2, 4, 1, 2, 1, 1}, {4, 32, kAll, 64, 64, 4, 4, 1, 0, 4, 1, 2},
-    {4, 64, kAll, 64, 32, 4, 4, 1, 0, 2, 1, 2},    {4, 96, kAll, 64, 64, 8, 4, 2, 4, 4, 1, 1},
-    {4, 128, kAll, 64, 32, 8, 4, 2, 2, 2, 1, 1},   {4, 192, kAll, 32, 32, 8, 2, 4, 2, 2, 1, 1},
-    {4, 256, kAll, 32, 32, 8, 2, 4, 1, 2, 1, 1},
-};
-
-// backward_queries_sm80.cuh: a block of threads takes `warps` * 16 queries and sums `columns` of their gradients' columns.
-struct BackwardQueriesSm80 {
-  int bytes, head_dim, columns, warps, keys;
-};
-
-inline constexpr BackwardQueriesSm80 kBackwardQueriesSm80[] = {
-    {2, 32, 32, 4, 64},   {2, 64, 64, 4, 64},   {2, 96, 96, 4, 64},   {2, 128, 128, 4, 32}, {2, 192, 192, 4, 64},
-    {2, 256, 256, 4, 64}, {2, 512, 256, 2, 32}, {6, 32, 32, 4, 64},   {6, 64, 64, 4, 32},   {6, 96, 96, 2, 32},
-    {6, 128, 128, 2, 16}, {6, 192, 192, 4, 16}, {6, 256, 256, 2, 32}, {6, 512, 256, 1, 16},
-};
 
 constexpr bool has_backward_sm80_tile(int bytes, int head_dim, Variant variant) {
-  return find_tile(kBackwardSm80, bytes, head_dim, variant) != nullptr;
+  return find_tile(kBackwardSm80Tiles, bytes, head_dim, variant) != nullptr;
 }
 
-consteval BackwardSm80 backward_sm80_tile(int bytes, int head_dim, Variant variant) {
-  return *find_tile(kBackwardSm80, bytes, head_dim, variant);
+consteval BackwardSm80Tile backward_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return *find_tile(kBackwardSm80Tiles, bytes, head_dim, variant);
 }
 
-consteval BackwardQueriesSm80 backward_queries_sm80_tile(int bytes, int head_dim) {
-  for (const BackwardQueriesSm80& tile : kBackwardQueriesSm80)
+consteval BackwardDqSm80Tile backward_dq_sm80_tile(int bytes, int head_dim) {
+  for (const BackwardDqSm80Tile& tile : kBackwardDqSm80Tiles)
     if (tile.bytes == bytes && tile.head_dim == head_dim) return tile;
-  throw "no row in kBackwardQueriesSm80";
+  throw "no row in kBackwardDqSm80Tiles";
 }
+
+// ---- what the tables promise ----
+
+// What a CTA can have of the shared memory of the GPUs that have most. All CTAs of an SM share 1 KiB more, and each takes 1 KiB
+// for the system.
+inline constexpr int kMostSharedBytes = 227 * 1024;
+
+template <class Tile, int kCount>
+consteval bool are_valid(const Tile (&tiles)[kCount]) {
+  for (const Tile& tile : tiles)
+    if (!tile.is_valid() || tile.shared_bytes() > kMostSharedBytes) return false;
+  return true;
+}
+static_assert(are_valid(kForwardSm80Tiles) && are_valid(kBackwardSm80Tiles) && are_valid(kBackwardDqSm80Tiles));
+
+// No row stands twice, as many CTAs as a row says fit into an SM, and a small tile takes less than the one that it stands for.
+template <class Tile, int kCount>
+consteval bool are_consistent(const Tile (&tiles)[kCount]) {
+  for (const Tile& tile : tiles) {
+    if (find_tile(tiles, tile.bytes, tile.head_dim, tile.variant) != &tile) return false;
+    if (tile.ctas_per_sm * (tile.shared_bytes() + 1024) > kMostSharedBytes + 1024) return false;
+    const Tile* const stands_for = find_tile(tiles, tile.bytes, tile.head_dim, kAll);
+    if (tile.variant == kSmall && (!stands_for || tile.shared_bytes() >= stands_for->shared_bytes())) return false;
+  }
+  return true;
+}
+static_assert(are_consistent(kForwardSm80Tiles) && are_consistent(kBackwardSm80Tiles));
+
+// 16-bit elements and floats in three pieces have a kernel with all options at every head dim of
+// backward_dq.cuh. Floats in two pieces fall back to three.
+consteval bool has_all_options_everywhere() {
+  for (const BackwardDqSm80Tile& tile : kBackwardDqSm80Tiles)
+    if (!has_forward_sm80_tile(tile.bytes, tile.head_dim, kAll) || !has_backward_sm80_tile(tile.bytes, tile.head_dim, kAll))
+      return false;
+  return true;
+}
+static_assert(has_all_options_everywhere());
 
 }  // namespace flash_online::cuda

@@ -1,35 +1,36 @@
-// Which of a head dim's general kernels a problem gets.
+// Which variant of a head dim's general kernels a problem gets.
 #pragma once
 
 #include "../../../core/problem.h"
 #include "../../../core/visit.h"
 #include "../../hw/launch.h"
+#include "../../mma/split_float.cuh"
 #include "../common/scores.cuh"
 #include "tiles.h"
 
 namespace flash_online::cuda {
 
-// Calls f(Type<Element>, std::integral_constant<Variant>) with what a problem needs and a GPU with so much shared memory for a
-// block has room for. For a problem that finds no room it is the last one. Body<Element, kHeadDim, variant> is the kernel,
-// kHasTile(bytes of an element, width, variant) whether there is one.
-template <template <class, int, Variant> class Body, auto kHasTile, int kHeadDim, class F>
+// Calls f(Type<Element>, std::integral_constant<Variant, ...>) with the first variant that has what a problem needs and fits
+// into `room` bytes of shared memory per CTA; with the last one for a problem that nothing fits. Kernel<Element, kHeadDim,
+// variant> is the kernel, kHasTile(bytes per element, head dim, variant) says whether it exists.
+template <template <class, int, Variant> class Kernel, auto kHasTile, int kHeadDim, class F>
 void visit_sm80(const AttentionProblem& problem, F&& f,
                 int room = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()) {
-  using Everything = std::integral_constant<Variant, Variant::kEverything>;
+  using Plain = std::integral_constant<Variant, Variant::kPlain>;
+  using AllOptions = std::integral_constant<Variant, Variant::kAllOptions>;
+  using SmallTile = std::integral_constant<Variant, Variant::kSmallTile>;
   const auto visit = [&]<class Element>(Type<Element> element) {
-    using Plain = std::integral_constant<Variant, Variant::kPlain>;
-    using Small = std::integral_constant<Variant, Variant::kSmall>;
     constexpr int kBytes = kSplitBytes<Element>;
     if constexpr (kHasTile(kBytes, kHeadDim, Plain::value))
       if (!ScoreMod(problem).has_score_mod && !problem.mask.data && problem.dropout == 0 &&
-          Body<Element, kHeadDim, Plain::value>::shared_bytes(problem) <= room)
+          Kernel<Element, kHeadDim, Plain::value>::shared_bytes(problem) <= room)
         return f(element, Plain{}), true;
-    if constexpr (kHasTile(kBytes, kHeadDim, Small::value))
-      if (Body<Element, kHeadDim, Everything::value>::shared_bytes(problem) > room) return f(element, Small{}), true;
-    constexpr bool kLast = !std::is_same_v<Element, Bf16x2Float>;  // which may yet fit as float, by kSmall
-    if constexpr (kHasTile(kBytes, kHeadDim, Everything::value))
-      if (kLast || Body<Element, kHeadDim, Everything::value>::shared_bytes(problem) <= room)
-        return f(element, Everything{}), true;
+    if constexpr (kHasTile(kBytes, kHeadDim, SmallTile::value))
+      if (Kernel<Element, kHeadDim, AllOptions::value>::shared_bytes(problem) > room) return f(element, SmallTile{}), true;
+    constexpr bool kLast = !std::is_same_v<Element, Bf16x2Float>;  // floats in two pieces may yet fit as float's small tile
+    if constexpr (kHasTile(kBytes, kHeadDim, AllOptions::value))
+      if (kLast || Kernel<Element, kHeadDim, AllOptions::value>::shared_bytes(problem) <= room)
+        return f(element, AllOptions{}), true;
     return false;
   };
   switch (problem.dtype) {

@@ -1,4 +1,4 @@
-// Products of operands whose rows lie in boxes, as TMA leaves them, by a warpgroup.
+// Matrix products (wgmma) of operands that TMA left in shared memory as boxes of 64 columns.
 #pragma once
 
 #include "../../hw/wgmma.cuh"
@@ -6,14 +6,15 @@
 
 namespace flash_online::cuda {
 
-// An accumulator as the products take it.
+// An accumulator as the array that a wgmma instruction takes.
 template <int kColumns>
 __device__ __forceinline__ float (&flat(Accumulator<1, kColumns>& d))[4 * kColumns] {
   return reinterpret_cast<float (&)[4 * kColumns]>(d);
 }
 
-// Starts d[m][n] = sum over k of left[m][k] right[n][k], or += where kAdd, as a group: 64 rows of boxes of kLeftRows from
-// address `left` on, 8 * kColumns rows of boxes of kRightRows from address `right` on, k up to 16 * kSteps.
+// Starts d[m][n] = sum over k of left[m][k] right[n][k], or += where kAdd, and commits it as one wgmma group. `left` is the
+// address of the first of 64 rows in boxes of kLeftRows rows, `right` of 8 * kColumns rows in boxes of kRightRows rows; k
+// counts to 16 * kSteps.
 template <class T, int kSteps, int kLeftRows, int kRightRows, bool kAdd = false, int kColumns>
 __device__ __forceinline__ void start_row_products(Accumulator<1, kColumns>& d, unsigned left, unsigned right) {
   constexpr unsigned kRowBytes = 128, kStepBytes = 32, kBoxSteps = kRowBytes / kStepBytes;

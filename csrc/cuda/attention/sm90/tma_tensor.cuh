@@ -1,5 +1,5 @@
-// Tensors of attention as the copy engine reads them: in boxes of rows of one head, 64 columns wide. What the tensor does not
-// have is read as zeros.
+// Attention's tensors as TMA reads them: in boxes of rows of one head, 64 columns wide. Elements outside a tensor are read as
+// zeros.
 #pragma once
 
 #include "../../../core/problem.h"
@@ -8,9 +8,20 @@
 
 namespace flash_online::cuda {
 
+// Whether TMA can address a tensor [batch, heads, rows, width] of 16-bit elements.
+inline bool is_tma_compatible(const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows,
+                              int64_t width) {
+  constexpr int64_t kMaxStride = int64_t{1} << 39;  // elements: 2^40 bytes
+  const auto compatible = [](int64_t step, int64_t size) {
+    return size == 1 || (step % 8 == 0 && step >= 0 && step < kMaxStride);
+  };
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && compatible(stride[0], batch) && compatible(stride[1], heads) &&
+         compatible(stride[2], rows) && (rows == 1 || stride[2] > 0) && (stride[3] == 1 || width == 1);
+}
+
 struct TmaTensor {
   CUtensorMap map;
-  // Of a call's head and batch, the tensor's; a dimension that is broadcast has size 1 there.
+  // From the call's head and batch index to the tensor's. A dimension that is broadcast has size 1 in the map.
   int q_heads_per_head, batch_step;
 
   __device__ __forceinline__ TmaCoord at(int64_t batch, int head, int row, int box) const {
@@ -18,13 +29,13 @@ struct TmaTensor {
   }
 };
 
-// A call of `batch` and `call_heads`, of which the tensor has `heads`; rows of all packed sequences together.
+// A tensor of `heads` heads in a call of `batch` and `call_heads`. `rows` counts those of all packed sequences together.
 inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int64_t batch, int64_t call_heads, int64_t heads,
                                  int64_t rows, int64_t width, int box_rows) {
-  constexpr uint64_t kAny = 16, kElementBytes = 2;
+  constexpr uint64_t kAnyStride = 16, kElementBytes = 2;
   const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(view.stride[i] == 0 ? 1 : n); };
   const auto step = [&](int i, int64_t n) {
-    return n == 1 || view.stride[i] == 0 ? kAny : static_cast<uint64_t>(view.stride[i]) * kElementBytes;
+    return n == 1 || view.stride[i] == 0 ? kAnyStride : static_cast<uint64_t>(view.stride[i]) * kElementBytes;
   };
   return {make_tensor_map(view.data, element,
                           {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
@@ -32,7 +43,7 @@ inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int
           static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
 }
 
-// Of a problem's tensor of `heads`, over its keys or its queries.
+// A problem's tensor of `heads` heads, whose rows are its keys or its queries.
 template <class T>
 TmaTensor tma_tensor_of(const AttentionProblem& problem, const ConstView4& view, bool over_keys, int64_t heads, int64_t width,
                         int box_rows) {
@@ -42,14 +53,14 @@ TmaTensor tma_tensor_of(const AttentionProblem& problem, const ConstView4& view,
   return make_tma_tensor(view, kElement, problem.batch, problem.heads, heads, rows, width, box_rows);
 }
 
-// In packed tensors, what follows a sequence is another's: rows from `from` on become zeros, by kThreads threads of which this
-// is number `thread`.
+// Writes zeros into the rows from `from` on, by kThreads threads, this one being number `thread`. In packed tensors the next
+// sequence's rows follow there, which may hold infinities: 0 times one is NaN.
 template <int kThreads, class T, int kCount, int kRows>
 __device__ __forceinline__ void clear_tail(T (&box)[kCount][kRows][kBoxColumns], int from, int thread) {
-  constexpr int kAcross = kBoxColumns / kPerVector<T>;
-  for (int n = thread; n < kCount * (kRows - from) * kAcross; n += kThreads) {
-    const int row = n / kAcross % (kRows - from) + from;
-    reinterpret_cast<uint4*>(box[n / kAcross / (kRows - from)][row])[n % kAcross] = {0, 0, 0, 0};
+  constexpr int kRowVectors = kBoxColumns / kPerVector<T>;
+  for (int n = thread; n < kCount * (kRows - from) * kRowVectors; n += kThreads) {
+    const int row = n / kRowVectors % (kRows - from) + from;
+    reinterpret_cast<uint4*>(box[n / kRowVectors / (kRows - from)][row])[n % kRowVectors] = {0, 0, 0, 0};
   }
 }
 

@@ -1,5 +1,6 @@
-// The states of rows too long for a block's registers, their classes side by side, where nothing of a row's size is written:
-// each warp takes piece after piece through a ring of its own, and waits for no other warp.
+// The maximum and sum of contiguous rows that are too long for registers, where the operator needs nothing else (logsumexp, a
+// loss). Each warp streams pieces of rows through a pipeline of its own and waits for no other warp. It leaves a Partial per
+// piece, which finish_kernel (dispatch.cuh) merges.
 #pragma once
 
 #include "../../hw/pdl.cuh"
@@ -8,78 +9,79 @@
 
 namespace flash_online::cuda {
 
-constexpr int kRowRingWarps = 4, kRowRingBlocks = 4;
+constexpr int kPipelinedWarps = 4, kPipelinedCtasPerSm = 4;
 template <class T>
-using RowShape = RingShape<T, kWarpSize, 8, 3>;
+using WarpPipelineShape = PipelineShape<T, kWarpSize, 8, 3>;
 
-// Whether the current device has what a ring needs.
-inline bool copies_bytes() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
+// Whether the current device has bulk copies, which a pipeline needs; kHasBulkCopy says so in device code.
+inline bool has_bulk_copy() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 template <class T>
-PiecedRows row_pieces(const RowProblem& problem, Type<T>) {
-  return pieced(problem, RowShape<T>::kClasses, 1, 4, 256);
+PiecedProblem pipelined_row_pieces(const RowProblem& problem, Type<T>) {
+  return cut_into_pieces(problem, WarpPipelineShape<T>::kClasses, 1, 4, 256);
 }
 
-// A warp's ring, from its own side.
+// The pipeline of one warp, whose lane 0 is the producer and whose lanes are all consumers.
 template <class Shape>
-class RowRing {
+class WarpPipeline {
   using T = typename Shape::T;
 
  public:
-  __device__ __forceinline__ RowRing(const PiecedRows& rows, uint4* stages, uint64_t* full, unsigned first, unsigned step)
-      : stages_(stages), full_(full), loader_(rows, stages, full, first, step) {
+  __device__ __forceinline__ WarpPipeline(const PiecedProblem& pieced, uint4* stages, uint64_t* full, unsigned first,
+                                          unsigned step)
+      : stages_(stages), full_(full), loader_(pieced, stages, full, first, step) {
     if (threadIdx.x % kWarpSize == 0) {
-      loader_.begin();
-      loader_.fill();
+      loader_.init_barriers();
+      loader_.load_all_stages();
     }
     __syncwarp();
   }
-  // The next chunk of a piece, of which so many classes are left.
+  // Reads the next chunk, whose first element is *data, `classes` before the end of its piece; and starts the copy of another.
   __device__ __forceinline__ void read(uint4 (&v)[Shape::kVectors], const T* data, int classes) {
-    const RingChunk<Shape> chunk{stages_ + at_.stage * Shape::kStageVectors, data, classes};
-    wait(&full_[at_.stage], at_.parity);
+    const PipelineChunk<Shape> chunk{stages_ + state_.stage * Shape::kStageVectors, data, classes};
+    wait(&full_[state_.stage], state_.parity);
     chunk.read(v);
-    __syncwarp();  // all have read
-    if (threadIdx.x % kWarpSize == 0) loader_.load(at_.stage);
-    at_.advance();
+    __syncwarp();  // all lanes have read the stage
+    if (threadIdx.x % kWarpSize == 0) loader_.load(state_.stage);
+    state_.advance();
   }
 
  private:
   uint4* stages_;
   uint64_t* full_;
-  PipelineState<Shape::kStages> at_;
-  RingLoader<Shape> loader_;
+  PipelineState<Shape::kStages> state_;
+  ChunkLoader<Shape> loader_;
 };
 
-// Leaves each piece's part of its row's state in the workspace.
+// Stores each piece's part of its row's state in the workspace.
 template <class T>
-__global__ void __launch_bounds__(kRowRingWarps* kWarpSize, kRowRingBlocks)
-    ring_part_kernel(const __grid_constant__ PiecedRows rows) {
+__global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerSm)
+    pipelined_part_kernel(const __grid_constant__ PiecedProblem pieced) {
   if constexpr (kHasBulkCopy) {
-    using Shape = RowShape<T>;
+    using Shape = WarpPipelineShape<T>;
     extern __shared__ __align__(128) uint4 all_shared[];
-    __shared__ uint64_t full[kRowRingWarps][Shape::kStages];
+    __shared__ uint64_t full[kPipelinedWarps][Shape::kStages];
     launch_dependents();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const unsigned first = warp * gridDim.x + blockIdx.x, step = gridDim.x * kRowRingWarps;
-    RowRing<Shape> ring(rows, all_shared + warp * (Shape::kBytes / kVectorBytes), full[warp], first, step);
-    const unsigned all = static_cast<unsigned>(rows.all_pieces);
-    for (unsigned number = first; number < all; number += step) {
-      const Piece<T> piece(rows, number);
+    const unsigned first = warp * gridDim.x + blockIdx.x, step = gridDim.x * kPipelinedWarps;
+    WarpPipeline<Shape> pipeline(pieced, all_shared + warp * (Shape::kBytes / kVectorBytes), full[warp], first, step);
+    const unsigned all = static_cast<unsigned>(pieced.total_pieces);
+    for (unsigned index = first; index < all; index += step) {
+      const Piece<T> piece(pieced, index);
       RowState state;
 #pragma unroll 1
       for (int begin = 0; begin < piece.classes; begin += Shape::kClasses) {
         uint4 v[Shape::kVectors];
-        ring.read(v, piece.data + begin, piece.classes - begin);
+        pipeline.read(v, piece.data + begin, piece.classes - begin);
         float max = -INFINITY;
 #pragma unroll
         for (int i = 0; i < Shape::kVectors; ++i) max = fmaxf(max, max_of<T>(v[i]));
-        state.raise_max_lazily(kSlack, max);
+        state.raise_max_lazily(kRescaleThreshold, max);
         add_weights<T>(state, v);
       }
       state = merge_lanes<kWarpSize>(state);
       float nan = state.sum != state.sum ? 1.0f : 0.0f;
-      if (state.max == INFINITY) {  // rare: see settled()
+      if (state.max == INFINITY) {  // rare: resolve_infinity has to know whether there is a NaN as well
         nan = 0;
         for (int c = lane; c < piece.classes; c += kWarpSize) {
           const float x = widen(piece.data[c]);
@@ -87,15 +89,16 @@ __global__ void __launch_bounds__(kRowRingWarps* kWarpSize, kRowRingBlocks)
         }
         nan = lanes_sum<kWarpSize>(nan);
       }
-      if (lane == 0) static_cast<Partial*>(rows.problem.workspace)[number] = {state.max, state.sum, 0, nan};
+      if (lane == 0) static_cast<Partial*>(pieced.problem.workspace)[index] = {state.max, state.sum, 0, nan};
     }
   }
 }
 
 template <class T>
-void launch_ring_part(const PiecedRows& rows, cudaStream_t stream) {
-  static PersistentKernel kernel(ring_part_kernel<T>, kRowRingWarps * kWarpSize, kRowRingWarps * RowShape<T>::kBytes);
-  kernel.launch_all(rows, (rows.all_pieces + kRowRingWarps - 1) / kRowRingWarps, false, stream);
+void launch_pipelined_part(const PiecedProblem& pieced, cudaStream_t stream) {
+  static PersistentKernel kernel(pipelined_part_kernel<T>, kPipelinedWarps * kWarpSize,
+                                 kPipelinedWarps * WarpPipelineShape<T>::kBytes);
+  kernel.launch_all(pieced, ceil_div(pieced.total_pieces, kPipelinedWarps), false, stream);
 }
 
 }  // namespace flash_online::cuda

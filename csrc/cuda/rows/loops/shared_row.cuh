@@ -1,6 +1,9 @@
-// Rows too long for registers, their classes side by side: held in shared memory, copied there past the registers, by a cluster
-// of blocks, or a block alone where there are no clusters. Blocks are small, so that several rows are on a multiprocessor at
-// once: while one is read another is written.
+// Contiguous rows in shared memory, for operators whose results are as long as the row: 513 vectors and more, until the shared
+// memory of the largest cluster is full (2 MiB per row on an H100). cp.async copies a row there without passing through
+// registers. A row has one CTA, or a cluster of CTAs that exchange their maxima and sums.
+//
+// CTAs are small, so that an SM holds several rows at a time: while one is read, another is written. visit_shared_group at the
+// end of this file chooses the size.
 #pragma once
 
 #include "../../hw/cp_async.cuh"
@@ -8,34 +11,39 @@
 
 namespace flash_online::cuda {
 
-// kThreads threads of each block of a cluster (if kCluster), kBlocks blocks on a multiprocessor. A thread holds kHeld vectors
-// of a row, all its tensors counted.
-template <int kThreads_, int kHeld_, int kBlocks_, bool kCluster_>
-struct SharedTeam {
-  static constexpr int kThreads = kThreads_, kLanes = kThreads_, kHeld = kHeld_, kBlocks = kBlocks_;
+// One CTA (kCluster false) or all CTAs of a cluster share a row. A CTA has kThreads threads, and kCtasPerSm are resident per
+// SM. A thread has kVectorsPerThread vectors, of all tensors that the operator reads.
+//
+// CTAs of a cluster exchange states by messages (cluster.cuh): each warp stores its state into every CTA's shared memory, and
+// an mbarrier there, called a mailbox, counts the bytes that have arrived. A mailbox and the memory it counts serve one merge.
+template <int kThreads_, int kVectorsPerThread_, int kCtasPerSm_, bool kCluster_>
+struct SharedRowGroup {
+  static constexpr int kThreads = kThreads_, kVectorsPerThread = kVectorsPerThread_, kCtasPerSm = kCtasPerSm_;
   static constexpr bool kCluster = kCluster_;
-  static constexpr int kBlockVectors = kThreads * kHeld;
-  static constexpr unsigned kSharedBytes = kBlockVectors * kVectorBytes;
-  static constexpr int kSlots = 4;  // of merge_warps()
+  static constexpr int kLanesPerRow = kWarpSize;
+  static constexpr int kVectorsPerCta = kThreads * kVectorsPerThread;
+  static constexpr unsigned kSharedBytes = kVectorsPerCta * kVectorBytes;
+  static constexpr int kSlots = 4;  // merges per kernel, at most
 
-  __device__ __forceinline__ static int rank() { return kCluster ? cluster_rank() : 0; }
-  __device__ __forceinline__ static int blocks() { return kCluster ? cluster_size() : 1; }
-  __device__ __forceinline__ static int lane() { return rank() * kThreads + threadIdx.x; }
-  __device__ __forceinline__ static int lanes() { return kThreads * blocks(); }
+  __device__ __forceinline__ static int cta_in_row() { return kCluster ? cluster_rank() : 0; }
+  __device__ __forceinline__ static int ctas_per_row() { return kCluster ? cluster_size() : 1; }
+  __device__ __forceinline__ static int thread_in_row() { return cta_in_row() * kThreads + threadIdx.x; }
+  __device__ __forceinline__ static int threads_per_row() { return kThreads * ctas_per_row(); }
 
-  // To be called by all threads: first; and once, before the first merge.
-  __device__ __forceinline__ static void begin() {
+  // All threads call init_mailboxes() first, and wait_for_cluster() once before the first merge: a message must not be sent to
+  // a CTA that has not started. The loads of the row go between the two calls.
+  __device__ __forceinline__ static void init_mailboxes() {
     if constexpr (kCluster) {
       if (threadIdx.x == 0)
         for (int slot = 0; slot < kSlots; ++slot) open_mailbox(&mailboxes()[slot]);
       cluster_arrive_relaxed();
     }
   }
-  __device__ __forceinline__ static void others_have_begun() {
+  __device__ __forceinline__ static void wait_for_cluster() {
     if constexpr (kCluster) cluster_wait();
   }
 
-  // Joins what the lanes of each warp agree on. Each slot serves once.
+  // Merges the warps' states over the row; all lanes of a warp already have the same state. Each kSlot can be used once.
   template <int kSlot, class State>
   __device__ __forceinline__ static State merge_warps(State state) {
     static_assert(kSlot < kSlots);
@@ -44,15 +52,15 @@ struct SharedTeam {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     if constexpr (kCluster) {
       uint64_t* mailbox = &mailboxes()[kSlot];
-      if (threadIdx.x == 0) expect_messages(mailbox, kWarps * blocks() * static_cast<unsigned>(sizeof(State)));
-      if (lane < blocks()) send_message(&partial[rank() * kWarps + warp], state, mailbox, lane);
+      if (threadIdx.x == 0) expect_messages(mailbox, kWarps * ctas_per_row() * static_cast<unsigned>(sizeof(State)));
+      if (lane < ctas_per_row()) send_message(&partial[cta_in_row() * kWarps + warp], state, mailbox, lane);
       wait_for_messages(mailbox);
     } else {
       if (lane == 0) partial[warp] = state;
       __syncthreads();
     }
     State all{};
-    for (int i = lane; i < kWarps * blocks(); i += kWarpSize) all.merge(partial[i]);
+    for (int i = lane; i < kWarps * ctas_per_row(); i += kWarpSize) all.merge(partial[i]);
     return merge_lanes<kWarpSize>(all);
   }
 
@@ -63,20 +71,21 @@ struct SharedTeam {
   }
 };
 
-// A thread's vectors of one of a row's kTensors tensors, in shared memory.
-template <class Team_, int kTensors, class T>
-class InShared {
+// A thread's vectors of one of the operator's kTensors tensors, in shared memory. RegisterVectors (register_row.cuh) has the
+// same members.
+template <class Group_, int kTensors, class T>
+class SharedVectors {
  public:
-  using Team = Team_;
-  static constexpr int kVectors = Team::kHeld / kTensors, kUnroll = 4, kElements = kPerVector<T>;
+  using Group = Group_;
+  static constexpr int kVectors = Group::kVectorsPerThread / kTensors, kUnroll = 4, kElements = kPerVector<T>;
 
-  __device__ __forceinline__ InShared(const T* row, int classes, int tensor) {
+  __device__ __forceinline__ SharedVectors(const T* row, int classes, int tensor) {
     extern __shared__ __align__(128) uint4 all_shared[];
-    slots_ = all_shared + tensor * kVectors * Team::kThreads + threadIdx.x;
+    slots_ = all_shared + tensor * kVectors * Group::kThreads + threadIdx.x;
     if (misalignment(row) == 0) {
 #pragma unroll 4
       for (int i = 0; i < kVectors; ++i) {
-        const int c = (Team::lane() + i * Team::lanes()) * kElements;
+        const int c = (Group::thread_in_row() + i * Group::threads_per_row()) * kElements;
         if (c + kElements <= classes)
           cp_async(slot(i), row + c);
         else
@@ -89,100 +98,106 @@ class InShared {
 #pragma unroll 1
       for (int i = 0; i < kVectors; i += kAtOnce) {
         uint4 v[kAtOnce];
-        load_row<T, true>(v, row, Team::lane() + i * Team::lanes(), Team::lanes(), classes, lowest_vector<T>());
+        load_row<T, true>(v, row, Group::thread_in_row() + i * Group::threads_per_row(), Group::threads_per_row(), classes,
+                          lowest_vector<T>());
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) *slot(i + j) = v[j];
       }
     }
   }
-  __device__ __forceinline__ void wait() const {  // a thread reads what it copied itself: no barrier
+  __device__ __forceinline__ void wait() const {  // no barrier: a thread reads only what it copied itself
     cp_async_commit();
     cp_async_wait();
   }
   __device__ __forceinline__ uint4 operator[](int i) const { return *slot(i); }
-  __device__ __forceinline__ uint4 any(int i) const { return *slot(i); }
-  __device__ __forceinline__ uint4 anew(int i, float) const { return *slot(i); }
+  __device__ __forceinline__ uint4 select(int i) const { return *slot(i); }
+  __device__ __forceinline__ uint4 reload(int i, float) const { return *slot(i); }
   template <int kSlot, class State>
   __device__ __forceinline__ State merge_warps(State state) const {
-    return Team::template merge_warps<kSlot>(state);
+    return Group::template merge_warps<kSlot>(state);
   }
 
  private:
-  __device__ __forceinline__ uint4* slot(int i) const { return slots_ + i * Team::kThreads; }
+  __device__ __forceinline__ uint4* slot(int i) const { return slots_ + i * Group::kThreads; }
   uint4* slots_;
 };
 
-template <class Op, class Team, class T>
-struct SharedRows {
+template <class Group, int kTensors, class T>
+using SharedRow = OnChipRow<SharedVectors<Group, kTensors, T>, T>;
+
+// What an operator gets its rows from (dispatch.cuh). It must read its tensors in the order of their numbers.
+template <class Op, class Group, class T>
+struct SharedRowReader {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
-  RowPlace place;
-  // The operator's tensors are read in their order.
+  RowCoord coord;
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
-    using Vectors = InShared<Team, Op::kTensors, T>;
     const int classes = static_cast<int>(problem.classes);
-    const Vectors vectors(row_of<const T>(view, place).data, classes, kTensor);
-    if constexpr (kTensor + 1 == Op::kTensors) Team::others_have_begun();
-    return HeldRow<Vectors, T>(place, classes, vectors);
+    const SharedVectors<Group, Op::kTensors, T> vectors(row_of<const T>(view, coord).data, classes, kTensor);
+    if constexpr (kTensor + 1 == Op::kTensors) Group::wait_for_cluster();
+    return SharedRow<Group, Op::kTensors, T>(coord, classes, vectors);
   }
 };
 
-template <class Op, class Team, class T, class R>
-__global__ void __launch_bounds__(Team::kThreads, Team::kBlocks) shared_kernel(const __grid_constant__ RowProblem problem) {
-  Team::begin();
-  Op::template run<R>(problem, SharedRows<Op, Team, T>{problem, held_place(problem, blockIdx.x / Team::blocks())});
+template <class Op, class Group, class T, class R>
+__global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
+    shared_kernel(const __grid_constant__ RowProblem problem) {
+  Group::init_mailboxes();
+  const SharedRowReader<Op, Group, T> reader{problem, row_coord(problem, blockIdx.x / Group::ctas_per_row())};
+  Op::template run<R>(problem, reader);
 }
 
-// Queues a kernel for all rows, each of which takes `cluster` blocks.
-template <class Op, class Team, class T, class R>
+// Queues one CTA, or one cluster of `cluster` CTAs, per row.
+template <class Op, class Group, class T, class R>
 void launch_shared_rows(const RowProblem& problem, int cluster, cudaStream_t stream) {
-  static PersistentKernel kernel(shared_kernel<Op, Team, T, R>, Team::kThreads, Team::kSharedBytes);
+  static PersistentKernel kernel(shared_kernel<Op, Group, T, R>, Group::kThreads, Group::kSharedBytes);
   kernel.launch(problem, problem.outer * problem.inner, cluster, 1, stream);
 }
 
-// ---- which team
+// ---- which row group
 
-// Measured: the smaller the blocks, the better, and most of them in a cluster; but rows that a block holds at once need none.
-using ShortTeam = SharedTeam<128, 8, 9, false>;
-using MediumTeam = SharedTeam<256, 8, 5, false>;
-using BlockAlone = SharedTeam<256, 16, 3, false>;
-using SmallTeam = SharedTeam<256, 8, 5, true>;
-using MiddleTeam = SharedTeam<256, 16, 3, true>;
-using LargeTeam = SharedTeam<1024, 8, 1, true>;
+// Measured: the smaller the CTAs the better, and the more of them in a cluster the better; but rows that fit into one CTA are
+// fastest without a cluster. LargeCta is for GPUs without clusters.
+using SmallCta = SharedRowGroup<128, 8, 9, false>;
+using MediumCta = SharedRowGroup<256, 8, 5, false>;
+using LargeCta = SharedRowGroup<256, 16, 3, false>;
+using SmallCluster = SharedRowGroup<256, 8, 5, true>;
+using MediumCluster = SharedRowGroup<256, 16, 3, true>;
+using LargeCluster = SharedRowGroup<1024, 8, 1, true>;
 
-inline bool has_large_team() {
-  constexpr int kStatic = 20 << 10;  // shared memory beside the row, at most
-  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(LargeTeam::kSharedBytes) + kStatic;
+inline bool large_cluster_fits() {
+  constexpr int kStatic = 20 << 10;  // bytes of shared memory beside the row, at most
+  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(LargeCluster::kSharedBytes) + kStatic;
 }
 
-// How many vectors of a row can be held at most, all its tensors counted.
-inline int64_t most_held_vectors(bool reduces) {
-  if (reduces) return kMostInRegisters;
-  if (largest_cluster() == 1) return BlockAlone::kBlockVectors;
-  return (has_large_team() ? LargeTeam::kBlockVectors : MiddleTeam::kBlockVectors) * largest_cluster();
+// The longest row that stays on the chip, in vectors of all tensors that the operator reads.
+inline int64_t max_on_chip_vectors(bool reduces) {
+  if (reduces) return kMaxRegisterVectorsReadOnly;
+  if (largest_cluster() == 1) return LargeCta::kVectorsPerCta;
+  return (large_cluster_fits() ? LargeCluster::kVectorsPerCta : MediumCluster::kVectorsPerCta) * largest_cluster();
 }
 
-// Calls f.operator()<Team>(blocks a row) with the team for rows of so many vectors, all tensors counted, if there is one. Again
-// the length alone decides.
+// Calls f.operator()<Group>(CTAs per row) with the row group for rows of `vectors` vectors, of all tensors; does nothing if the
+// row belongs into registers or is too long. The length alone decides, as in visit_register_group.
 template <class F>
-void visit_shared(int64_t vectors, const F& f) {
-  if (vectors <= kMostInRegistersWritten || vectors > most_held_vectors(false)) return;
-  if (vectors <= ShortTeam::kBlockVectors) return f.template operator()<ShortTeam>(1);
-  if (vectors <= MediumTeam::kBlockVectors) return f.template operator()<MediumTeam>(1);
-  const int most = largest_cluster();
-  if (most == 1) return f.template operator()<BlockAlone>(1);
-  const auto cluster = [&](int block) {
+void visit_shared_group(int64_t vectors, const F& f) {
+  if (vectors <= kMaxRegisterVectorsReadWrite || vectors > max_on_chip_vectors(false)) return;
+  if (vectors <= SmallCta::kVectorsPerCta) return f.template operator()<SmallCta>(1);
+  if (vectors <= MediumCta::kVectorsPerCta) return f.template operator()<MediumCta>(1);
+  const int max_cluster = largest_cluster();
+  if (max_cluster == 1) return f.template operator()<LargeCta>(1);
+  const auto smallest_cluster = [&](int vectors_per_cta) {
     int size = 2;
-    while (size < most && vectors > int64_t{size} * block) size *= 2;
+    while (size < max_cluster && vectors > int64_t{size} * vectors_per_cta) size *= 2;
     return size;
   };
-  if (vectors <= SmallTeam::kBlockVectors * most)
-    f.template operator()<SmallTeam>(cluster(SmallTeam::kBlockVectors));
-  else if (vectors <= MiddleTeam::kBlockVectors * most)
-    f.template operator()<MiddleTeam>(most);
+  if (vectors <= SmallCluster::kVectorsPerCta * max_cluster)
+    f.template operator()<SmallCluster>(smallest_cluster(SmallCluster::kVectorsPerCta));
+  else if (vectors <= MediumCluster::kVectorsPerCta * max_cluster)
+    f.template operator()<MediumCluster>(max_cluster);
   else
-    f.template operator()<LargeTeam>(most);
+    f.template operator()<LargeCluster>(max_cluster);
 }
 
 }  // namespace flash_online::cuda

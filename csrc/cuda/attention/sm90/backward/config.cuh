@@ -1,7 +1,8 @@
-// What the warps of the Hopper backward kernel (backward_sm90.cuh) share: its arguments, what a tile's row says of it, shared
-// memory and named barriers.
+// What the warps of the Hopper backward kernel (kernel.cuh) share: the kernel's arguments, the constants that follow from its
+// row of the tile table, the plan of shared memory, and the barriers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../../../../core/mask.h"
@@ -9,21 +10,22 @@
 #include "../../../hw/launch.h"
 #include "../../../mma/fragments.cuh"
 #include "../../common/backward_workspace.cuh"
+#include "../../common/dropout.cuh"
 #include "../../common/mask_map.cuh"
 #include "../../common/mask_tile.cuh"
 #include "../../common/scores.cuh"
 #include "../../common/tile_list.cuh"
-#include "../supported.h"
-#include "../tiles.h"
 #include "../tma_tensor.cuh"
+#include "supported.h"
+#include "tiles.h"
 
 namespace flash_online::cuda {
 
-constexpr int kSumPieceSm90 = 64;  // columns of gradients of queries that a warpgroup sums at a time
+constexpr int kDqPieceColumnsSm90 = 64;  // columns of dQ that a warpgroup computes at a time
 
-// How a mask reaches the scores where it does not come by MaskTile: not at all, by TransposedMaskBits, or in boxes as it lies
-// in memory.
-enum class TransposedMask { kNone, kBits, kBoxes };
+// How a mask reaches the scores where it does not come by MaskTile: not at all, as TransposedMaskBits, or in TMA boxes as it
+// lies in memory.
+enum class TransposedMask { kNone, kBits, kTma };
 
 struct BackwardSm90Arguments {
   TmaTensor query, key, value, grad_out, mask;
@@ -31,177 +33,213 @@ struct BackwardSm90Arguments {
   AttentionGradients gradients;
   BackwardWorkspace space;
   TransposedMask transposed_mask;
-  TransposedMaskBits bits;
-  int section;  // heads whose blocks of keys run side by side
-  bool halves;  // by_halves() decides
-  bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
-  int* turns;  // of space.list's blocks, 0 at the start: how many have added to one's gradients; null: in any order
-  unsigned* taken;  // of the list of keys' blocks, 0 at the start, where blocks of threads stay for several
-  TileList list;  // of keys; its heads are the kv_grad_heads
-  ScoreMod rule;
-  float keep_scale;  // of dropout: 1 / (1 - p)
-  float keep, keep_exponent;  // its inverse, and its logarithm to the base 2
-  float added_scale;  // of what ALiBi and a mask add, for the units of products: 1 / scale
+  TransposedMaskBits mask_bits;
+  int section;               // heads whose tiles of keys run side by side
+  bool may_use_narrow_tile;  // use_narrow_tile() decides per work tile
+  bool batch_innermost;      // heads are numbered with the batch inside, for a mask that the batch shares
+  // Per block of space.list, 0 at the start: how many CTAs have added to its dQ. Null: they add in any order.
+  int* dq_semaphore;
+  unsigned* tile_counter;  // 0 at the start: how many work tiles the CTAs of a persistent kernel have taken
+  TileList tile_list;  // of keys; its heads are the kv_grad_heads
+  ScoreMod score_mod;
+  float keep_scale;  // dropout: 1 / (1 - p)
+  float keep_probability;  // 1 - p
+  float keep_scale_log2;
+  float bias_scale;  // from ALiBi and a mask to the units of the products: 1 / scale
 };
 
-// Tile: a BackwardSm90Tile.
-template <class T, class Tile>
-struct BackwardOnSm90 {
-  static constexpr BackwardSm90 kTile = Tile::kTile;
-  static constexpr bool kStays = Tile::kStays;
+// Config: a BackwardSm90Config.
+template <class T, class Config>
+struct BackwardSm90Kernel {
+  static constexpr BackwardSm90Tile kTile = Config::kTile;
+  static constexpr bool kPersistent = Config::kPersistent;
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.head_dim_v;
-  static constexpr BackwardSm90Features kFeatures = kTile.with;
-  static constexpr bool kEverything = kFeatures == BackwardSm90Features::kEverything,
-                        kDrops = kFeatures == BackwardSm90Features::kDropout;
-  static constexpr bool kWalks = kFeatures != BackwardSm90Features::kNothing;  // there may be a mask that hides blocks
-  static constexpr bool kTransposed = kWalks && !kEverything;  // masks come by TransposedMask, and not by MaskTile
-  static constexpr bool kFillsUp = kEverything || kDrops;  // takes head dims that have a narrower tile for less
+  static constexpr BackwardSm90Features kFeatures = kTile.features;
+  static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
+                        kHasDropout = kFeatures == BackwardSm90Features::kDropout;
+  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
+  static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
+  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout;  // takes the head dims of narrower rows as well
+  static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
+
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kWarps = kMathThreads / kWarpSize;
-  // What all warps take must be there: the block has what all threads were launched with, in eights, else they wait for good.
-  static_assert(128 * (kTile.warpgroups * kTile.registers + kTile.loader_registers) +
-                    (kThreads - 128 * (kTile.warpgroups + 1)) * kTile.others_registers <=
-                65536 / (kThreads * kTile.blocks) / 8 * 8 * kThreads);
-  static constexpr int kGroupKeys = 64;  // of a warpgroup
-  static constexpr bool kLine = kTile.in_line(), kAlone = kTile.warpgroups == 1;
-  static constexpr int boxes_of(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  static constexpr int kBoxes = boxes_of(kHeadDim), kValueBoxes = boxes_of(kHeadDimV), kQueryBoxes = kQueries / kBoxColumns;
-  static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;
+  static constexpr int kWarpgroupKeys = 64;
+  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kMathWarps = kMathThreads / kWarpSize;
+  static constexpr int box_count(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
+  static constexpr int kBoxes = box_count(kHeadDim), kValueBoxes = box_count(kHeadDimV), kQueryBoxes = kQueries / kBoxColumns;
+  static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;  // of the products that sum over them
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
-  // The gradients of a block's queries are pieces of 64 x 64: one a warpgroup, side by side or one above the other; or all of
-  // one's. Of the last there may be half.
-  static constexpr bool kSideBySide = kQueries == 64;
-  static constexpr int kPieces = kLine ? kBoxes : 1, kPiece = kAlone ? kHeadDim : kSumPieceSm90;
-  static_assert(kSideBySide ? kLine || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
-  static_assert(kQueries % kStatsRows == 0 && (!kEverything || kQueries * 2 <= 128));
-  static_assert(!kLine || (!kEverything && kSideBySide && kHeadDim % kBoxColumns == 0));
-  static constexpr int kSummers = kLine ? 4 : kWarps;  // warps that sum gradients of queries
-  // Gradients of queries leave through shared memory and the copy engine, where there is room for them.
-  static constexpr bool kStaged = !kEverything && !kAlone;
-  static_assert(!kStays || (kStaged && !kWalks && !kLine));
-  static constexpr int kScoreBuffers = kAlone || (kLine && kHeadDim > 192) ? 1 : 2;  // of blocks
-  static constexpr bool kLowAside = kTransposed && kQueries == 128;  // boxes of a mask leave no room for lse's low part
-  static constexpr int kRowsKept = kStatsRows * (kLowAside ? 2 : 3);
+
+  // dQ of a block is cut into pieces of 64 x 64. Two warpgroups take one piece each, side by side where a block has 64 queries
+  // and one above the other where it has 128; of the last piece in a row there may be half. The pipeline's third warpgroup
+  // takes one piece after another, and a single warpgroup takes all columns at once.
+  static constexpr bool kDqSideBySide = kQueries == 64;
+  static constexpr int kDqPieces = kPipelined ? kBoxes : 1;
+  static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90;
+  static constexpr int kDqWarps = kPipelined ? 4 : kMathWarps;
+  // dQ leaves through shared memory and bulk copies where shared memory has room for it, else from registers.
+  static constexpr bool kStagesDq = !kAllOptions && !kSingleWarpgroup;
+  static constexpr int kDsBuffers = kSingleWarpgroup || (kPipelined && kHeadDim > 192) ? 1 : 2;
+  // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
+  static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128;
+  static constexpr int kSharedRowStats = kStatsRows * (kLseLowInStaging ? 2 : 3);
+
+  static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
+  static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
+  static_assert(!kPipelined || (!kAllOptions && kDqSideBySide && kHeadDim % kBoxColumns == 0));
+  static_assert(!kPersistent || (kStagesDq && !kHasMaskMap && !kPipelined));
+
+  // ---- what a CTA works on
+
+  // The keys that a CTA owns at a time, and the blocks of queries that it loops over.
+  struct WorkTile {
+    int64_t batch;
+    int kv_grad_head, key, last_key, queries, keys, first_head, q_heads_per_kv_grad_head;
+    Visibility visible;
+    int begin, end;  // blocks of queries; begin < 0: there are no more work tiles
+    int first_query, first_key;  // rows of the tensors
+    int offset, left, right;  // those of Sequence::visible in 32 bits; kUnbounded: no bound
+  };
+  static constexpr int kUnbounded = 4 * kMaxLengthBackwardSm90;  // no query stands that far from a key
+  // Where no mask hides any.
+  __device__ __forceinline__ static int block_count_of(const WorkTile& tile) {
+    return tile.q_heads_per_kv_grad_head * max(tile.end - tile.begin, 0);
+  }
+
+  // A block of a head's queries, as the producer announces it.
+  struct QueryBlock {
+    int head, query;  // query: its first; -1: there are no more blocks
+    bool all_visible;  // by position alone all queries see all keys, and all of both exist
+    int mask_flags;  // kVisible and kMixed per warpgroup
+    bool last, third;  // whether it is the last of its work tile; whether two or more precede it there
+    int64_t dq_offset;  // of its dQ in space.dq_accum
+    float slope;  // of ALiBi, in the units of the products
+  };
+  // kVisible << w: the mask shows some of warpgroup w's keys to some of the block's queries. kMixed << w: it also hides some or
+  // adds something, and must be applied.
+  static constexpr int kVisible = 1, kMixed = 4;
+  static constexpr int kBothVisible = 3 * kVisible, kEitherMixed = 3 * kMixed;
+
+  // ---- shared memory
 
   template <int kCount, int kRows>
-  struct alignas(kBoxAlignment) Boxes {
+  struct alignas(kBoxAlignment) TmaTile {
     T box[kCount][kRows][kBoxColumns];
   };
-  using Keys = Boxes<kBoxes, kKeys>;
-  using Values = Boxes<kValueBoxes, kKeys>;
-  using Queries = Boxes<kBoxes, kQueries>;
-  using OutGradients = Boxes<kValueBoxes, kQueries>;
-  struct alignas(kBoxAlignment) Scores {
+  using KeyTile = TmaTile<kBoxes, kKeys>;
+  using ValueTile = TmaTile<kValueBoxes, kKeys>;
+  using QueryTile = TmaTile<kBoxes, kQueries>;
+  using GradOutTile = TmaTile<kValueBoxes, kQueries>;
+  struct alignas(kBoxAlignment) DsTile {
     T box[kQueryBoxes][kKeys][kBoxColumns];  // [key][query]
   };
   struct Stage {
-    Queries query;
-    OutGradients grad_out;
+    QueryTile query;
+    GradOutTile grad_out;
   };
-  // What a block of threads works on.
-  struct Place {
-    int64_t batch;
-    int unit, key, last_key, queries, keys, first_head, heads;
-    Visibility visible;
-    int begin, end;  // blocks of queries; begin < 0: there are no more places
-    int first_query, first_key;  // rows of the tensors
-    int offset, left, right;  // of sequence.visible, in 32 bits; kFar: no bound
-  };
-  static constexpr int kFar = 4 * kLongestBackwardSm90;  // no query stands that far from a key
-  // Where no mask hides any.
-  __device__ __forceinline__ static int blocks_of(const Place& place) { return place.heads * max(place.end - place.begin, 0); }
-  // What passes by: a block of a head's queries.
-  struct Job {
-    int head, query;  // its first; -1: no more blocks
-    bool whole;  // all queries see all keys by arithmetic, and all of both exist
-    int sides;  // kSees, kAsks
-    bool last, third;  // of its place; its third or a later one
-    int64_t sums;  // its gradients' place in space.sums
-    float slope;  // of ALiBi, in the units of products
-  };
-  // Of the mask's, for each warpgroup: whether it shows its keys to any of a block's queries, and then whether not all of them.
-  static constexpr int kSees = 1, kAsks = 4;  // << warpgroup
-  static constexpr int kAllSee = 3 * kSees, kAnyAsks = 3 * kAsks;
   struct Shared {
-    Keys key;
-    Values value;
+    KeyTile key;
+    ValueTile value;
     Stage stage[kStages];
-    Scores scores[kScoreBuffers];  // their gradients
-    uint4 weights[kLine ? 4 : 1][kLine ? 128 : 1];  // as a thread has them, for the one that has their gradients
-    float sums[kStaged ? kSummers : 1][kStaged ? kPiece * 16 : 4];  // gradients of queries on their way
-    alignas(16) float rows[kStages][kQueries / kStatsRows][kRowsKept];
-    Place place[kStays ? 2 : 1];
-    Job job[4];  // of the block at hand, the next, and the two before, whose gradients of queries are still on their way
-    int sent, number;  // load_places: blocks so far, and places
-    uint64_t key_full, value_full, keys_empty, query_full[kStages], grad_out_full[kStages], empty[kStages], scores_full[2],
-        turn[2], added[2], scores_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
-    uint64_t mask_full, mask_empty, drawn_full[kStages];
+    DsTile ds[kDsBuffers];
+    uint4 weights[kPipelined ? 4 : 1][kPipelined ? 128 : 1];  // the pipeline's, as a thread of either warpgroup holds them
+    float dq_staging[kStagesDq ? kDqWarps : 1][kStagesDq ? kDqPieceColumns * 16 : 4];  // dQ on its way to global memory
+    alignas(16) float row_stats[kStages][kQueries / kStatsRows][kSharedRowStats];
+    WorkTile tile[kPersistent ? 2 : 1];
+    QueryBlock query_block[4];  // the block at hand, the next one, and the two before, whose dQ is still on its way
+    int producer_blocks, producer_tiles;  // persistent kernels: how many the producer has sent
+
+    // Barriers. "full": the producer's data have arrived; "empty": the consumers are done with them.
+    uint64_t key_full, value_full, keys_empty, query_full[kStages], grad_out_full[kStages];
+    uint64_t stage_empty[kStages];  // the stage; in the pipelined kernel its queries alone, and grad_out_empty for the rest
+    uint64_t ds_full[2];  // all warps of the CTA have written their dS of a block
+    uint64_t dq_may_add[2], dq_added[2];  // the dQ semaphore admits this CTA to a block; its warps have added their dQ
+    uint64_t ds_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
+    uint64_t mask_full, mask_empty, dropout_full[kStages];
   };
-  // Behind that: a MaskTile; or a mask's boxes, or its bits, and then dropout's.
+  // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed ? kBoxAlignment : kVectorBytes;
   static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
   struct MaskBox {
     T value[kQueries][kBoxColumns];
   };
-  struct WeightBits {  // as in TransposedMaskBits
-    unsigned word[kQueries / kStatsRows][kWarps][kWarpSize];
+  struct BlockBits {  // one bit per score, as in TransposedMaskBits
+    unsigned word[kQueries / kStatsRows][kMathWarps][kWarpSize];
   };
-  static_assert(!kTransposed || sizeof(WeightBits) == kQueries / kMaskMapTile * (kKeys / kMaskMapTile) * sizeof(unsigned) *
-                                                          TransposedMaskBits::kWords);
-  static_assert(!kTransposed || kDrops || kAlone || kMaskOffset + 2 * sizeof(MaskBox) <= 227 << 10);
-  static int shared_bytes(const AttentionProblem& problem, TransposedMask turned) {
-    if (kTransposed)
-      return kMaskOffset + static_cast<int>((turned == TransposedMask::kBoxes ? 2 * sizeof(MaskBox) : 0) +
-                                            (turned == TransposedMask::kBits ? kStages * sizeof(WeightBits) : 0) +
-                                            (kDrops ? kStages * sizeof(WeightBits) : 0));
-    const int rows = !kEverything || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
+  static_assert(!kTransposed || sizeof(BlockBits) == kQueries / kMaskMapTile * (kKeys / kMaskMapTile) * sizeof(unsigned) *
+                                                         TransposedMaskBits::kWords);
+  static constexpr int shared_bytes(TransposedMask mask) {  // where kTransposed
+    return kMaskOffset + static_cast<int>((mask == TransposedMask::kTma ? 2 * sizeof(MaskBox) : 0) +
+                                          (mask == TransposedMask::kBits ? kStages * sizeof(BlockBits) : 0) +
+                                          (kHasDropout ? kStages * sizeof(BlockBits) : 0));
+  }
+  static int shared_bytes(const AttentionProblem& problem, TransposedMask mask) {
+    if (kTransposed) return shared_bytes(mask);
+    const int rows = !kAllOptions || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
-  // Of a warpgroup.
-  __device__ __forceinline__ static MaskBox& mask_box(Shared& shared, int group) {
-    return reinterpret_cast<MaskBox*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[group];
+  // What a row of the tile table may take at most.
+  static constexpr int kMaxSharedBytes =
+      kAllOptions                       ? kMaskOffset + kQueries * mask_pitch(kKeys, sizeof(float))
+      : !kTransposed                    ? kMaskOffset
+      : kHasDropout || kSingleWarpgroup ? shared_bytes(TransposedMask::kBits)
+                                        : std::max(shared_bytes(TransposedMask::kBits), shared_bytes(TransposedMask::kTma));
+  // An SM has 228 KiB; the system reserves 1 KiB of it per CTA.
+  static_assert((kMaxSharedBytes + 1024) * kTile.ctas_per_sm <= 228 << 10);
+
+  __device__ __forceinline__ static MaskBox& mask_box(Shared& shared, int warpgroup) {
+    return reinterpret_cast<MaskBox*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[warpgroup];
   }
-  __device__ __forceinline__ static WeightBits& shown_bits(Shared& shared, int stage) {
-    return reinterpret_cast<WeightBits*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[stage];
+  __device__ __forceinline__ static BlockBits& mask_bits(Shared& shared, int stage) {
+    return reinterpret_cast<BlockBits*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[stage];
   }
-  __device__ __forceinline__ static WeightBits& kept_bits(const BackwardSm90Arguments& a, Shared& shared, int stage) {
-    return shown_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
+  __device__ __forceinline__ static BlockBits& dropout_bits(const BackwardSm90Arguments& a, Shared& shared, int stage) {
+    return mask_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
   }
+
+  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2;  // named barriers; kPingPongBarrier + warpgroup
+
+  // ---- registers
 
   template <int kColumns>
-  using Sums = Accumulator<1, kColumns / 8>;
-  using ScoreSums = Accumulator<1, kQueries / 8>;
+  using GradAccumulator = Accumulator<1, kColumns / 8>;  // of dK or dV: [this warpgroup's keys][columns]
+  using ScoreAccumulator = Accumulator<1, kQueries / 8>;  // S or dP: [this warpgroup's keys][the block's queries]
+  using DqAccumulator = float[kDqPieceColumns / 2];  // a piece of dQ
+  using PackedScores = unsigned[kQueries / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
   using Mask = MaskTile<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kHeadDim>;
-  static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kLine ? 1 : kStages) * sizeof(Stage)));
+  static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kPipelined ? 1 : kStages) * sizeof(Stage)));
 
-  static constexpr int kAllMath = 1, kTurn = 2;  // named barriers; kTurn + warpgroup
-
-  // Columns that only the tile has are nobody's.
-  __device__ static int sum_width(const BackwardWorkspace& space) {
-    return kFillsUp ? static_cast<int>(space.head_dim) : kHeadDim;
+  // Columns of the dQ accumulator: those of the tile that exceed the problem's are not stored.
+  __device__ static int dq_accum_width(const BackwardWorkspace& space) {
+    return kPadsHeadDim ? static_cast<int>(space.head_dim) : kHeadDim;
   }
 
-  // A mask may show one half of a block's keys alone to many a block of queries: then blocks of threads that own 64 keys, two a
-  // multiprocessor, make what one that owns 128 leaves. Both ask the map, so that one of them returns at once.
-  static constexpr bool kMayHalve = kAlone || (kFeatures == BackwardSm90Features::kMasks && kQueries == 64);
+  // A mask may show only one half of a tile's keys to many blocks of queries. Then CTAs that own 64 keys, two per SM, do the
+  // work that a CTA of 128 keys leaves to them. Both kernels are launched and ask the map, so that one of the two returns at
+  // once.
+  static constexpr bool kMayUseNarrowTile = kSingleWarpgroup || (kFeatures == BackwardSm90Features::kMasks && kQueries == 64);
 
-  // Which keys a block of threads has, and what each of its warps is (backward_sm90.cuh).
+  // ---- the kernel
+
+  // Which keys a CTA owns, and the role of each of its warps (kernel.cuh).
   __device__ static void clear_padding(const BackwardSm90Arguments& a);
-  __device__ static bool by_halves(const BackwardSm90Arguments& a, int64_t batch, int first_head, int heads_of_unit, int key);
-  __device__ static bool find_place(const BackwardSm90Arguments& a, unsigned index, Place& place);
-  __device__ static bool take_place(const BackwardSm90Arguments& a, Shared& shared);
+  __device__ static bool use_narrow_tile(const BackwardSm90Arguments& a, int64_t batch, int first_head,
+                                         int q_heads_per_kv_grad_head, int key);
+  __device__ static bool find_work_tile(const BackwardSm90Arguments& a, unsigned index, WorkTile& tile);
+  __device__ static bool take_work_tile(const BackwardSm90Arguments& a, Shared& shared);
+  __device__ static void init_barriers(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared);
 
-  // The warps that bring things, and the one that waits its turn (backward_sm90_producers.cuh).
-  class Walk;
-  struct Loader;
-  __device__ static void draw(const BackwardSm90Arguments& a, Shared& shared, int quarter);
-  __device__ static void keep_turns(const BackwardSm90Arguments& a, Shared& shared, const Place& place, int& count);
-  __device__ static void keep_turns_of_places(const BackwardSm90Arguments& a, Shared& shared);
+  // The producer warp, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
+  class MaskedBlockIterator;
+  struct Producer;
+  __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
+  __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int& count);
+  __device__ static void order_dq_adds_of_all_tiles(const BackwardSm90Arguments& a, Shared& shared);
 
-  // A warpgroup that computes (backward_sm90_group.cuh, backward_sm90_consumers.cuh).
-  struct Group;
+  // A math warpgroup: what all schedules have in common (warpgroup.cuh), and the schedules (schedule_*.cuh).
+  struct MathWarpgroup;
 };
 
 }  // namespace flash_online::cuda

@@ -1,5 +1,5 @@
-// The warps of the Hopper backward kernel that bring what its warpgroups compute with: queries, keys, values, masks, dropout's
-// bits. And the one that waits until it is their turn to add to gradients of queries.
+// The warps of the Hopper backward kernel that do not compute gradients: the producer warp, which loads queries, keys, values
+// and masks; the dropout warps; and the warp that waits for the dQ semaphore.
 #pragma once
 
 #include <cstdint>
@@ -13,36 +13,37 @@ namespace flash_online::cuda {
 
 // ---- which blocks of queries there are
 
-// Of a head, those that the mask shows some of the block's keys to. A whole warp asks.
-template <class T, class Tile>
-class BackwardOnSm90<T, Tile>::Walk {
+// Iterates over those blocks of a head's queries to which the mask shows some of the work tile's keys. A whole warp calls it,
+// and all lanes get the same answers.
+template <class T, class Config>
+class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
  public:
-  __device__ Walk(const BackwardSm90Arguments& a, const Place& place, int head)
-      : next_(place.begin), end_(place.end), known_end_(place.begin), masked_(a.problem.mask.data) {
+  __device__ MaskedBlockIterator(const BackwardSm90Arguments& a, const WorkTile& tile, int head)
+      : next_(tile.begin), end_(tile.end), known_end_(tile.begin), masked_(a.problem.mask.data) {
     const MaskMap& map = a.space.map;
     if (!map.data) return;
-    kinds_ = map.row(place.batch, head, 0);
+    kinds_ = map.row(tile.batch, head, 0);
     row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
-    rows_ = (place.queries + kMaskMapTile - 1) / kMaskMapTile;
-    first_column_ = map.size[3] == 1 ? 0 : place.key / kMaskMapTile;
-    second_ = kAlone || place.key + kGroupKeys >= place.keys ? -1 : map.size[3] == 1 ? 0 : 1;
+    rows_ = (tile.queries + kMaskMapTile - 1) / kMaskMapTile;
+    first_column_ = map.size[3] == 1 ? 0 : tile.key / kMaskMapTile;
+    second_column_ = kSingleWarpgroup || tile.key + kWarpgroupKeys >= tile.keys ? -1 : map.size[3] == 1 ? 0 : 1;
   }
-  // The number of the next block, the end of all if there is none; its Job::sides.
-  __device__ __forceinline__ int next(int& sides) {
+  // The number of the next block, tile.end if there is none; sets its QueryBlock::mask_flags.
+  __device__ __forceinline__ int next(int& mask_flags) {
     if (!kinds_) {
-      sides = kAllSee | (masked_ ? kAnyAsks : 0);
+      mask_flags = kBothVisible | (masked_ ? kEitherMixed : 0);
       return next_ < end_ ? next_++ : end_;
     }
     while (next_ < end_) {
-      if (next_ >= known_end_) look_ahead();
-      const unsigned left = (seen_[0] | seen_[1]) >> (kWarpSize - (known_end_ - next_));
+      if (next_ >= known_end_) read_kinds();
+      const unsigned left = (visible_[0] | visible_[1]) >> (kWarpSize - (known_end_ - next_));
       next_ = left ? next_ + __ffs(left) - 1 : known_end_;
       if (next_ < known_end_) {
         const int bit = kWarpSize - (known_end_ - next_);
-        sides = 0;
+        mask_flags = 0;
 #pragma unroll
-        for (int group = 0; group < 2; ++group)
-          sides |= ((seen_[group] >> bit & 1) * kSees | (asked_[group] >> bit & 1) * kAsks) << group;
+        for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
+          mask_flags |= ((visible_[warpgroup] >> bit & 1) * kVisible | (mixed_[warpgroup] >> bit & 1) * kMixed) << warpgroup;
         return next_++;
       }
     }
@@ -50,238 +51,243 @@ class BackwardOnSm90<T, Tile>::Walk {
   }
 
  private:
-  // Of 32 blocks, one a lane.
-  __device__ void look_ahead() {
+  // Reads the kinds of the next 32 blocks, one block per lane.
+  __device__ void read_kinds() {
     const int block = next_ + static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      bool seen = false, all = true;
-      if (block < end_ && (group == 0 || second_ >= 0))
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+      bool visible = false, clear = true;
+      if (block < end_ && (warpgroup == 0 || second_column_ >= 0))
         for (int row = block * (kQueries / kMaskMapTile); row < min((block + 1) * (kQueries / kMaskMapTile), rows_); ++row) {
           const auto kind =
-              static_cast<MaskKind>(kinds_[int64_t{row} * row_step_ + first_column_ + (group == 0 ? 0 : second_)]);
-          seen |= kind != MaskKind::kHidden;
-          all &= kind == MaskKind::kNothing;
+              static_cast<MaskKind>(kinds_[int64_t{row} * row_step_ + first_column_ + (warpgroup == 0 ? 0 : second_column_)]);
+          visible |= kind != MaskKind::kHidden;
+          clear &= kind == MaskKind::kClear;
         }
-      seen_[group] = __ballot_sync(~0u, seen);
-      asked_[group] = __ballot_sync(~0u, seen && !all);
+      visible_[warpgroup] = __ballot_sync(~0u, visible);
+      mixed_[warpgroup] = __ballot_sync(~0u, visible && !clear);
     }
     known_end_ = next_ + kWarpSize;
   }
 
   const uint8_t* kinds_ = nullptr;  // null: no map
-  int row_step_ = 0, rows_ = 0, first_column_ = 0, second_ = 0;  // the second warpgroup's column behind the first's; -1: none
+  int row_step_ = 0, rows_ = 0, first_column_ = 0;
+  int second_column_ = 0;  // the second warpgroup's, from first_column_ on; -1: it has no keys
   int next_, end_, known_end_;
   bool masked_;
-  unsigned seen_[2] = {}, asked_[2] = {};  // bit n: block known_end_ - 32 + n
+  unsigned visible_[2] = {}, mixed_[2] = {};  // per warpgroup; bit n: block known_end_ - 32 + n
 };
 
-// ---- the loading warp
+// ---- the producer warp
 
-template <class T, class Tile>
-struct BackwardOnSm90<T, Tile>::Loader {
-  // Calls f(count, head, block, sides) for each block that passes by; returns how many. By a whole warp.
+template <class T, class Config>
+struct BackwardSm90Kernel<T, Config>::Producer {
+  // Calls f(count, head, block, mask_flags) for each block of a work tile; returns how many there are. A whole warp calls it.
   template <class F>
-  __device__ __forceinline__ static int for_each_block(const BackwardSm90Arguments& a, const Place& place, F&& f) {
+  __device__ __forceinline__ static int for_each_block(const BackwardSm90Arguments& a, const WorkTile& tile, F&& f) {
     int count = 0;
-    for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
-      Walk walk(a, place, head);
-      int sides = 0;
-      for (int block; (block = walk.next(sides)) < place.end; ++count) f(count, head, block, sides);
+    for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head) {
+      MaskedBlockIterator blocks(a, tile, head);
+      int mask_flags = 0;
+      for (int block; (block = blocks.next(mask_flags)) < tile.end; ++count) f(count, head, block, mask_flags);
     }
     return count;
   }
 
-  // Whether the queries [query, query + kQueries) see all of the block's keys by arithmetic, and all of both exist.
-  __device__ static bool all_see_all(const Place& place, int query) {
-    const int position = query + place.offset;
-    return query + kQueries <= place.queries && place.key + kKeys <= place.keys &&
-           position + kQueries - 1 - place.left <= place.key && place.key + kKeys - 1 <= position + place.right;
+  // Whether by position alone the queries [query, query + kQueries) see all of the tile's keys, and all of both exist.
+  __device__ static bool all_visible(const WorkTile& tile, int query) {
+    const int position = query + tile.offset;
+    return query + kQueries <= tile.queries && tile.key + kKeys <= tile.keys &&
+           position + kQueries - 1 - tile.left <= tile.key && tile.key + kKeys - 1 <= position + tile.right;
   }
 
-  // By one thread.
+  // What follows is called by one thread, unless it says otherwise.
   template <int kCount>
-  __device__ static void load_keys(Boxes<kCount, kKeys>& to, const TmaTensor& from, const Place& place, uint64_t* full) {
+  __device__ static void load_keys(TmaTile<kCount, kKeys>& to, const TmaTensor& from, const WorkTile& tile, uint64_t* full) {
     arrive_expect_tx(full, sizeof(to));
 #pragma unroll
     for (int box = 0; box < kCount; ++box)
-      tma_load(to.box[box], from.map, from.at(place.batch, place.first_head, place.first_key, box), full);
+      tma_load(to.box[box], from.map, from.at(tile.batch, tile.first_head, tile.first_key, box), full);
   }
   template <int kCount>
-  __device__ static void load_queries(Boxes<kCount, kQueries>& to, const TmaTensor& from, const Place& place, int head,
+  __device__ static void load_queries(TmaTile<kCount, kQueries>& to, const TmaTensor& from, const WorkTile& tile, int head,
                                       int query, uint64_t* full) {
 #pragma unroll
     for (int box = 0; box < kCount; ++box)
-      tma_load(to.box[box], from.map, from.at(place.batch, head, place.first_query + query, box), full);
+      tma_load(to.box[box], from.map, from.at(tile.batch, head, tile.first_query + query, box), full);
   }
 
-  // Where a block of kStatsRows of a head's queries has its numbers. One that does not exist is as good as the last that does:
-  // its queries are hidden.
-  __device__ __forceinline__ static const float* row_numbers(const BackwardSm90Arguments& a, const Place& place, int first_rows,
-                                                             int row_block) {
-    return a.space.rows + int64_t{first_rows + min(row_block, (place.queries - 1) / kStatsRows)} * kRowStats;
+  // The row statistics of kStatsRows of a head's queries. For rows past the sequence's last block, those of the last block will
+  // do: their queries are hidden.
+  __device__ __forceinline__ static const float* row_stats_of(const BackwardSm90Arguments& a, const WorkTile& tile,
+                                                              int first_row_block, int row_block) {
+    return a.space.row_stats + int64_t{first_row_block + min(row_block, (tile.queries - 1) / kStatsRows)} * kRowStats;
   }
 
-  __device__ static void load_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
-    const Place& place = shared.place[0];
-    const TransposedMaskBits& bits = a.bits;
-    const auto of = [&](int i, int64_t n) { return bits.size[i] == 1 ? int64_t{0} : min(n, bits.size[i] - 1); };
-    const int64_t first = of(0, place.batch) * bits.size[1] + of(1, head);
+  __device__ static void load_mask_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
+    const WorkTile& tile = shared.tile[0];
+    const TransposedMaskBits& bits = a.mask_bits;
+    const auto index = [&](int i, int64_t n) { return bits.size[i] == 1 ? int64_t{0} : min(n, bits.size[i] - 1); };
+    const int64_t first = index(0, tile.batch) * bits.size[1] + index(1, head);
 #pragma unroll
     for (int n = 0; n < kQueries / kMaskMapTile; ++n)
 #pragma unroll
-      for (int group = 0; group < kKeys / kMaskMapTile; ++group)
-        bulk_load(shown_bits(shared, stage).word[n][4 * group],
-                  bits.data + ((first * bits.size[2] + of(2, query / kMaskMapTile + n)) * bits.size[3] +
-                               of(3, place.key / kMaskMapTile + group)) *
+      for (int warpgroup = 0; warpgroup < kKeys / kMaskMapTile; ++warpgroup)
+        bulk_load(mask_bits(shared, stage).word[n][4 * warpgroup],
+                  bits.data + ((first * bits.size[2] + index(2, query / kMaskMapTile + n)) * bits.size[3] +
+                               index(3, tile.key / kMaskMapTile + warpgroup)) *
                                   TransposedMaskBits::kWords,
                   TransposedMaskBits::kWords * sizeof(unsigned), &shared.query_full[stage]);
   }
-  __device__ static void load_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query, int sides) {
-    const Place& place = shared.place[0];
+  __device__ static void load_mask_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query,
+                                         int mask_flags) {
+    const WorkTile& tile = shared.tile[0];
     wait(&shared.mask_empty, count % 2 ^ 1);
-    arrive_expect_tx(&shared.mask_full, __popc(sides & kAnyAsks) * sizeof(MaskBox));
+    arrive_expect_tx(&shared.mask_full, __popc(mask_flags & kEitherMixed) * sizeof(MaskBox));
 #pragma unroll
-    for (int group = 0; group < 2; ++group)
-      if (sides & kAsks << group) {
-        TmaCoord at = a.mask.at(place.batch, head, query, 0);
-        at.column = place.key + group * kGroupKeys;
-        tma_load(mask_box(shared, group).value, a.mask.map, at, &shared.mask_full);
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
+      if (mask_flags & kMixed << warpgroup) {
+        TmaCoord at = a.mask.at(tile.batch, head, query, 0);
+        at.column = tile.key + warpgroup * kWarpgroupKeys;
+        tma_load(mask_box(shared, warpgroup).value, a.mask.map, at, &shared.mask_full);
       }
   }
 
-  // The block of that number, `count` others having gone before.
-  __device__ static void send(const BackwardSm90Arguments& a, Shared& shared, const Place& place, int count, int head,
-                              int block, int sides, bool last = false, bool third = false) {
-    const int stage = count % 2, query = block * kQueries;
-    wait(&shared.empty[stage], count / 2 % 2 ^ 1);
-    const int first_rows = static_cast<int>(first_row_block(a.problem, a.space.list, place.batch, head));
-    Job& job = shared.job[count % 4];
-    job.head = head;
-    job.query = query;
-    job.whole = all_see_all(place, query);
-    job.sums = (first_rows + int64_t{block} * (kQueries / kStatsRows)) * (kStatsRows * sum_width(a.space));
-    if constexpr (kWalks) job.sides = sides;
-    if constexpr (kStays) job.last = last, job.third = third;
-    unsigned bytes = sizeof(Queries) + sizeof(shared.rows[stage]);
+  // Announces and loads a block of queries, the CTA's `count`-th.
+  __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int count, int head,
+                                    int number, int mask_flags, bool last = false, bool third = false) {
+    const int stage = count % 2, query = number * kQueries;
+    wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
+    const int first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
+    QueryBlock& block = shared.query_block[count % 4];
+    block.head = head;
+    block.query = query;
+    block.all_visible = all_visible(tile, query);
+    block.dq_offset = (first_row_block + int64_t{number} * (kQueries / kStatsRows)) * (kStatsRows * dq_accum_width(a.space));
+    if constexpr (kHasMaskMap) block.mask_flags = mask_flags;
+    if constexpr (kPersistent) block.last = last, block.third = third;
+    unsigned bytes = sizeof(QueryTile) + sizeof(shared.row_stats[stage]);
     if constexpr (kTransposed) {
       if (a.problem.alibi_slopes)
-        job.slope = a.added_scale *
-                    static_cast<const float*>(
-                        a.problem.alibi_slopes)[place.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
-      if (a.transposed_mask == TransposedMask::kBits && (sides & kAnyAsks)) bytes += sizeof(WeightBits);
+        block.slope = a.bias_scale *
+                      static_cast<const float*>(
+                          a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
+      if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
     }
     arrive_expect_tx(&shared.query_full[stage], bytes);
-    load_queries(shared.stage[stage].query, a.query, place, head, query, &shared.query_full[stage]);
+    load_queries(shared.stage[stage].query, a.query, tile, head, query, &shared.query_full[stage]);
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) {
-      const float* const numbers = row_numbers(a, place, first_rows, query / kStatsRows + n);
-      constexpr int kPieces = kLowAside ? 2 : 1;  // lse, and delta
+      const float* const stats = row_stats_of(a, tile, first_row_block, query / kStatsRows + n);
+      constexpr int kPieces = kLseLowInStaging ? 2 : 1;  // two: lse, and delta; lse's low part stands between them
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
-        bulk_load(&shared.rows[stage][n][piece * kStatsRows], numbers + piece * 2 * kStatsRows,
-                  sizeof(shared.rows[stage][n]) / kPieces, &shared.query_full[stage]);
+        bulk_load(&shared.row_stats[stage][n][piece * kStatsRows], stats + piece * 2 * kStatsRows,
+                  sizeof(shared.row_stats[stage][n]) / kPieces, &shared.query_full[stage]);
     }
     if constexpr (kTransposed)
-      if (a.transposed_mask == TransposedMask::kBits && (sides & kAnyAsks)) load_bits(a, shared, stage, head, query);
-    if (!kStays && count == 0) load_keys(shared.value, a.value, place, &shared.value_full);
-    if constexpr (kLine) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
-    arrive_expect_tx(&shared.grad_out_full[stage], sizeof(OutGradients));
-    load_queries(shared.stage[stage].grad_out, a.grad_out, place, head, query, &shared.grad_out_full[stage]);
+      if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed))
+        load_mask_bits(a, shared, stage, head, query);
+    if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
+    if constexpr (kPipelined) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
+    arrive_expect_tx(&shared.grad_out_full[stage], sizeof(GradOutTile));
+    load_queries(shared.stage[stage].grad_out, a.grad_out, tile, head, query, &shared.grad_out_full[stage]);
     if constexpr (kTransposed)
-      if (a.transposed_mask == TransposedMask::kBoxes) load_boxes(a, shared, count, head, query, sides);
+      if (a.transposed_mask == TransposedMask::kTma) load_mask_boxes(a, shared, count, head, query, mask_flags);
   }
 
-  __device__ static void load(const BackwardSm90Arguments& a, Shared& shared) {
-    const Place& place = shared.place[0];
+  // A CTA's only work tile, by the whole warp.
+  __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
+    const WorkTile& tile = shared.tile[0];
     const bool leads = threadIdx.x == 0;
-    if (leads) load_keys(shared.key, a.key, place, &shared.key_full);
+    if (leads) load_keys(shared.key, a.key, tile, &shared.key_full);
     int count = 0;
-    if constexpr (kWalks) {
-      count = for_each_block(a, place, [&](int n, int head, int block, int sides) {
-        if (leads) send(a, shared, place, n, head, block, sides);
+    if constexpr (kHasMaskMap) {
+      count = for_each_block(a, tile, [&](int n, int head, int block, int mask_flags) {
+        if (leads) load_block(a, shared, tile, n, head, block, mask_flags);
         __syncwarp();
       });
     } else if (leads) {
-      for (int head = place.first_head; head < place.first_head + place.heads; ++head)
-        for (int block = place.begin; block < place.end; ++block, ++count) send(a, shared, place, count, head, block, kAllSee);
+      for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head)
+        for (int block = tile.begin; block < tile.end; ++block, ++count)
+          load_block(a, shared, tile, count, head, block, kBothVisible);
     }
     if (leads) {
-      wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
-      shared.job[count % 4].query = -1;
+      wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
+      shared.query_block[count % 4].query = -1;
       arrive(&shared.query_full[count % 2]);
     }
   }
 
-  // Where kStays: places one after another, by the whole warp. The blocks of one take an even number of turns of the two
-  // buffers, and two at least: what is missing passes by empty. So a place begins with the first buffer, and its end, for which
-  // the other is needed once more, is over before the place after next is written.
-  __device__ static void load_places(const BackwardSm90Arguments& a, Shared& shared) {
-    // In shared memory, as is what else can be: this warp has few registers.
-    int &count = shared.sent, &number = shared.number;
-    if (threadIdx.x == 0) count = number = 0;
+  // A persistent kernel's work tiles, one after another, by the whole warp. A tile takes an even number of stages, and two at
+  // least: for blocks that it lacks, empty stages are passed on. So each tile begins with the first stage; and since the end of
+  // a tile needs the second stage once more, that end is over before the tile after next is written.
+  __device__ static void run_persistent(const BackwardSm90Arguments& a, Shared& shared) {
+    // Counters lie in shared memory, as does whatever else can: this warp has few registers.
+    int &count = shared.producer_blocks, &tile_count = shared.producer_tiles;
+    if (threadIdx.x == 0) count = tile_count = 0;
     while (true) {
       __syncwarp();
-      const bool more = take_place(a, shared);
+      const bool more = take_work_tile(a, shared);
       if (threadIdx.x != 0) {
         if (!more) return;
         continue;
       }
-      const Place& place = shared.place[number % 2];
-      const int blocks = more ? blocks_of(place) : 0;
+      const WorkTile& tile = shared.tile[tile_count % 2];
+      const int blocks = more ? block_count_of(tile) : 0;
       int n = 0;
       do {
         if (n < blocks) {
-          int head = place.first_head, block = place.begin;
+          int head = tile.first_head, number = tile.begin;
           if (n > 0) {
-            const Job& before = shared.job[(count - 1) % 4];
-            head = before.head, block = before.query / kQueries + 1;
-            if (block == place.end) block = place.begin, ++head;
+            const QueryBlock& before = shared.query_block[(count - 1) % 4];
+            head = before.head, number = before.query / kQueries + 1;
+            if (number == tile.end) number = tile.begin, ++head;
           }
-          send(a, shared, place, count++, head, block, kAllSee, n == blocks - 1, n >= 2);
+          load_block(a, shared, tile, count++, head, number, kBothVisible, n == blocks - 1, n >= 2);
         }
         if (n == 0) {
-          wait(&shared.keys_empty, number % 2 ^ 1);
+          wait(&shared.keys_empty, tile_count % 2 ^ 1);
           if (!more) {
             arrive(&shared.key_full);
             return;
           }
-          load_keys(shared.key, a.key, place, &shared.key_full);
-          load_keys(shared.value, a.value, place, &shared.value_full);
+          load_keys(shared.key, a.key, tile, &shared.key_full);
+          load_keys(shared.value, a.value, tile, &shared.value_full);
         }
       } while (++n < blocks);
       for (n = blocks; n < 2 || n % 2 != 0; ++n, ++count) {
-        wait(&shared.empty[count % 2], count / 2 % 2 ^ 1);
+        wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
         arrive(&shared.query_full[count % 2]);
         arrive(&shared.grad_out_full[count % 2]);
       }
-      ++number;
+      ++tile_count;
     }
   }
 };
 
-// ---- warps that draw what dropout keeps
+// ---- the dropout warps
 
-// A lane has eight keys that share draws, for an eighth of a block's queries: the even or the odd ones of a place among the
-// four of wgmma.cuh.
-template <class T, class Tile>
-__device__ void BackwardOnSm90<T, Tile>::draw(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
-  const Place& place = shared.place[0];
+// Generates the bits that say which weights dropout keeps, a quarter of each block's queries per warp. A lane has eight keys
+// that share one draw of random words, for an eighth of the block's queries: the even or the odd ones of those that one of four
+// neighbouring lanes holds in an accumulator (wgmma.cuh).
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
+  const WorkTile& tile = shared.tile[0];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, odd = lane / 16, upper = lane % 2;
-  // The same in all lanes, in the compiler's eyes too: what follows from these alone is made once for a warp.
-  const auto shared_by_lanes = [](auto x) { return __shfl_sync(~0u, x, 0); };
-  const Philox random(shared_by_lanes(a.problem.rng[0]), shared_by_lanes(a.problem.rng[1]));
-  const int64_t batch = a.problem.batch_begin + shared_by_lanes(place.batch);
-  // A word that is kept carries when this is added to it: two instructions a weight.
+  // The shuffle tells the compiler that all lanes have the same value: what follows from it is then computed once per warp.
+  const auto uniform = [](auto x) { return __shfl_sync(~0u, x, 0); };
+  const Philox random(uniform(a.problem.rng[0]), uniform(a.problem.rng[1]));
+  const int64_t batch = a.problem.batch_begin + uniform(tile.batch);
+  // Adding this to a random word carries if the weight is kept: two instructions per weight.
   const uint32_t above = 0u - drop_threshold(a.problem.dropout);
 #pragma unroll 1
   for (int count = 0;; ++count) {
     const int stage = count % 2;
-    wait(&shared.query_full[stage],
-         count / 2 % 2);  // nor does anyone read what was drawn for the block before in this buffer
-    const int first = shared_by_lanes(shared.job[count % 4].query), head = shared_by_lanes(shared.job[count % 4].head);
+    wait(&shared.query_full[stage], count / 2 % 2);  // by then the bits of the block before in this stage have been read
+    const int first = uniform(shared.query_block[count % 4].query), head = uniform(shared.query_block[count % 4].head);
     if (first < 0) return;
-    const Philox::OfGroup group = random.of_group(batch, head, place.key / Philox::kKeys + lane % 16);
+    const Philox::OfGroup group = random.of_group(batch, head, tile.key / Philox::kKeys + lane % 16);
     unsigned kept[Philox::kKeys] = {};
 #pragma unroll 2
     for (int j = 0; j < kQueries / 8; ++j) {
@@ -294,8 +300,8 @@ __device__ void BackwardOnSm90<T, Tile>::draw(const BackwardSm90Arguments& a, Sh
 #pragma unroll
       for (int i = 0; i < 4; ++i) push(kept[i], words[i]), push(kept[4 + i], Philox::again(words[i]));
     }
-    // A word has two keys that are eight apart, of neighbouring lanes, and both parities: of these lanes each writes two
-    // words.
+    // A word of BlockBits has two keys that are eight apart, which two neighbouring lanes hold, and queries of both parities.
+    // Four lanes exchange these, and each writes two words.
     unsigned four[4], two[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -307,45 +313,47 @@ __device__ void BackwardOnSm90<T, Tile>::draw(const BackwardSm90Arguments& a, Sh
       const unsigned other = __shfl_xor_sync(~0u, upper ? four[i] : four[2 + i], 1);
       two[i] = upper ? other | four[2 + i] << 8 : four[i] | other << 8;
     }
-    unsigned (&words)[kWarpSize] = kept_bits(a, shared, stage).word[0][lane % 16 / 2];
+    unsigned (&words)[kWarpSize] = dropout_bits(a, shared, stage).word[0][lane % 16 / 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) words[(4 * odd + 2 * upper + i) * 4 + quarter] = two[i];
     __syncwarp();
-    if (lane == 0) arrive(&shared.drawn_full[stage]);
+    if (lane == 0) arrive(&shared.dropout_full[stage]);
   }
 }
 
-// ---- the warp that waits for other blocks of threads, by one thread
+// ---- the warp that waits for the dQ semaphore, one thread of it
 
-// A block of queries gets what its last keys add to its gradients first, and so on down. These keys' block of threads
-// precedes those that wait for it in the grid; under a causal mask it also reaches the queries sooner.
-template <class T, class Tile>
-__device__ void BackwardOnSm90<T, Tile>::keep_turns(const BackwardSm90Arguments& a, Shared& shared, const Place& place,
-                                                    int& count) {
-  for (int head = place.first_head; head < place.first_head + place.heads; ++head) {
-    int* turn = a.turns + first_row_block(a.problem, a.space.list, place.batch, head) + place.begin * (kQueries / kStatsRows);
-    for (int block = place.begin; block < place.end; ++block, ++count, turn += kQueries / kStatsRows) {
-      const int last_query = min((block + 1) * kQueries, place.queries) - 1,
-                keys = min(place.keys, last_query + place.offset + place.right + 1),
-                mine = (keys - 1) / kKeys - place.key / kKeys;
-      while (semaphore_read(turn) != mine) continue;
-      arrive(&shared.turn[count % 2]);
-      wait(&shared.added[count % 2], count / 2 % 2);
-      semaphore_release(turn, mine + 1);
+// In deterministic mode, the CTAs add to a block's dQ in the order of their keys, the last keys first. The CTA of these keys
+// precedes in the grid those that wait for it; under a causal mask it also reaches the queries sooner.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::order_dq_adds(const BackwardSm90Arguments& a, Shared& shared,
+                                                             const WorkTile& tile, int& count) {
+  for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head) {
+    int* semaphore =
+        a.dq_semaphore + first_row_block(a.problem, a.space.list, tile.batch, head) + tile.begin * (kQueries / kStatsRows);
+    for (int block = tile.begin; block < tile.end; ++block, ++count, semaphore += kQueries / kStatsRows) {
+      const int last_query = min((block + 1) * kQueries, tile.queries) - 1,
+                keys = min(tile.keys, last_query + tile.offset + tile.right + 1),
+                rank = (keys - 1) / kKeys - tile.key / kKeys;  // how many CTAs add before this one
+      while (semaphore_read(semaphore) != rank) continue;
+      arrive(&shared.dq_may_add[count % 2]);
+      wait(&shared.dq_added[count % 2], count / 2 % 2);
+      semaphore_release(semaphore, rank + 1);
     }
   }
 }
 
-template <class T, class Tile>
-__device__ void BackwardOnSm90<T, Tile>::keep_turns_of_places(const BackwardSm90Arguments& a, Shared& shared) {
+// For a persistent kernel.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::order_dq_adds_of_all_tiles(const BackwardSm90Arguments& a, Shared& shared) {
   int count = 0;
-  for (int number = 0;; ++number) {
-    wait(&shared.key_full, number % 2);
-    const Place& place = shared.place[number % 2];
-    if (place.begin < 0) return;
+  for (int tile_count = 0;; ++tile_count) {
+    wait(&shared.key_full, tile_count % 2);
+    const WorkTile& tile = shared.tile[tile_count % 2];
+    if (tile.begin < 0) return;
     const int first = count;
-    keep_turns(a, shared, place, count);
-    for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.turn[count % 2]);
+    order_dq_adds(a, shared, tile, count);
+    for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.dq_may_add[count % 2]);
     arrive(&shared.keys_empty);
   }
 }

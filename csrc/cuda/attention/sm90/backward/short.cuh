@@ -1,20 +1,21 @@
-// Attention backward on Hopper where a sequence's keys are one block: one launch, no workspace. docs/backward_sm90.md.
+// Attention backward on Hopper where a sequence's keys are one tile: one launch, no workspace. docs/backward_sm90.md draws it.
 //
-// A block of threads is one warpgroup. It owns the keys and values of a sequence and a head, at most 64, and takes the blocks
-// of queries of the heads that share them one by one. With all keys at hand, gradients of queries are complete where they are
-// made and are written in their own type; delta comes out of the rows of grad_out that are in shared memory anyway. What a
-// block of threads waits for, the others on its multiprocessor fill.
+// A CTA is one warpgroup. It owns the keys and values of a sequence and a head, at most 64, and loops over the blocks of
+// queries of the heads that share them. With all keys at hand, dQ of a block is complete where it is computed and is written in
+// its own dtype; delta comes from the rows of grad_out that are in shared memory anyway. There is no producer warp: while a CTA
+// waits, the other CTAs of its SM compute.
 #pragma once
 
+#include "../../../hw/compiler.cuh"
+#include "../../../hw/matrix_copy.cuh"
 #include "../../../hw/mbarrier.cuh"
-#include "../../../hw/setmaxnreg.cuh"
-#include "../../../hw/stmatrix.cuh"
+#include "../../../hw/shared_memory.cuh"
 #include "../../common/scores.cuh"
+#include "../../common/store_rows.cuh"
 #include "../../common/tile_list.cuh"
-#include "../../sm80/load.cuh"
 #include "../gemm.cuh"
-#include "../supported.h"
 #include "../tma_tensor.cuh"
+#include "supported.h"
 
 namespace flash_online::cuda {
 
@@ -22,78 +23,78 @@ struct ShortBackwardArguments {
   TmaTensor query, key, value, grad_out;
   AttentionProblem problem;
   AttentionGradients gradients;
-  ScoreMod rule;
+  ScoreMod score_mod;
 };
 
-// kOnce: one block of queries passes by. Then no sums wait for the next, and three blocks of threads fit a multiprocessor.
+// kOnce: a CTA has one block of queries. Then no sums are kept for the next block, and three CTAs fit an SM.
 template <class T, int kHeadDim, bool kOnce>
-struct ShortBackwardOnSm90 {
+struct ShortBackwardSm90Kernel {
   static constexpr int kRows = kShortBackwardRowsSm90, kThreads = 128, kStages = kOnce ? 1 : 2;
-  static constexpr int kBlocks = kOnce || kHeadDim <= 64 ? 3 : 2;  // of threads, on a multiprocessor at a time
+  static constexpr int kCtasPerSm = kOnce || kHeadDim <= 64 ? 3 : 2;
   static constexpr int kBoxes = kHeadDim / kBoxColumns, kRowSteps = kRows / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
   static constexpr int kPer = kPerVector<T>;
   static_assert(kRows == kBoxColumns);
 
-  struct alignas(kBoxAlignment) Tile {
+  struct alignas(kBoxAlignment) TmaTile {
     T box[kBoxes][kRows][kBoxColumns];
   };
   struct Stage {
-    Tile query, grad_out;
+    TmaTile query, grad_out;
   };
   struct Shared {
-    Tile key, value;
+    TmaTile key, value;
     Stage stage[kStages];
-    alignas(kBoxAlignment) T scores[kRows][kBoxColumns];  // their gradients, [key][query]
-    float high[kRows], low[kRows], delta[kRows];  // of queries: lse in base 2 in two floats, +inf where nothing is seen
+    alignas(kBoxAlignment) T ds[kRows][kBoxColumns];  // [key][query]
+    float lse[kRows], lse_low[kRows], delta[kRows];  // lse in base 2 as two floats, +inf for a query that sees nothing
     uint64_t keys_full, full[kStages];
   };
 
-  using Sums = Accumulator<1, kHeadDim / 8>;
-  using Scores = Accumulator<1, kRows / 8>;
-  using Words = unsigned[kRowSteps][4];  // of 16-bit pairs: a left operand
+  using GradAccumulator = Accumulator<1, kHeadDim / 8>;
+  using ScoreAccumulator = Accumulator<1, kRows / 8>;
+  using PackedScores = unsigned[kRowSteps][4];  // weights or dS, in pairs of 16 bits: a left operand
 
   const ShortBackwardArguments& a;
   Shared& shared;
-  int batch, unit, first_head, blocks;
+  int batch, kv_grad_head, first_head, blocks;
   Sequence sequence;
   int queries, keys;
 
-  __device__ ShortBackwardOnSm90(const ShortBackwardArguments& arguments, Shared& memory) : a(arguments), shared(memory) {
+  __device__ ShortBackwardSm90Kernel(const ShortBackwardArguments& arguments, Shared& memory) : a(arguments), shared(memory) {
     const unsigned kv_grad_heads = static_cast<unsigned>(a.gradients.kv_grad_heads);
     batch = static_cast<int>(blockIdx.x / kv_grad_heads);
-    unit = static_cast<int>(blockIdx.x % kv_grad_heads);
+    kv_grad_head = static_cast<int>(blockIdx.x % kv_grad_heads);
     const int heads = static_cast<int>(a.problem.heads) / static_cast<int>(kv_grad_heads);
-    first_head = unit * heads;
+    first_head = kv_grad_head * heads;
     sequence = sequence_of(a.problem, batch);
     queries = static_cast<int>(sequence.queries.count);
     keys = static_cast<int>(sequence.keys.count);
     blocks = heads * ((queries + kRows - 1) / kRows);
   }
 
-  // Of a head, blocks go in order; heads one after another.
+  // The blocks of the first head come first, then those of the next one.
   __device__ __forceinline__ int head_of(int block) const { return first_head + block / ((queries + kRows - 1) / kRows); }
   __device__ __forceinline__ int query_of(int block) const { return block % ((queries + kRows - 1) / kRows) * kRows; }
 
-  // Rows before packed sequence n that are nobody's.
+  // Writes zeros into the gradients of the padding rows before packed sequence n.
   __device__ void clear_padding(int64_t n) const {
     const AttentionProblem& p = a.problem;
     const Rows of_keys = padding_rows(p.key_starts, p.batch, n, p.keys, p.total_keys);
-    clear_rows<T, kThreads>(a.gradients.grad_key, unit, p.head_dim, of_keys);
-    clear_rows<T, kThreads>(a.gradients.grad_value, unit, p.head_dim_v, of_keys);
+    clear_rows<T, kThreads>(a.gradients.grad_key, kv_grad_head, p.head_dim, of_keys);
+    clear_rows<T, kThreads>(a.gradients.grad_value, kv_grad_head, p.head_dim_v, of_keys);
     const Rows of_queries = padding_rows(p.query_starts, p.batch, n, p.queries, p.total_queries);
     const int heads = static_cast<int>(p.heads) / static_cast<int>(a.gradients.kv_grad_heads);
     for (int head = first_head; head < first_head + heads; ++head)
       clear_rows<T, kThreads>(a.gradients.grad_query, head, p.head_dim, of_queries);
   }
 
-  __device__ void load(Tile& to, const TmaTensor& from, int head, int64_t row, uint64_t* full) const {
+  __device__ void load(TmaTile& to, const TmaTensor& from, int head, int64_t row, uint64_t* full) const {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
       tma_load(to.box[box], from.map, from.at(batch, head, static_cast<int>(row), box), full);
   }
-  // By one thread.
-  __device__ void send(int block) const {
+  // Starts the copies of a block, by one thread.
+  __device__ void load_block(int block) const {
     uint64_t* const full = &shared.full[block % kStages];
     Stage& stage = shared.stage[block % kStages];
     arrive_expect_tx(full, sizeof(Stage));
@@ -101,12 +102,13 @@ struct ShortBackwardOnSm90 {
     load(stage.grad_out, a.grad_out, head_of(block), sequence.queries.begin + query_of(block), full);
   }
 
-  __device__ static void clear_tail(Tile& tile, int from) {
+  __device__ static void clear_tail(TmaTile& tile, int from) {
     cuda::clear_tail<kThreads>(tile.box, from, static_cast<int>(threadIdx.x));
   }
 
-  // A block's rows of numbers. Eight lanes share a row, whose part of the results comes from global memory meanwhile.
-  struct RowNumbers {
+  // A block's row statistics. Eight lanes share a row of the output, which they read from global memory before the copies are
+  // waited for.
+  struct RowStats {
     static constexpr int kLanes = 8, kPasses = kRows * kLanes / kThreads;
     uint4 out[kPasses][kBoxes];
     float lse = -INFINITY, lse_low = 0, grad_lse = 0;  // of row(lane % kLanes), in lanes that have one
@@ -116,7 +118,7 @@ struct ShortBackwardOnSm90 {
     }
     __device__ __forceinline__ static int part() { return lane() % kLanes; }
 
-    __device__ __forceinline__ RowNumbers(const ShortBackwardOnSm90& at, int head, int query) {
+    __device__ __forceinline__ RowStats(const ShortBackwardSm90Kernel& at, int head, int query) {
       const AttentionProblem& p = at.a.problem;
       const int left = at.queries - query;
       const T* const data = static_cast<const T*>(p.out.data) + at.batch * p.out.stride[0] + head * p.out.stride[1] +
@@ -138,7 +140,7 @@ struct ShortBackwardOnSm90 {
       }
     }
 
-    __device__ __forceinline__ void finish(Shared& to, const Tile& grad_out) const {
+    __device__ __forceinline__ void finish(Shared& to, const TmaTile& grad_out) const {
       float mine = 0;
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
@@ -160,21 +162,22 @@ struct ShortBackwardOnSm90 {
       const int r = row(part());
       const bool seen = lse != lowest<float>();
       const double binary = (static_cast<double>(lse) + lse_low) / kLn2;
-      const float high = static_cast<float>(binary), rest = static_cast<float>(binary - high);
-      to.high[r] = seen ? high : -lowest<float>();
-      to.low[r] = seen && rest - rest == 0 ? rest : 0;
+      const float high = static_cast<float>(binary), low = static_cast<float>(binary - high);
+      to.lse[r] = seen ? high : -lowest<float>();
+      to.lse_low[r] = seen && low - low == 0 ? low : 0;
       to.delta[r] = seen ? mine - grad_lse : 0;
     }
   };
 
-  __device__ __forceinline__ static float2 numbers(const float (&of)[kRows], int j) {
+  __device__ __forceinline__ static float2 row_stat(const float (&of)[kRows], int j) {
     return *reinterpret_cast<const float2*>(&of[8 * j + lane_in_quad() * 2]);
   }
-  __device__ __forceinline__ static void start_scores(Scores& d, const Tile& left, const Tile& right) {
+  __device__ __forceinline__ static void start_scores(ScoreAccumulator& d, const TmaTile& left, const TmaTile& right) {
     start_row_products<T, kHeadDim / 16, kRows, kRows>(d, shared_address(left.box), shared_address(right.box));
   }
-  // d = left right, or += : [keys][columns] over a block's queries.
-  __device__ __forceinline__ static void start_sums(Sums& d, const Words& left, const Tile& right, bool add) {
+  // Starts dV or dK = left right, or += where `add`: [keys][columns], summed over a block's queries.
+  __device__ __forceinline__ static void start_grads(GradAccumulator& d, const PackedScores& left, const TmaTile& right,
+                                                     bool add) {
     const uint64_t columns = mn_major_descriptor(shared_address(right.box), kRows * kRowBytes);
     wgmma_fence();
 #pragma unroll
@@ -183,38 +186,39 @@ struct ShortBackwardOnSm90 {
                                             add || step > 0);
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_queries(Sums& d) const {
-    const uint64_t scores = k_major_descriptor(shared_address(shared.scores)),
+  __device__ __forceinline__ void start_dq(GradAccumulator& d) const {
+    const uint64_t ds = k_major_descriptor(shared_address(shared.ds)),
                    columns = mn_major_descriptor(shared_address(shared.key.box), kRows * kRowBytes);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kRowSteps; ++step)
-      Wgmma<T, kHeadDim>::template ss<true, true>(flat(d), offset_descriptor(scores, step * 16 * kRowBytes),
+      Wgmma<T, kHeadDim>::template ss<true, true>(flat(d), offset_descriptor(ds, step * 16 * kRowBytes),
                                                   offset_descriptor(columns, step * 16 * kRowBytes), step > 0);
     wgmma_commit();
   }
 
-  // Rows of a head's gradients from `first` on.
-  __device__ __forceinline__ void store(const Sums& d, float scale, const MutableView4& view, int head, int64_t first, int left,
-                                        int64_t width) const {
+  // Stores `left` rows of a head's gradients from row `first` on.
+  __device__ __forceinline__ void store(const GradAccumulator& d, float scale, const MutableView4& view, int head,
+                                        int64_t first, int left, int64_t width) const {
     T* const to = static_cast<T*>(view.data) + batch * view.stride[0] + head * view.stride[1] + first * view.stride[2];
     int thread = static_cast<int>(threadIdx.x);
-    make_opaque(thread);  // or what follows from it takes registers over the loop
+    make_opaque(thread);  // else what follows from it takes registers all over the loop
     store_rows(d, scale, thread / kWarpSize * 16, to, view.stride[2], view.stride[3], left, static_cast<int>(width),
                thread % kWarpSize);
   }
-  __device__ __forceinline__ void store_keys(const Sums& d, float scale, const MutableView4& view, int64_t width) const {
-    store(d, scale, view, unit, sequence.keys.begin, keys, width);
+  __device__ __forceinline__ void store_key_grad(const GradAccumulator& d, float scale, const MutableView4& view,
+                                                 int64_t width) const {
+    store(d, scale, view, kv_grad_head, sequence.keys.begin, keys, width);
   }
   __device__ __forceinline__ static int row() { return static_cast<int>(threadIdx.x) / kWarpSize * 16; }
 
-  __device__ __forceinline__ void work(Sums& all_key, Sums& all_value, int block) const {
+  __device__ __forceinline__ void process_block(GradAccumulator& sum_dk, GradAccumulator& sum_dv, int block) const {
     const AttentionProblem& p = a.problem;
     const float scale = static_cast<float>(p.scale);
     const int head = head_of(block), query = query_of(block), left = queries - query;
     Stage& stage = shared.stage[block % kStages];
     {
-      const RowNumbers rows(*this, head, query);
+      const RowStats rows(*this, head, query);
       wait(&shared.full[block % kStages], block / kStages % 2);
       rows.finish(shared, stage.grad_out);
     }
@@ -232,66 +236,65 @@ struct ShortBackwardOnSm90 {
       fence_async_proxy();
     }
     __syncthreads();
-    // All have done with the block before.
-    if (!kOnce && block > 0 && block + 1 < blocks && threadIdx.x == 0) send(block + 1);
+    // All threads are done with the block before.
+    if (!kOnce && block > 0 && block + 1 < blocks && threadIdx.x == 0) load_block(block + 1);
 
-    Scores score, grad;
+    ScoreAccumulator score, dp;
     start_scores(score, shared.key, stage.query);
-    start_scores(grad, shared.value, stage.grad_out);
+    start_scores(dp, shared.value, stage.grad_out);
     wgmma_wait<1>();
     fence_registers(flat(score));
     if (left < kRows || keys < kRows || sequence.visible.left >= 0 || sequence.visible.right >= 0)
       hide_scores<true>(score, row(), {query, 0, queries, keys, false}, sequence.visible);
-    Words weight, grad_score;
+    PackedScores weight, ds;
     const auto read_lse = [&](int j, float2& high, float2& low) {
-      high = numbers(shared.high, j);
-      low = numbers(shared.low, j);
+      high = row_stat(shared.lse, j);
+      low = row_stat(shared.lse_low, j);
     };
-    exp_products<T>(score, a.rule, read_lse, weight);
+    exp_products<T>(score, a.score_mod, read_lse, weight);
     wgmma_wait<0>();
-    fence_registers(flat(grad));
+    fence_registers(flat(dp));
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      const float2 delta = numbers(shared.delta, j);
+      const float2 delta = row_stat(shared.delta, j);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        grad_score[j / 2][j % 2 * 2 + half] =
-            Fragments<T>::pair(score[0][j][2 * half] * (grad[0][j][2 * half] - delta.x),
-                               score[0][j][2 * half + 1] * (grad[0][j][2 * half + 1] - delta.y));
+        ds[j / 2][j % 2 * 2 + half] = Fragments<T>::pair(score[0][j][2 * half] * (dp[0][j][2 * half] - delta.x),
+                                                         score[0][j][2 * half + 1] * (dp[0][j][2 * half + 1] - delta.y));
     }
-    const int r = row() + lane() % 16;
+    const int r = row() + lane() % 16;  // its chunks are swizzled as TMA does
 #pragma unroll
     for (int t = 0; t < kRowSteps; ++t)
-      stmatrix_x4(grad_score[t],
-                  shared_address(shared.scores[r]) + ((2 * t + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
+      stmatrix_x4(ds[t],
+                  shared_address(shared.ds[r]) + ((2 * t + lane() / 16) ^ (lane() % 8)) * static_cast<int>(kVectorBytes));
     fence_async_proxy();
     const int64_t first = sequence.queries.begin + query;
     if constexpr (kOnce) {
-      Sums grad_value, grad_key, grad_query;
-      start_sums(grad_value, weight, stage.grad_out, false);
+      GradAccumulator dv, dk, dq;
+      start_grads(dv, weight, stage.grad_out, false);
       wgmma_wait<0>();
-      fence_registers(flat(grad_value));
-      store_keys(grad_value, 1, a.gradients.grad_value, p.head_dim_v);
-      start_sums(grad_key, grad_score, stage.query, false);
+      fence_registers(flat(dv));
+      store_key_grad(dv, 1, a.gradients.grad_value, p.head_dim_v);
+      start_grads(dk, ds, stage.query, false);
       wgmma_wait<0>();
-      fence_registers(flat(grad_key));
-      store_keys(grad_key, scale, a.gradients.grad_key, p.head_dim);
+      fence_registers(flat(dk));
+      store_key_grad(dk, scale, a.gradients.grad_key, p.head_dim);
       __syncthreads();
-      start_queries(grad_query);
+      start_dq(dq);
       wgmma_wait<0>();
-      fence_registers(flat(grad_query));
-      store(grad_query, scale, a.gradients.grad_query, head, first, left, p.head_dim);
+      fence_registers(flat(dq));
+      store(dq, scale, a.gradients.grad_query, head, first, left, p.head_dim);
     } else {
-      start_sums(all_value, weight, stage.grad_out, true);
-      start_sums(all_key, grad_score, stage.query, true);
+      start_grads(sum_dv, weight, stage.grad_out, true);
+      start_grads(sum_dk, ds, stage.query, true);
       __syncthreads();
-      Sums grad_query;
-      start_queries(grad_query);
+      GradAccumulator dq;
+      start_dq(dq);
       wgmma_wait<0>();
-      fence_registers(flat(all_value));
-      fence_registers(flat(all_key));
-      fence_registers(flat(grad_query));
-      store(grad_query, scale, a.gradients.grad_query, head, first, left, p.head_dim);
+      fence_registers(flat(sum_dv));
+      fence_registers(flat(sum_dk));
+      fence_registers(flat(dq));
+      store(dq, scale, a.gradients.grad_query, head, first, left, p.head_dim);
     }
   }
 
@@ -303,11 +306,11 @@ struct ShortBackwardOnSm90 {
       for (uint64_t& full : shared.full) mbarrier_init(&full, 1);
       fence_barrier_init();
       if (blocks > 0) {
-        send(0);
-        arrive_expect_tx(&shared.keys_full, 2 * sizeof(Tile));
+        load_block(0);
+        arrive_expect_tx(&shared.keys_full, 2 * sizeof(TmaTile));
         load(shared.key, a.key, first_head, sequence.keys.begin, &shared.keys_full);
         load(shared.value, a.value, first_head, sequence.keys.begin, &shared.keys_full);
-        if (!kOnce && blocks > 1) send(1);
+        if (!kOnce && blocks > 1) load_block(1);
       }
     }
     if (p.query_starts) {
@@ -315,50 +318,50 @@ struct ShortBackwardOnSm90 {
       if (batch == p.batch - 1) clear_padding(p.batch);
     }
     __syncthreads();
-    Sums grad_key, grad_value;
-    clear(grad_key);
-    clear(grad_value);
+    GradAccumulator dk, dv;
+    clear(dk);
+    clear(dv);
     if constexpr (kOnce) {
-      if (blocks > 0) work(grad_key, grad_value, 0);
+      if (blocks > 0) process_block(dk, dv, 0);
     } else {
 #pragma unroll 1
-      for (int block = 0; block < blocks; ++block) work(grad_key, grad_value, block);
+      for (int block = 0; block < blocks; ++block) process_block(dk, dv, block);
     }
     if (!kOnce || blocks == 0) {
-      store_keys(grad_key, static_cast<float>(p.scale), a.gradients.grad_key, p.head_dim);
-      store_keys(grad_value, 1, a.gradients.grad_value, p.head_dim_v);
+      store_key_grad(dk, static_cast<float>(p.scale), a.gradients.grad_key, p.head_dim);
+      store_key_grad(dv, 1, a.gradients.grad_value, p.head_dim_v);
     }
   }
 };
 
 template <class T, int kHeadDim, bool kOnce>
-__global__ void __launch_bounds__(ShortBackwardOnSm90<T, kHeadDim, kOnce>::kThreads,
-                                  ShortBackwardOnSm90<T, kHeadDim, kOnce>::kBlocks)
+__global__ void __launch_bounds__(ShortBackwardSm90Kernel<T, kHeadDim, kOnce>::kThreads,
+                                  ShortBackwardSm90Kernel<T, kHeadDim, kOnce>::kCtasPerSm)
     attention_backward_short_sm90(const __grid_constant__ ShortBackwardArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Body = ShortBackwardOnSm90<T, kHeadDim, kOnce>;
+  using Kernel = ShortBackwardSm90Kernel<T, kHeadDim, kOnce>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
-  Body(arguments, *reinterpret_cast<typename Body::Shared*>(shared_boxes)).run();
+  Kernel(arguments, *reinterpret_cast<typename Kernel::Shared*>(shared_boxes)).run();
 #endif
 }
 
-// Of a problem that is_short_backward_sm90().
+// Takes the problems that is_short_backward_sm90() accepts.
 template <int kHeadDim>
 void short_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, CUstream_st* stream) {
   constexpr int kRows = kShortBackwardRowsSm90;
   const auto start = [&]<class T, bool kOnce>(Type<T>, std::bool_constant<kOnce>) {
-    using Body = ShortBackwardOnSm90<T, kHeadDim, kOnce>;
+    using Kernel = ShortBackwardSm90Kernel<T, kHeadDim, kOnce>;
     const ShortBackwardArguments arguments{
-        tma_tensor_of<T>(problem, problem.query, false, problem.heads, problem.head_dim, kRows),
-        tma_tensor_of<T>(problem, problem.key, true, problem.key_heads, problem.head_dim, kRows),
-        tma_tensor_of<T>(problem, problem.value, true, problem.value_heads, problem.head_dim_v, kRows),
-        tma_tensor_of<T>(problem, gradients.grad_out, false, problem.heads, problem.head_dim_v, kRows),
-        problem,
-        gradients,
-        ScoreMod(problem)};
+        .query = tma_tensor_of<T>(problem, problem.query, false, problem.heads, problem.head_dim, kRows),
+        .key = tma_tensor_of<T>(problem, problem.key, true, problem.key_heads, problem.head_dim, kRows),
+        .value = tma_tensor_of<T>(problem, problem.value, true, problem.value_heads, problem.head_dim_v, kRows),
+        .grad_out = tma_tensor_of<T>(problem, gradients.grad_out, false, problem.heads, problem.head_dim_v, kRows),
+        .problem = problem,
+        .gradients = gradients,
+        .score_mod = ScoreMod(problem)};
     launch<attention_backward_short_sm90<T, kHeadDim, kOnce>>(
-        arguments, gradients.kv_grad_heads * std::max(problem.batch, int64_t{1}), Body::kThreads,
-        static_cast<int>(sizeof(typename Body::Shared)), stream);
+        arguments, gradients.kv_grad_heads * std::max(problem.batch, int64_t{1}), Kernel::kThreads,
+        static_cast<int>(sizeof(typename Kernel::Shared)), stream);
   };
   const auto visit = [&](auto element) {
     if (problem.heads == gradients.kv_grad_heads && problem.queries <= kRows)

@@ -1,5 +1,4 @@
-// What the warps of the Hopper forward kernel (forward_sm90.cuh) share: its arguments, shared memory and named barriers, and
-// the order of tiles.
+// What the warps of the Hopper forward kernel share: its arguments, and the plan of its shared memory with the barriers in it.
 #pragma once
 
 #include <algorithm>
@@ -12,275 +11,244 @@
 #include "../../../hw/math.cuh"
 #include "../../../hw/tma.cuh"
 #include "../../common/mask_map.cuh"
-#include "../../common/tile_list.cuh"
-#include "../tiles.h"
+#include "tile_scheduler.cuh"
+#include "tiles.h"
 #include "varlen_tile_scheduler.cuh"
 
 namespace flash_online::cuda {
 
 // How a mask reaches the scores.
-enum class MaskWay {
+enum class MaskSource {
   kNone,
-  kBits,  // bool: by MaskBits
-  kHalves,  // 16-bit: in boxes, with the keys, into shared memory
-  kBFloats,
+  kBits,  // bool: as MaskBits, from global memory
+  kTmaFloat16,  // 16-bit floats: by TMA into shared memory, with the keys
+  kTmaBFloat16,
 };
 
-struct ForwardSm90Arguments {
-  CUtensorMap query, key, value, out_map, mask_boxes;
-  // Boxes start at (0, row, head / heads_a_..., batch * ..._batch_step): a broadcast dimension has size 1 in its map.
-  int heads_a_query, heads_a_key, heads_a_value;
-  int query_batch_step, key_batch_step, value_batch_step, mask_batch_step, mask_head_step;
-  int batch, heads, queries, keys, head_dim_v;
-  int row_tiles;  // of a head
-  int even_row_tiles;  // the last so many of them, which are the same work
-  bool batch_within;  // heads are counted with the batch inside, for a mask that the batch shares
-  int section_heads;  // heads whose other tiles run side by side, so that their keys and values stay in the L2 cache
-  Visibility visible;
-  float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 behind a softcap
-  float added_scale;  // what ALiBi and a mask add, in the scores' units: log2(e) / scale
+// How a product becomes the exponent of a weight.
+struct ScoreArguments {
+  float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 after a softcap
+  float bias_scale;  // of what ALiBi and a mask add, in units of the scores: log2(e) / scale
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
-  // Softcap of small scores, of less than this sum of squares: the score times a polynomial in its square.
-  float small_scores, softcap_term[kTanhTerms];
+  // Scores whose squares sum to less than this get their softcap by a polynomial: the score times softcap_term of its square.
+  float small_squares = 0, softcap_term[kTanhTerms] = {};
   const float* sinks;
   const float* alibi_slopes;
   int64_t alibi_stride[2];
+};
+
+// Steps are 0 along dimensions in which the mask is broadcast.
+struct MaskArguments {
+  int box_rows;  // of a TMA box: 64, or 1 that all queries share
+  struct {
+    const uint8_t* kinds;  // null: nothing is known of the mask, or there is none
+    int64_t batch_step, head_step;
+    int row_step, column_step;
+  } map;  // see MaskMap; steps count bytes
+  struct {
+    const unsigned* words;
+    int64_t batch_step, head_step, row_step;
+    int last_row, last_block;
+  } bits;  // see MaskBits; steps count words
+};
+
+struct DropoutArguments {
+  const int64_t* rng;  // null: no dropout
+  uint32_t threshold;  // a weight is kept where its random word is at least this
+  int64_t batch_begin;  // of the counter of random numbers
+  float keep_scale;  // 1 / (1 - p)
+};
+
+struct ForwardSm90Arguments {
+  CUtensorMap query_tma, key_tma, value_tma, out_tma = {}, mask_tma = {};
+  // TMA boxes start at (column, row, head / q_heads_per_..., batch * ..._batch_step): a broadcast dimension has size 1 in its
+  // tensor map.
+  int q_heads_per_query_head, q_heads_per_key_head, q_heads_per_value_head;
+  int query_batch_step, key_batch_step, value_batch_step, mask_batch_step = 0, mask_head_step = 0;
+  int batch, heads, queries, keys, head_dim_v;  // packed: batch is at most 1, queries and keys are the most of any sequence
+  TileSchedule schedule = {};
+  Visibility visible;
+  ScoreArguments scores;
   void* out;
   int64_t out_stride[3];
-  MaskWay mask_way;
-  bool has_score_mod;  // scores are more than products and a mask: adjust()
-  int mask_rows;  // of a box: 64, or 1 that all queries share
-  // Bytes from one block of the map to the next, 0 where it is broadcast.
-  const uint8_t* map;
-  int64_t map_batch_step, map_head_step;
-  int map_row_step, map_column_step;
-  // Words likewise.
-  const unsigned* bits;
-  int64_t bits_batch_step, bits_head_step, bits_row_step;
-  int bits_last_row, bits_last_unit;
-  const int64_t* rng;  // null: no dropout
-  uint32_t drop_threshold;  // a weight is kept where its word is at least this
-  int64_t batch_begin;  // of dropout's counter
-  float keep_scale;  // of dropout: 1 / (1 - p)
+  MaskSource mask_source = MaskSource::kNone;
+  bool has_score_mod;  // softcap or ALiBi: see apply_score_mod()
+  MaskArguments mask = {};
+  DropoutArguments dropout = {};
   float *lse, *lse_low;
   int64_t lse_stride[2];
-  // Packed: `batch` is 1, `queries` and `keys` are a sequence's at most.
-  PackedList packed;
-  bool lower_right;
+  VarlenTileList packed = {};
+  bool lower_right;  // packed: the Visibility of a sequence has the offset keys - queries
 };
 
-// The tiles of a block of threads. First those of even work, of all heads, a head after another; behind them the others, a
-// section of heads after another and within it the dearest first (under a causal mask the last rows see the most keys). They
-// are dealt out in rounds, forwards and backwards in turn, so that the sums of work agree. The first section goes on in the
-// round where the even tiles end, each other begins a round of its own: that keeps the pairs of rounds together.
-struct TileWalk {
-  int round = 0, section = 0, first = 0;  // `first` of this round in the section
-
-  struct Place {
-    int batch, head, row_tile;  // batch -1: no more
-  };
-  __device__ Place next(const ForwardSm90Arguments& a) {
-    const int blocks = static_cast<int>(gridDim.x), place = static_cast<int>(blockIdx.x), heads = a.batch * a.heads;
-    for (; section * a.section_heads < heads; ++section, first = 0) {
-      const int even = section == 0 ? heads * a.even_row_tiles : 0, uneven_row_tiles = a.row_tiles - a.even_row_tiles;
-      const int first_head = section * a.section_heads, of_section = min(a.section_heads, heads - first_head);
-      const int tiles = even + of_section * uneven_row_tiles;
-      while (first < tiles) {
-        const int index = first + (round % 2 ? blocks - 1 - place : place);
-        ++round;
-        first += blocks;
-        if (index < tiles) {
-          const bool is_even = index < even;
-          const int n = is_even ? index : index - even, line = n / (is_even ? a.even_row_tiles : of_section),
-                    in_line = n - line * (is_even ? a.even_row_tiles : of_section);
-          const int head = is_even ? line : first_head + in_line;
-          const int row_tile = is_even ? a.row_tiles - 1 - in_line : uneven_row_tiles - 1 - line;
-          if (a.batch_within) return {head % a.batch, head / a.batch, row_tile};
-          return {head / a.heads, head % a.heads, row_tile};
-        }
-      }
-    }
-    return {-1, 0, 0};
-  }
-};
-
-// Tile: a ForwardSm90Tile.
-template <class T, class Tile>
+// Variant: a ForwardSm90Variant.
+template <class T, class Variant>
 struct ForwardSm90Kernel {
-  static constexpr ForwardSm90 kTile = Tile::kTile;
-  static constexpr bool kEverything = Tile::kEverything, kFloatMask = Tile::kFloatMask, kPacked = Tile::kPacked;
-  static constexpr bool kMasked = kEverything && !kPacked;  // whether there may be a mask, and then its map
-  static constexpr int kGroups = kTile.row_groups(), kKeys = kTile.keys, kStages = kTile.stages;
-  static constexpr bool kSplit = kTile.split_values;
-  static_assert(!kSplit || (!kEverything && !kPacked && !kTile.held_query && !kTile.staged_out));
-  static constexpr int kRows = 64;  // of a warpgroup
-  static constexpr int kQueries = kTile.query_buffers;
-  static constexpr int kWidthBoxes = (kTile.head_dim + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kValueBoxes = (kTile.head_dim_v + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kWidthSteps = kTile.head_dim / 16, kKeySteps = kKeys / 16;
-  static constexpr int kOutColumns = kTile.head_dim_v / (kTile.warpgroups / kGroups);  // of a warpgroup
-  static constexpr int kScores = kKeys / 2, kOuts = kOutColumns / 2;  // registers of a thread
-  static constexpr int kKeyParts = kTile.key_parts(), kKeyStages = kTile.key_stages(), kKeyBoxes = kWidthBoxes / kKeyParts;
-  static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
-  static constexpr int kOutRows = 16;  // of a warp: it stores its rows by itself
-  // What the warpgroups take must be there: the block has what all threads were launched with, in eights, else they wait for
-  // good.
-  static_assert(kTile.warpgroups * kTile.registers + kTile.loader_registers + kTile.drawers / 4 * kTile.drawer_registers <=
-                (65536 / (kTile.threads() * kTile.blocks) / 8 * 8) * (kTile.threads() / 128));
-  static_assert(!kPacked || kTile.head_dim_v <= kWarpSize * kPerVector<T>);
-  static_assert(kTile.head_dim % 16 == 0 && kTile.head_dim_v % 16 == 0 && kKeys % 16 == 0);
+  static constexpr ForwardSm90Tile kTile = Variant::kTile;
+  static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked;
+  static constexpr bool kMasked = kHasOptions && !kPacked;  // there may be a mask, and then a mask map
+  static constexpr bool kSplitValues = kTile.split_values;
+  static_assert(!kSplitValues || (!kHasOptions && !kPacked));
 
-  struct alignas(kBoxAlignment) Query {
-    T box[kWidthBoxes][kRows][kBoxColumns];
+  // Tile shapes.
+  static constexpr int kRowBlocks = kTile.row_blocks();  // of queries, in a work tile: one per math warpgroup, or one for all
+  static constexpr int kRowsPerWarpgroup = 64;
+  static constexpr int kRowsPerWarp = 16;  // a warp stores its rows by itself
+  static constexpr int kKeys = kTile.keys;
+  static constexpr int kHeadDimBoxes = (kTile.head_dim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kHeadDimVBoxes = (kTile.head_dim_v + kBoxColumns - 1) / kBoxColumns;
+  static constexpr unsigned kBoxRowBytes = kBoxColumns * sizeof(T);
+  static constexpr int kHeadDimSteps = kTile.head_dim / 16, kKeySteps = kKeys / 16;  // of wgmma, which is 16 deep
+  static constexpr int kOutColumns = kTile.head_dim_v / (kTile.warpgroups / kRowBlocks);  // per warpgroup
+  static constexpr int kScoreRegisters = kKeys / 2, kOutRegisters = kOutColumns / 2;  // accumulators per thread
+  static_assert(!kHasOptions || (kKeys == kMaskMapTile && kRowsPerWarpgroup == kMaskMapTile && kKeys == kBoxColumns));
+  static_assert(!kPacked || kTile.head_dim_v <= kWarpSize * kPerVector<T>);  // clear_padding_rows(): a row is a vector per lane
+
+  // Pipelines.
+  static constexpr int kStages = kTile.stages, kQueryStages = kTile.query_stages;
+  static constexpr int kKeyParts = kTile.key_parts(), kKeyStages = kTile.key_stages();
+  static constexpr int kBoxesPerKeyStage = kHeadDimBoxes / kKeyParts;
+  static constexpr int kWorkTiles = 4;  // that the scheduler warp is ahead at most
+  // While a warpgroup holds a stage of values, it may pass over as many blocks of other warpgroups as there are other stages.
+  static constexpr int kMaxSkips = kMasked ? kStages - 1 : 0;
+  // Where tiles are claimed from a counter: the next one when the first warpgroup is this many blocks before its last.
+  static constexpr int kClaimAhead = 4;
+  static_assert(kHeadDimBoxes % kKeyParts == 0 && kHeadDimSteps % kKeyParts == 0);
+  static_assert(!kHasOptions || kKeyStages == kStages);  // one PipelineState serves both
+
+  struct alignas(kBoxAlignment) QueryBuffer {
+    T box[kHeadDimBoxes][kRowsPerWarpgroup][kBoxColumns];
   };
-  struct alignas(kBoxAlignment) Key {
-    T box[kKeyBoxes][kKeys][kBoxColumns];
+  struct alignas(kBoxAlignment) KeyBuffer {
+    T box[kBoxesPerKeyStage][kKeys][kBoxColumns];
   };
-  struct alignas(kBoxAlignment) Value {
-    T box[kValueBoxes][kKeys][kBoxColumns];
+  struct alignas(kBoxAlignment) ValueBuffer {
+    T box[kHeadDimVBoxes][kKeys][kBoxColumns];
   };
-  struct alignas(kBoxAlignment) Out {
-    T box[4 * kGroups][kValueBoxes][kOutRows][kBoxColumns];
+  struct alignas(kBoxAlignment) OutBuffer {
+    T box[4 * kRowBlocks][kHeadDimVBoxes][kRowsPerWarp][kBoxColumns];  // by warp
   };
-  static_assert(!kEverything || (kKeys == kMaskMapTile && kRows == kMaskMapTile && kKeys == kBoxColumns));
-  struct alignas(kBoxAlignment) Mask {
-    uint16_t box[kGroups][kRows][kBoxColumns];
+  struct alignas(kBoxAlignment) MaskBuffer {
+    uint16_t box[kRowBlocks][kRowsPerWarpgroup][kBoxColumns];
   };
-  using Walk = std::conditional_t<kPacked, PackedWalk<kTile.queries()>, TileWalk>;
-  struct Packed {
-    uint64_t value_there[kStages];  // of values that the tail is to be cleared of
-    uint64_t tile_wanted;  // where tiles are taken: by the loading warp
-    typename PackedWalk<kTile.queries()>::Shared walk;
+  struct MaskBuffers {
+    MaskBuffer stage[kStages];  // they come with the keys
   };
-  // These come with the keys, by stages.
-  struct Masks {
-    Mask stage[kStages];
+
+  // The bits of dropout come with the keys: one bit per key of each query, which is set where the weight is kept. Several warps
+  // share the keys of a block.
+  static constexpr int kDropoutParts = std::max(kTile.dropout_warps / 2, 1), kDropoutKeys = kKeys / kDropoutParts;
+  struct DropoutBits {
+    alignas(8) std::conditional_t<kDropoutKeys == 16, uint16_t, unsigned> keep[kStages][kTile.queries()][kDropoutParts];
   };
-  static constexpr int kParts = std::max(kTile.drawers / 2, 1), kPartKeys = kKeys / kParts;  // of a block, to draw
-  struct Drawn {
-    // A bit a key, of a query's.
-    alignas(8) std::conditional_t<kPartKeys == 16, uint16_t, unsigned> kept[kStages][kTile.queries()][kParts];
+
+  struct Empty {};
+
+  using Scheduler = std::conditional_t<kPacked, VarlenTileScheduler<kTile.queries()>, TileScheduler>;
+  struct VarlenShared {
+    uint64_t value_loaded[kStages];  // barriers of values whose tail has yet to be cleared
+    uint64_t tile_wanted;  // barrier of the producer warp's wish for the next tile, where tiles are claimed
+    typename VarlenTileScheduler<kTile.queries()>::Shared scheduler;
   };
-  struct Nothing {};
-  // What a mask is to a tile: a bit for each 2^shift of its blocks.
+
+  // What the mask does to the blocks of a work tile: one bit for each 2^shift of them.
   static constexpr int kMapWords = 16, kMapBits = 32 * kMapWords;
-  struct Map {
+  struct TileMaskMap {
     int shift;
-    unsigned read[kMapWords];  // whether any warpgroup takes it
+    unsigned loaded[kMapWords];  // some warpgroup visits it
     struct {
-      unsigned taken[kMapWords];
-      unsigned plain[kMapWords];  // whether nothing is hidden or added
-    } group[kGroups];
+      unsigned visited[kMapWords];
+      unsigned clear[kMapWords];  // nothing is hidden or added
+    } row_block[kRowBlocks];
   };
-  // Of a packed sequence: its first rows in the tensors, and how many there are.
-  struct Lengths {
-    int query_begin, key_begin, queries, keys;
+  struct PackedSequence {
+    int query_begin, key_begin;  // its first rows in the tensors
+    int queries, keys;
     int offset;  // of its Visibility
   };
-  // What a tile is to the warps that work on it. Keys are counted in blocks.
-  struct Job {
-    int batch, head, first_query;  // batch, or packed the sequence; -1: no more
-    [[no_unique_address]] std::conditional_t<kPacked, Lengths, Nothing> of;
-    int band_begin, band_end;  // band_of the first query
+  // What a CTA computes at a time. Ranges of keys count blocks.
+  struct WorkTile {
+    int batch, head, first_query;  // packed: batch is the sequence, first_query counts within it; batch -1: no more tiles
+    [[no_unique_address]] std::conditional_t<kPacked, PackedSequence, Empty> sequence;
+    int band_begin, band_end;  // band_of the first query, in keys
     int begin, end;  // blocks that any query sees
     struct {
-      int begin, end;  // this warpgroup's: its rows may see fewer of the first and of the last
-      int whole_begin, whole_end;  // blocks that all its rows see all of
-    } group[kGroups];
-    [[no_unique_address]] std::conditional_t<kEverything, float, Nothing> slope;  // of ALiBi, in the scores' units
-    [[no_unique_address]] std::conditional_t<kMasked, Map, Nothing> map;
+      int begin, end;  // blocks that this warpgroup processes: its rows may see fewer of the first and of the last ones
+      int whole_begin, whole_end;  // blocks whose keys are all visible to all its rows
+    } row_block[kRowBlocks];
+    [[no_unique_address]] std::conditional_t<kHasOptions, float, Empty> slope;  // of ALiBi, in units of the scores
+    [[no_unique_address]] std::conditional_t<kMasked, TileMaskMap, Empty> map;
   };
-  // The same of any tile.
-  __device__ __forceinline__ static int query_begin(const Job& job) {
-    if constexpr (kPacked) return job.of.query_begin;
-    return 0;
-  }
-  __device__ __forceinline__ static int key_begin(const Job& job) {
-    if constexpr (kPacked) return job.of.key_begin;
-    return 0;
-  }
-  __device__ __forceinline__ static int queries(const ForwardSm90Arguments& a, const Job& job) {
-    if constexpr (kPacked) return job.of.queries;
-    return a.queries;
-  }
-  __device__ __forceinline__ static int keys(const ForwardSm90Arguments& a, const Job& job) {
-    if constexpr (kPacked) return job.of.keys;
-    return a.keys;
-  }
-  static constexpr int kJobs = 4;
-  static constexpr int kFar = 1 << 30;  // behind the last key
-  // Blocks of others that a warpgroup may pass over while it holds one's values: the rest of the ring.
-  static constexpr int kSkips = kMasked ? kStages - 1 : 0;
-  // Where tiles are taken, the loading of one asks for the next so many blocks before the first warpgroup's last.
-  static constexpr int kWantAhead = 4;
 
   struct Shared {
-    Query query[kQueries];
-    Key key[kKeyStages];
-    Value value[kStages];
-    [[no_unique_address]] std::conditional_t<kFloatMask, Masks, Nothing> mask;
-    [[no_unique_address]] std::conditional_t<kTile.staged_out, Out, Nothing> out;
-    [[no_unique_address]] std::conditional_t<kEverything, Drawn, Nothing> drawn;
-    Job job[kJobs];
-    uint64_t job_full[kJobs], job_empty[kJobs];
-    uint64_t query_full[kQueries], query_empty[kQueries];
+    QueryBuffer query[kQueryStages];
+    KeyBuffer key[kKeyStages];
+    ValueBuffer value[kStages];
+    [[no_unique_address]] std::conditional_t<kFloatMask, MaskBuffers, Empty> mask;
+    [[no_unique_address]] std::conditional_t<kTile.staged_out, OutBuffer, Empty> out;
+    [[no_unique_address]] std::conditional_t<kHasOptions, DropoutBits, Empty> dropout;
+    WorkTile tile[kWorkTiles];
+    uint64_t tile_full[kWorkTiles], tile_empty[kWorkTiles];
+    uint64_t query_full[kQueryStages], query_empty[kQueryStages];
     uint64_t key_full[kKeyStages], key_empty[kKeyStages], value_full[kStages], value_empty[kStages];
-    [[no_unique_address]] std::conditional_t<kPacked, Packed, Nothing> packed;
+    [[no_unique_address]] std::conditional_t<kPacked, VarlenShared, Empty> packed;
   };
-  static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 alone
-  // Of a multiprocessor's 228 KiB each block of threads takes 1 more.
-  static_assert(kTile.blocks * (kSharedBytes + 1024) <= 228 << 10);
+  static constexpr unsigned kSharedBytes = sizeof(Shared) + kBoxAlignment;  // dynamic shared memory is aligned to 16 only
+  // An SM has 228 KiB; the system reserves 1 KiB of it per CTA.
+  static_assert(kTile.ctas_per_sm * (kSharedBytes + 1024) <= 228 << 10);
 
-  // Named barriers.
-  static constexpr int kVote = 1, kTurn = 1 + kTile.warpgroups;
+  // Named barriers, one of each kind per math warpgroup; 0 is __syncthreads.
+  static constexpr int kVoteBarrier = 1, kPingPongBarrier = 1 + kTile.warpgroups;
+  static_assert(kPingPongBarrier + kTile.warpgroups <= 16);
 
-  // The first block from `block` on that the tile reads; `end` if there is none.
-  __device__ static int next_read(const Job& job, int block, int end) {
+  // What dense problems have in the arguments, and packed ones for each sequence.
+  __device__ __forceinline__ static int query_begin(const WorkTile& tile) {
+    if constexpr (kPacked) return tile.sequence.query_begin;
+    return 0;
+  }
+  __device__ __forceinline__ static int key_begin(const WorkTile& tile) {
+    if constexpr (kPacked) return tile.sequence.key_begin;
+    return 0;
+  }
+  __device__ __forceinline__ static int queries(const ForwardSm90Arguments& a, const WorkTile& tile) {
+    if constexpr (kPacked) return tile.sequence.queries;
+    return a.queries;
+  }
+  __device__ __forceinline__ static int keys(const ForwardSm90Arguments& a, const WorkTile& tile) {
+    if constexpr (kPacked) return tile.sequence.keys;
+    return a.keys;
+  }
+
+  // The first block from `block` on that is loaded; `end` if there is none.
+  __device__ static int next_loaded_block(const WorkTile& tile, int block, int end) {
     if constexpr (kMasked) {
 #pragma unroll 1
       while (block < end) {
-        const int bit = (block - job.begin) >> job.map.shift;
-        const unsigned rest = job.map.read[bit / 32] >> bit % 32;
+        const int bit = (block - tile.begin) >> tile.map.shift;
+        const unsigned rest = tile.map.loaded[bit / 32] >> bit % 32;
         if (rest & 1) return block;
-        block = job.begin + ((rest ? bit + __ffs(rest) - 1 : bit / 32 * 32 + 32) << job.map.shift);
+        block = tile.begin + ((rest ? bit + __ffs(rest) - 1 : bit / 32 * 32 + 32) << tile.map.shift);
       }
       return end;
     }
     return block;
   }
-  // Of the map's words, which have a bit for each 2^shift blocks, the bits of the 32 blocks from the n-th on.
-  __device__ static unsigned bits_of_blocks(const unsigned (&words)[kMapWords], int shift, int blocks, int n) {
-    if (shift == 0) return words[n / 32];
-    unsigned bits = 0;
-#pragma unroll 1
-    for (int i = 0; i < min(32, blocks - n); ++i) bits |= (words[(n + i) >> shift >> 5] >> ((n + i) >> shift) % 32 & 1) << i;
-    return bits;
-  }
-  // Whether a block's float mask is wanted by a warpgroup.
-  __device__ static bool wants_mask(const Job& job, int group, int block) {
-    const int bit = (block - job.begin) >> job.map.shift;
-    return job.map.group[group].taken[bit / 32] >> bit % 32 & ~job.map.group[group].plain[bit / 32] >> bit % 32 & 1;
-  }
 
-  __device__ __forceinline__ static void load_value(const ForwardSm90Arguments& a, Value& to, int row, int head, int batch,
-                                                    uint64_t* there) {
-    arrive_expect_tx(there, sizeof(Value));
-#pragma unroll
-    for (int box = 0; box < kValueBoxes; ++box) tma_load(to.box[box], a.value, {box * kBoxColumns, row, head, batch}, there);
-  }
-
-  // The warps that bring things (forward_sm90_producers.cuh).
-  __device__ static void plan_mask(const ForwardSm90Arguments& a, Job& job, int lane);
-  __device__ static void plan(const ForwardSm90Arguments& a, Shared& shared, int lane);
-  struct Loader;
-  __device__ static void draw(const ForwardSm90Arguments& a, Shared& shared, int warp, int lane);
-  __device__ static void load_values(const ForwardSm90Arguments& a, Shared& shared);
-  __device__ static void clear_tails(Shared& shared, int lane);
-  __device__ static void clear_padding(const ForwardSm90Arguments& a, int lane);
-
-  struct Group;  // a warpgroup that computes (forward_sm90_consumers.cuh)
-
+  __device__ __forceinline__ static void init_barriers(const ForwardSm90Arguments& a, Shared& shared);
+  // The warps of a CTA: see run().
   __device__ static void run(const ForwardSm90Arguments& a, Shared& shared);
+  struct Producer;
+  __device__ static void schedule_tiles(const ForwardSm90Arguments& a, Shared& shared, int lane);
+  __device__ static void load_values(const ForwardSm90Arguments& a, Shared& shared);
+  __device__ static void clear_value_tails(Shared& shared, int lane);
+  __device__ static void clear_padding_rows(const ForwardSm90Arguments& a, int lane);
+  __device__ static void generate_dropout(const ForwardSm90Arguments& a, Shared& shared, int warp, int lane);
+  struct MathWarpgroup;
+
+  // Parts of the above.
+  __device__ static void make_mask_map(const ForwardSm90Arguments& a, WorkTile& tile, int lane);
+  __device__ __forceinline__ static void load_value_block(const ForwardSm90Arguments& a, ValueBuffer& buffer, int row, int head,
+                                                          int batch, uint64_t* barrier);
 };
 
 }  // namespace flash_online::cuda

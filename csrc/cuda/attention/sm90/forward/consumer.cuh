@@ -1,654 +1,79 @@
-// A warpgroup of the Hopper forward kernel that computes: scores, their softmax, results.
+// A math warpgroup of the Hopper forward kernel: 64 queries of a work tile, from the products of scores to the results. This is
+// the mainloop over blocks of keys; epilogue.cuh ends a tile.
 #pragma once
 
 #include <cfloat>
 
 #include "../../../../core/online_softmax.h"
+#include "../../../hw/compiler.cuh"
 #include "../../../hw/math.cuh"
+#include "../../../hw/matrix_copy.cuh"
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/named_barrier.cuh"
-#include "../../../hw/stmatrix.cuh"
+#include "../../../hw/shared_memory.cuh"
 #include "../../../hw/vector.cuh"
 #include "../../../hw/wgmma.cuh"
+#include "../../../mma/fragments.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
 
-template <class T, class Tile>
-struct ForwardSm90Kernel<T, Tile>::Group {
-  using Row = OnlineSoftmax<float, Binary>;
-  // Weights are measured from a maximum that is raised only where a thread's weights of a block sum to more than this: in
-  // float16 a weight must stay below 65504, and float32 sums of rows and products must not overflow.
-  static constexpr float kLargestSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
-  static constexpr float kSlack = 8;  // where values are split: weights are up to 2^this before the maximum is raised
+template <class T, class Variant>
+struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
+  using RowSoftmax = OnlineSoftmax<float, Binary>;
+  // Lazy rescale: the maximum of a row is updated only where a thread's weights of a block sum to more than this. In float16 a
+  // weight must stay below 65504, and sums of rows and products in float32 must not overflow.
+  static constexpr float kMaxWeightSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
+  // With split values: weights reach 2^this before the maximum is updated.
+  static constexpr float kRescaleThreshold = 8;
 
   const ForwardSm90Arguments& a;
   Shared& shared;
-  int group;  // which 64 of the tile's queries: the warpgroup's number, or 0 where values are split
-  int part;  // which of the values' columns: 0, or the warpgroup's number
+  int row_block;  // which 64 queries of the tile: the index of the warpgroup, or 0 with split values
+  int column_part;  // which columns of the values: 0, or with split values the index of the warpgroup
   int warp, lane;
-  PipelineState<kJobs> next;
-  PipelineState<kQueries> query;
+  PipelineState<kWorkTiles> next_tile;
+  PipelineState<kQueryStages> query;
   PipelineState<kKeyStages> key;
   PipelineState<kStages> value;
-  int job;  // the tile's place among the jobs
-  int block, end, whole_begin, whole_end;  // the block at hand, and this warpgroup's numbers in the job
-  // Blocks that only other warpgroups see: before the next of this one's, and behind the tile's last.
-  int skipped = 0, behind = 0;
-  // What a mask does to a block: looked up a block ahead.
-  struct Masked {
-    unsigned shown;  // bits of a bool mask, as MaskBits has them
-    bool plain;
+  int tile_stage;  // of the work tile
+  int block, end, whole_begin, whole_end;  // the current block, and the warpgroup's ranges of the work tile
+  // Blocks that only other warpgroups process: before the next one of this warpgroup, and after its last one of the tile.
+  int skipped = 0, skipped_after = 0;
+
+  // What the mask does to a block, looked up one block ahead.
+  struct BlockMask {
+    unsigned shown;  // by a bool mask: see MaskBits
+    bool clear;
   };
-  struct Walk {
-    int next_block, next_skipped;  // `block` of the next, and what is read before it for others
-    Masked next, now;
-    // Of 32 blocks, from `from` on, those behind the next: what the tile reads, what this warpgroup takes, its plain ones.
-    unsigned read, taken, plain;
-    int from;
+  struct MaskPrefetch {
+    int next_block, next_skipped;  // the next value of `block`, and how many blocks are loaded before it for others
+    BlockMask next, now;
+    // Of the 32 blocks from window_begin on, those after next_block: loaded, visited by this warpgroup, clear.
+    unsigned loaded, visited, clear;
+    int window_begin;
     const unsigned* bits;  // of the lane's rows
   };
-  [[no_unique_address]] std::conditional_t<kMasked, Walk, Nothing> walk;
-  [[no_unique_address]] std::conditional_t<kEverything, unsigned, Nothing> kept;  // what dropout keeps: kept_bit()
-  float out[kOuts];
-  float score[kScores];
-  unsigned weight[kScores / 2];  // of 16-bit pairs: the left operand of the second product
-  unsigned held[kTile.held_query ? kWidthSteps : 1][4];
-  Row row[2];  // rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are a thread's own
-  bool accumulate;  // whether `out` holds something of this tile
+  [[no_unique_address]] std::conditional_t<kMasked, MaskPrefetch, Empty> prefetch;
+  [[no_unique_address]] std::conditional_t<kHasOptions, unsigned, Empty> dropout_bits;  // of the block: see dropout_bit()
+  float out[kOutRegisters];
+  float score[kScoreRegisters];  // and then the weights
+  unsigned weight[kScoreRegisters / 2];  // as pairs of 16 bits: the left operand of P V
+  unsigned query_fragment[kTile.query_in_registers ? kHeadDimSteps : 1][4];
+  RowSoftmax softmax[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are the thread's own
+  bool accumulate;  // `out` holds something of this tile
 
-  __device__ __forceinline__ void take_turn() {
-    if constexpr (kTile.in_turn) sync_named(kTurn + group + part, 256);
+  // ---- synchronisation
+
+  __device__ __forceinline__ void ping_pong_enter() {
+    if constexpr (kTile.ping_pong) sync_named(kPingPongBarrier + row_block + column_part, 256);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if constexpr (kTile.in_turn) arrive_named(kTurn + (group + part + 1) % kTile.warpgroups, 256);
+  __device__ __forceinline__ void ping_pong_leave() {
+    if constexpr (kTile.ping_pong) arrive_named(kPingPongBarrier + (row_block + column_part + 1) % kTile.warpgroups, 256);
   }
   __device__ __forceinline__ void release(uint64_t* barrier) {
     if (lane == 0) arrive(barrier);
   }
-
-  // Where lane's 16 bytes of a 16 x 16 matrix stand in a box, the one for ldmatrix_x4 and stmatrix_x4.
-  __device__ __forceinline__ unsigned matrix_place(int box_row, int chunk) const {
-    const int r = box_row + lane % 16;
-    return r * kRowBytes + ((chunk + lane / 16) ^ (r % 8)) * 16;
-  }
-
-  __device__ __forceinline__ void hold_query() {
-    const unsigned base = shared_address(shared.query[query.stage].box);
-#pragma unroll
-    for (int step = 0; step < kWidthSteps; ++step)
-      ldmatrix_x4(held[step], base + step / 4 * kRows * kRowBytes + matrix_place(16 * warp, step % 4 * 2));
-  }
-
-  // In 64 bits there are three times the instructions between the first products; in 32 one more register is held.
-  __device__ __forceinline__ static uint64_t further(uint64_t descriptor, unsigned bytes) {
-    return kEverything ? offset_descriptor(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
-  }
-
-  // Where keys come in two parts, the first is done and released behind it.
-  __device__ __forceinline__ void start_scores() {
-    uint64_t keys = k_major_descriptor(shared_address(shared.key[key.stage].box));
-    wgmma_fence();
-    if constexpr (kTile.held_query) {
-#pragma unroll
-      for (int step = 0; step < kWidthSteps; ++step)
-        Wgmma<T, kKeys>::template rs<false>(score, held[step], further(keys, step / 4 * kKeys * kRowBytes + step % 4 * 32),
-                                            step > 0);
-    } else {
-      uint64_t queries = k_major_descriptor(shared_address(shared.query[query.stage].box));
-      if constexpr (kSplit) queries = opaque(queries);
-      constexpr int kPartSteps = kWidthSteps / kKeyParts;
-#pragma unroll
-      for (int step = 0; step < kWidthSteps; ++step) {
-        if (step > 0 && step % kPartSteps == 0) {
-          wgmma_commit();
-          PipelineState<kKeyStages> next_part = key;
-          next_part.advance();
-          wait(&shared.key_full[next_part.stage], next_part.parity);
-          keys = k_major_descriptor(shared_address(shared.key[next_part.stage].box));
-          wgmma_fence();
-        }
-        Wgmma<T, kKeys>::template ss<false>(score, further(queries, step / 4 * kRows * kRowBytes + step % 4 * 32),
-                                            further(keys, step % kPartSteps / 4 * kKeys * kRowBytes + step % 4 * 32), step > 0);
-      }
-    }
-    wgmma_commit();
-    if constexpr (kKeyParts == 2) {
-      wgmma_wait<1>();
-      release_key();
-    }
-  }
-
-  __device__ __forceinline__ void start_out() {
-    const unsigned first_box = shared_address(shared.value[value.stage].box[part * kOutColumns / kBoxColumns]);
-    uint64_t values = mn_major_descriptor(first_box, kKeys * kRowBytes);
-    if constexpr (kSplit) values = opaque(values);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) {
-      const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
-      Wgmma<T, kOutColumns>::template rs<true>(out, left, further(values, step * 16 * kRowBytes), step > 0 || accumulate);
-    }
-    wgmma_commit();
-    accumulate = true;
-  }
-
-  // -inf for the keys that a row does not see, in a block that not all rows see all of.
-  __device__ __forceinline__ void hide() {
-    // Registers are too few to hold these with more to do.
-    constexpr bool kLooksUp = kPacked || kEverything;
-    const auto& mine_of_tile = shared.job[job].group[group];
-    const bool left = block < (kLooksUp ? mine_of_tile.whole_begin : whole_begin),
-               right = block >= (kLooksUp ? mine_of_tile.whole_end : whole_end);
-    if (!left && !right) [[likely]]
-      return;
-    const int first = block * kKeys, mine = first + lane % 4 * 2, row_of_tile = group * kRows + 16 * warp;
-    const int band_begin = shared.job[job].band_begin + row_of_tile, band_end = shared.job[job].band_end + row_of_tile;
-    const int keys = ForwardSm90Kernel::keys(a, shared.job[job]);
-    const int all_from = band_begin + 15 - first, all_to = min(band_end, keys) - first;
-    if (right) {
-      const int to[2] = {min(band_end + lane / 4, keys) - mine, min(band_end + lane / 4 + 8, keys) - mine};
-#pragma unroll
-      for (int step = 0; step < kKeySteps; ++step) {
-        if (16 * step + 16 <= all_to) continue;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (16 * step + i / 4 * 8 + i % 2 >= to[i / 2 % 2]) score[8 * step + i] = -INFINITY;
-      }
-    }
-    if (left) {
-      const int from[2] = {band_begin + lane / 4 - mine, band_begin + lane / 4 + 8 - mine};
-#pragma unroll
-      for (int step = 0; step < kKeySteps; ++step) {
-        if (16 * step >= all_from) continue;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (16 * step + i / 4 * 8 + i % 2 < from[i / 2 % 2]) score[8 * step + i] = -INFINITY;
-      }
-    }
-  }
-
-  // Scores as they come from the product to scores in the units of `scale`: softcap and ALiBi.
-  __device__ __forceinline__ void adjust() {
-    if (a.softcap > 0) {
-      constexpr bool kSplitsSmall = kTile.head_dim <= 128;  // beyond, the registers are too few for both ways
-      float squares = 0;
-#pragma unroll
-      for (int i = 0; kSplitsSmall && i < kScores; ++i) squares = fmaf(score[i], score[i], squares);
-      if (kSplitsSmall && __all_sync(~0u, squares < a.small_scores)) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) score[i] *= polynomial(a.softcap_term, score[i] * score[i]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) score[i] = a.softcap * tanh_of_exponent(score[i] * a.softcap_scale);
-      }
-    }
-    if (a.alibi_slopes) {
-      const Job& tile = shared.job[job];
-      const int row = tile.first_query + group * kRows + 16 * warp + lane / 4;
-      int offset = static_cast<int>(a.visible.offset);
-      if constexpr (kPacked) offset = tile.of.offset;
-      const float distance = static_cast<float>(row + offset - block * kKeys - lane % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        score[i] = fmaf(-tile.slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
-    }
-  }
-
-  // ---- masks and dropout
-
-  // Beside the product of the block's scores.
-  __device__ __forceinline__ void fetch_kept() {
-    if constexpr (kEverything) {
-      if (a.rng) {
-        // Of a query's keys the lane has two of every eight.
-        const auto* const rows = &shared.drawn.kept[key.stage][group * kRows + 16 * warp + lane / 4];
-        const auto own = [&](const auto& of_row) {
-          constexpr unsigned kTwo = 0x03030303;
-          const uint2 keys = reinterpret_cast<const uint2&>(of_row);
-          return (keys.x >> lane % 4 * 2 & kTwo) | (keys.y >> lane % 4 * 2 & kTwo) << 4;
-        };
-        kept = own(rows[0]) | own(rows[8]) << 2;
-      }
-    }
-  }
-  static constexpr unsigned kept_bit(int i) { return 1u << (i / 4 % 4 * 8 + i / 16 * 4 + i % 4); }
-
-  // The next block of the walk, `end` or more if there is none: arithmetic for the weights' exponentials to hide.
-  __device__ __forceinline__ void look_ahead() {
-    if constexpr (kMasked) {
-      const unsigned lowest = walk.taken & -walk.taken, below = lowest - 1;
-      walk.next_block = walk.from + __popc(below);
-      walk.next_skipped += __popc(walk.read & below);
-      walk.next.plain = walk.plain & lowest;
-      if (a.mask_way == MaskWay::kBits) walk.next.shown = __ldg(walk.bits + min(walk.next_block, a.bits_last_unit) * kWarpSize);
-      walk.taken ^= lowest;
-      walk.read &= ~(lowest | below);
-    }
-  }
-  // Words of the map until one has a block for the next look_ahead(), or is the last.
-  __device__ __forceinline__ void load_words() {
-    const auto& map = shared.job[job].map;
-    const int begin = shared.job[job].begin, shift = map.shift, n = walk.from - begin;
-    walk.read = bits_of_blocks(map.read, shift, end - begin, n);
-    walk.taken = bits_of_blocks(map.group[group].taken, shift, end - begin, n);
-    walk.plain = bits_of_blocks(map.group[group].plain, shift, end - begin, n);
-  }
-  __device__ __forceinline__ void next_words() {
-#pragma unroll 1
-    while (walk.taken == 0 && walk.from + 32 < end) {
-      walk.next_skipped += __popc(walk.read);
-      walk.from += 32;
-      load_words();
-    }
-  }
-
-  template <class Element>
-  __device__ __forceinline__ void add_boxes() {
-    const unsigned base = shared_address(shared.mask.stage[key.stage].box[group]);
-#pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) {
-      unsigned words[4];
-      ldmatrix_x4(words, base + (a.mask_rows == 1 ? (2 * step + lane / 16) * 16 : matrix_place(16 * warp, 2 * step)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 values = unpair<Element>(words[i]);
-        score[8 * step + 2 * i] = fmaf(values.x, a.added_scale, score[8 * step + 2 * i]);
-        score[8 * step + 2 * i + 1] = fmaf(values.y, a.added_scale, score[8 * step + 2 * i + 1]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void mask_scores() {
-    if constexpr (kFloatMask) {
-      a.mask_way == MaskWay::kHalves ? add_boxes<__half>() : add_boxes<__nv_bfloat16>();
-    } else if (a.mask_way == MaskWay::kBits) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        if (!(walk.now.shown >> i & 1)) score[i] = -INFINITY;
-    }
-  }
-
-  __device__ __forceinline__ void settle_scores() {
-    if constexpr (kEverything) {
-      if (a.has_score_mod) [[unlikely]]
-        adjust();
-    }
-    if constexpr (kMasked) {
-      if (walk.now.plain) return;
-      mask_scores();
-    }
-    hide();
-  }
-
-  // Raises the rows' maxima to the block's; returns in factor what was accumulated before must be multiplied by.
-  __device__ __forceinline__ void raise(float (&factor)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float most[2] = {score[2 * r], score[2 * r + 1]};
-#pragma unroll
-      for (int i = 1; i < kScores / 4; ++i) {
-        most[0] = fmaxf(most[0], score[4 * i + 2 * r]);
-        most[1] = fmaxf(most[1], score[4 * i + 2 * r + 1]);
-      }
-      float all = fmaxf(most[0], most[1]);
-      all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
-      all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-      factor[r] = kSplit ? row[r].raise_max_lazily(kSlack, all * a.scale) : row[r].raise_max(all * a.scale);
-    }
-  }
-
-  // What weights are measured from. Under a mask a row without a reference yet may stay so for many blocks: measured from
-  // the lowest number, what it sees is infinite, and what it does not see is 0.
-  __device__ __forceinline__ static float reference(float max) {
-    if constexpr (kEverything) return max == -INFINITY ? -FLT_MAX : max;
-    return pivot(max);
-  }
-
-  // Scores to weights, in place; sums of a thread's.
-  __device__ __forceinline__ void weigh(float (&sum)[2]) {
-    const float pivots[2] = {reference(row[0].max), reference(row[1].max)};
-    sum[0] = sum[1] = 0;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int r = i / 2 % 2;
-      score[i] = exp2_flushed(fmaf(score[i], a.scale, -pivots[r]));
-      sum[r] += score[i];
-    }
-  }
-
-  __device__ __forceinline__ void pack_weights() {
-    if constexpr (kEverything) {
-      if (a.rng) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i)
-          if (!(kept & kept_bit(i))) score[i] = 0;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) weight[i] = pair(score[2 * i], score[2 * i + 1]);
-  }
-  __device__ static unsigned pair(float x, float y) {
-    if constexpr (std::is_same_v<T, __half>) {
-      const __half2 both = __floats2half2_rn(x, y);
-      return reinterpret_cast<const unsigned&>(both);
-    } else {
-      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-      return reinterpret_cast<const unsigned&>(both);
-    }
-  }
-
-  // The block's weights measured from the maxima so far: no pass over the scores for their maximum, which hardly ever moves
-  // far after the first block. Where it does, the scores are made again and everything is moved to the new maximum.
-  __device__ __forceinline__ void next_weights() {
-    look_ahead();
-    float sum[2];
-    weigh(sum);
-    const bool astray = !(sum[0] < kLargestSum && sum[1] < kLargestSum) ||
-                        (!kEverything && (row[0].max == -INFINITY || row[1].max == -INFINITY));
-    // Asked before the wait, or the compiler puts the weights' work behind it.
-    const bool any_astray = any_named(kVote + group, 128, astray);
-    wgmma_wait<0>();
-    release_value();
-    if (any_astray) [[unlikely]] {
-      start_scores();
-      wgmma_wait<0>();
-      settle_scores();
-      float factor[2];
-      raise(factor);
-#pragma unroll
-      for (int i = 0; i < kOuts; ++i) out[i] *= factor[i / 2 % 2];
-      weigh(sum);
-    }
-    row[0].add(sum[0]);
-    row[1].add(sum[1]);
-  }
-
-  // The same where values are split: from the block's maxima, so that its keys are not kept for a second product.
-  __device__ __forceinline__ void raised_weights() {
-    float factor[2], sum[2];
-    raise(factor);
-    weigh(sum);
-    // Asked before the wait and of the weights too, or the compiler puts their work behind it.
-    const bool offset_descriptor =
-        any_named(kVote + part, 128, factor[0] != 1 || factor[1] != 1 || !(sum[0] < kLargestSum && sum[1] < kLargestSum));
-    wgmma_wait<0>();
-    release_value();
-    if (offset_descriptor) {
-#pragma unroll
-      for (int i = 0; i < kOuts; ++i) out[i] *= factor[i / 2 % 2];
-    }
-    row[0].add(sum[0]);
-    row[1].add(sum[1]);
-  }
-
-  // The rows' lse, and what their results are to be multiplied by.
-  __device__ __forceinline__ void finish_rows(int of_job, float (&inverse)[2]) {
-    const Job& tile = shared.job[of_job];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 1);
-      row[r].sum += __shfl_xor_sync(~0u, row[r].sum, 2);
-      float factor = 1;
-      if (a.sinks) {
-        const float sink = a.sinks[tile.head] * kLog2E;
-        factor = row[r].raise_max(sink);
-        row[r].add(row[r].weight(sink));
-      }
-      inverse[r] = row[r].sum == 0 ? 0 : factor * reciprocal(row[r].sum);
-      if constexpr (kEverything) inverse[r] *= a.keep_scale;
-    }
-    // Two lanes of a row's four write its logarithm.
-    const bool second = lane % 4 == 1;
-    Row mine;
-    mine.max = second ? row[1].max : row[0].max;
-    mine.sum = second ? row[1].sum : row[0].sum;
-    const int query_row = tile.first_query + group * kRows + 16 * warp + lane / 4 + (second ? 8 : 0);
-    if (lane % 4 < 2 && part == 0 && query_row < queries(a, tile) && a.lse) {
-      const int64_t at =
-          (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + query_row;
-      // From the base 2, in two floats.
-      constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
-      const float high = mine.lse(), lse = high * kLn2;
-      const float low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, mine.lse_low() * kLn2);
-      a.lse[at] = lse;
-      a.lse_low[at] = low - low == 0 ? low : 0;
-    }
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ void store_out(int of_job, const float (&inverse)[2]) {
-    const Job& tile = shared.job[of_job];
-    const int first = tile.first_query + group * kRows + 16 * warp;
-    if constexpr (kTile.staged_out) {
-      if (lane == 0) tma_store_wait_read();
-      __syncwarp();
-#pragma unroll
-      for (int step = 0; step < kOuts / 8; ++step) {
-        unsigned words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
-        stmatrix_x4(words, shared_address(shared.out.box[4 * group + warp][step / 4]) + matrix_place(0, step % 4 * 2));
-      }
-      if (const int rows = queries(a, tile) - first; kPacked && rows < kOutRows) {
-        // The next rows are another sequence's.
-        __syncwarp();
-        const int chunks = a.head_dim_v / kPerVector<T>;
-        T* const to = static_cast<T*>(a.out) + tile.head * a.out_stride[1] + (query_begin(tile) + first) * a.out_stride[2];
-        for (int n = lane; n < rows * chunks; n += kWarpSize) {
-          const int r = n / chunks, chunk = n % chunks;
-          *reinterpret_cast<uint4*>(to + r * a.out_stride[2] + chunk * kPerVector<T>) =
-              reinterpret_cast<const uint4*>(shared.out.box[4 * group + warp][chunk / 8][r])[(chunk ^ r) % 8];
-        }
-      } else {
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) {
-#pragma unroll
-          for (int box = 0; box < kValueBoxes; ++box)
-            tma_store(a.out_map, {box * kBoxColumns, query_begin(tile) + first, tile.head, kPacked ? 0 : tile.batch},
-                      shared.out.box[4 * group + warp][box]);
-          tma_store_commit();
-        }
-      }
-      __syncwarp();
-    } else {
-      // Four lanes hold 2 columns each of eight; turned, each holds all of eight and writes 16 bytes.
-      static_assert(kOutColumns % 32 == 0);
-      const bool odd = lane & 1, upper = lane & 2;
-      const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
-        const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
-        (high ? low_word : high_word) = got;
-      };
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int at_row = first + lane / 4 + 8 * r;
-        T* to = static_cast<T*>(a.out) + (kPacked ? 0 : tile.batch * a.out_stride[0]) + tile.head * a.out_stride[1] +
-                (query_begin(tile) + at_row) * a.out_stride[2];
-#pragma unroll
-        for (int i = 0; i < kOuts / 16; ++i) {
-          unsigned words[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int at = 16 * i + 4 * j + 2 * r;
-            words[j] = pair(out[at] * inverse[r], out[at + 1] * inverse[r]);
-          }
-          swap(odd, words[0], words[1], 1);
-          swap(odd, words[2], words[3], 1);
-          swap(upper, words[0], words[2], 2);
-          swap(upper, words[1], words[3], 2);
-          const int column = part * kOutColumns + 32 * i + lane % 4 * 8;
-          if (at_row < queries(a, tile) && column < a.head_dim_v)
-            *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
-        }
-      }
-      __syncwarp();
-    }
-  }
-
-  // The next tile, or false if there is none.
-  __device__ __forceinline__ bool fetch() {
-    wait(&shared.job_full[next.stage], next.parity);
-    job = next.stage;
-    next.advance();
-    const Job& of = shared.job[job];
-    if constexpr (!kMasked) skipped = behind;
-    if (of.batch < 0) return false;
-    if constexpr (kMasked) {
-      if (a.mask_way == MaskWay::kBits)
-        walk.bits = a.bits + of.batch * a.bits_batch_step + of.head * a.bits_head_step +
-                    min((of.first_query + group * kRows) / kBitRows + warp, a.bits_last_row) * a.bits_row_step + lane;
-      walk.from = of.begin;
-      walk.next_skipped = skipped;  // behind the last tile's blocks
-      end = of.end;
-      load_words();
-      next_words();
-      look_ahead();
-      step();
-    } else {
-      block = of.group[group].begin;
-      end = of.group[group].end;
-      skipped += block - of.begin;
-      behind = of.end - end;
-    }
-    whole_begin = of.group[group].whole_begin;
-    whole_end = of.group[group].whole_end;
-    return true;
-  }
-  // The tile's next block.
-  __device__ __forceinline__ void step() {
-    if constexpr (kMasked) {
-      block = walk.next_block;
-      skipped = walk.next_skipped;
-      walk.next_skipped = 0;
-      walk.now = walk.next;
-      if (walk.taken == 0) [[unlikely]]
-        next_words();
-    } else {
-      ++block;
-    }
-  }
-  __device__ __forceinline__ bool is_last() const {
-    if constexpr (kMasked) return walk.next_block >= end;
-    return block + 1 == end;
-  }
-
-  // A block at a time: under a mask the values of this warpgroup's last block may still be held.
-  __device__ __forceinline__ void skip_blocks() {
-#pragma unroll 1
-    for (; kGroups > 1 && skipped > 0; --skipped) {
-      wait(&shared.key_full[key.stage], key.parity);
-      release(&shared.key_empty[key.stage]);
-      wait(&shared.value_full[key.stage], key.parity);
-      release(&shared.value_empty[key.stage]);
-      key.advance();
-      if constexpr (!kMasked) value.advance();
-      take_turn();
-      pass_turn();
-    }
-  }
-
-  // The first block's scores: started here, turned into weights by first_weights().
-  __device__ __forceinline__ void start_tile() {
-    skip_blocks();  // first of all: others' last scores, and with them the queries' buffers, may wait for these releases
-    wait(&shared.query_full[query.stage], query.parity);
-    if constexpr (kTile.held_query) hold_query();
-    wait(&shared.key_full[key.stage], key.parity);
-    take_turn();
-    start_scores();
-    pass_turn();
-    if constexpr (kMasked) value = key;
-    fetch_kept();
-  }
-
-  __device__ __forceinline__ void first_weights() {
-    // Not behind hold_query(): its loads take their time, and an arrival overtakes them. A product has waited for them.
-    if constexpr (kTile.held_query) release(&shared.query_empty[query.stage]);
-    row[0] = row[1] = Row{};
-    accumulate = false;
-    settle_scores();
-    look_ahead();
-    float unused[2], sum[2];
-    raise(unused);
-    weigh(sum);
-    row[0].add(sum[0]);
-    row[1].add(sum[1]);
-    release_scores();
-    pack_weights();
-    step();
-  }
-
-  __device__ void run() {
-    query.advance(group);
-    if (kTile.in_turn && group + part == kTile.warpgroups - 1) pass_turn();
-    if (!fetch()) return;
-    start_tile();
-    wgmma_wait<0>();
-    first_weights();
-    while (true) {
-#pragma unroll 1
-      for (; block < end; step()) {
-        if constexpr (kMasked)
-          if (skipped > 0) [[unlikely]]
-            skip_blocks();
-        wait(&shared.key_full[key.stage], key.parity);
-        take_turn();
-        start_scores();
-        wait(&shared.value_full[value.stage], value.parity);
-        start_out();
-        pass_turn();
-        fetch_kept();
-        wgmma_wait<1>();
-        if constexpr (kSplit) {
-          release_scores();
-          settle_scores();
-          raised_weights();
-        } else {
-          settle_scores();
-          next_weights();
-          release_scores();
-        }
-        pack_weights();
-      }
-      query.advance(kGroups);
-      const int last = job;
-      const bool more = fetch();
-      // The tile's last product, and the next tile's first, which runs while this tile is finished.
-      wait(&shared.value_full[value.stage], value.parity);
-      float inverse[2];
-      if (!more) {
-        start_out();
-        finish_rows(last, inverse);
-        wgmma_wait<0>();
-        store_out(last, inverse);
-        release(&shared.value_empty[value.stage]);
-        value.advance();
-        skip_blocks();
-        break;
-      }
-      start_out();
-      finish_rows(last, inverse);
-      uint64_t* const last_value = &shared.value_empty[value.stage];
-      value.advance();
-      const bool skips = skipped > kSkips;  // then others' values may need this one's buffer
-      if (skips) {
-        wgmma_wait<0>();
-        release(last_value);
-      }
-      start_tile();
-      wgmma_wait<1>();
-      fence_registers(out);
-      if (!skips) release(last_value);
-      store_out(last, inverse);
-      release(&shared.job_empty[last]);
-      wgmma_wait<0>();
-      first_weights();
-    }
-    if constexpr (kTile.staged_out)
-      if (lane == 0) tma_store_wait();
-  }
-
   __device__ __forceinline__ void release_key() {
     release(&shared.key_empty[key.stage]);
     key.advance();
@@ -660,11 +85,536 @@ struct ForwardSm90Kernel<T, Tile>::Group {
     else
       value.advance();
   }
-  // What the block's scores are made of: the keys, and behind the tile's last scores the queries.
-  __device__ __forceinline__ void release_scores() {
+  // The operands of the block's scores: the keys, and after the last scores of the tile the queries.
+  __device__ __forceinline__ void release_score_operands() {
     release_key();
-    if (!kTile.held_query && is_last()) release(&shared.query_empty[query.stage]);
+    if (!kTile.query_in_registers && is_last_block()) release(&shared.query_empty[query.stage]);
   }
+  // Releases blocks that only other warpgroups process, one at a time: under a mask the values of this warpgroup's last block
+  // may still be held.
+  __device__ __forceinline__ void release_skipped_blocks() {
+#pragma unroll 1
+    for (; kRowBlocks > 1 && skipped > 0; --skipped) {
+      wait(&shared.key_full[key.stage], key.parity);
+      release(&shared.key_empty[key.stage]);
+      wait(&shared.value_full[key.stage], key.parity);
+      release(&shared.value_empty[key.stage]);
+      key.advance();
+      if constexpr (!kMasked) value.advance();
+      ping_pong_enter();
+      ping_pong_leave();
+    }
+  }
+
+  // ---- products
+
+  // The byte offset in a box of the 16 bytes whose address this lane gives to ldmatrix_x4 and stmatrix_x4 for a 16 x 16 matrix.
+  __device__ __forceinline__ unsigned matrix_offset(int matrix_row, int matrix_chunk) const {
+    return swizzle128(matrix_row + lane % 16, matrix_chunk + lane / 16);
+  }
+
+  __device__ __forceinline__ void load_query_fragments() {
+    const unsigned base = shared_address(shared.query[query.stage].box);
+#pragma unroll
+    for (int step = 0; step < kHeadDimSteps; ++step)
+      ldmatrix_x4(query_fragment[step],
+                  base + step / 4 * kRowsPerWarpgroup * kBoxRowBytes + matrix_offset(kRowsPerWarp * warp, step % 4 * 2));
+  }
+
+  // In 64 bits there are three times the instructions between the first products; in 32 bits one more register is live.
+  __device__ __forceinline__ static uint64_t advance_descriptor(uint64_t descriptor, unsigned bytes) {
+    return kHasOptions ? offset_descriptor(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
+  }
+
+  // S = Q K^T. Where keys come in two parts, the product of the first one is finished here, and its stage released.
+  __device__ __forceinline__ void issue_qk() {
+    uint64_t keys = k_major_descriptor(shared_address(shared.key[key.stage].box));
+    wgmma_fence();
+    if constexpr (kTile.query_in_registers) {
+#pragma unroll
+      for (int step = 0; step < kHeadDimSteps; ++step)
+        Wgmma<T, kKeys>::template rs<false>(
+            score, query_fragment[step], advance_descriptor(keys, step / 4 * kKeys * kBoxRowBytes + step % 4 * 32), step > 0);
+    } else {
+      uint64_t queries = k_major_descriptor(shared_address(shared.query[query.stage].box));
+      if constexpr (kSplitValues) queries = opaque(queries);
+      constexpr int kPartSteps = kHeadDimSteps / kKeyParts;
+#pragma unroll
+      for (int step = 0; step < kHeadDimSteps; ++step) {
+        if (step > 0 && step % kPartSteps == 0) {
+          wgmma_commit();
+          PipelineState<kKeyStages> next_part = key;
+          next_part.advance();
+          wait(&shared.key_full[next_part.stage], next_part.parity);
+          keys = k_major_descriptor(shared_address(shared.key[next_part.stage].box));
+          wgmma_fence();
+        }
+        Wgmma<T, kKeys>::template ss<false>(
+            score, advance_descriptor(queries, step / 4 * kRowsPerWarpgroup * kBoxRowBytes + step % 4 * 32),
+            advance_descriptor(keys, step % kPartSteps / 4 * kKeys * kBoxRowBytes + step % 4 * 32), step > 0);
+      }
+    }
+    wgmma_commit();
+    if constexpr (kKeyParts == 2) {
+      wgmma_wait<1>();
+      release_key();
+    }
+  }
+
+  // O += P V.
+  __device__ __forceinline__ void issue_pv() {
+    const unsigned first_box = shared_address(shared.value[value.stage].box[column_part * kOutColumns / kBoxColumns]);
+    uint64_t values = mn_major_descriptor(first_box, kKeys * kBoxRowBytes);
+    if constexpr (kSplitValues) values = opaque(values);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeySteps; ++step) {
+      const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
+      Wgmma<T, kOutColumns>::template rs<true>(out, left, advance_descriptor(values, step * 16 * kBoxRowBytes),
+                                               step > 0 || accumulate);
+    }
+    wgmma_commit();
+    accumulate = true;
+  }
+
+  // ---- which block is next
+
+  // Words of a TileMaskMap have a bit for each 2^shift blocks: returns a bit per block, of the 32 blocks from the n-th on.
+  __device__ static unsigned bits_of_blocks(const unsigned (&words)[kMapWords], int shift, int blocks, int n) {
+    if (shift == 0) return words[n / 32];
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int i = 0; i < min(32, blocks - n); ++i) bits |= (words[(n + i) >> shift >> 5] >> ((n + i) >> shift) % 32 & 1) << i;
+    return bits;
+  }
+  __device__ __forceinline__ void load_mask_words() {
+    const auto& map = shared.tile[tile_stage].map;
+    const int begin = shared.tile[tile_stage].begin, shift = map.shift, n = prefetch.window_begin - begin;
+    prefetch.loaded = bits_of_blocks(map.loaded, shift, end - begin, n);
+    prefetch.visited = bits_of_blocks(map.row_block[row_block].visited, shift, end - begin, n);
+    prefetch.clear = bits_of_blocks(map.row_block[row_block].clear, shift, end - begin, n);
+  }
+  // Moves the window on until it has a block for the next prefetch_mask(), or is the last one.
+  __device__ __forceinline__ void advance_mask_window() {
+#pragma unroll 1
+    while (prefetch.visited == 0 && prefetch.window_begin + 32 < end) {
+      prefetch.next_skipped += __popc(prefetch.loaded);
+      prefetch.window_begin += 32;
+      load_mask_words();
+    }
+  }
+  // Finds the next block, `end` or more if there is none: arithmetic that the exponentials of the weights hide.
+  __device__ __forceinline__ void prefetch_mask() {
+    if constexpr (kMasked) {
+      const unsigned lowest = prefetch.visited & -prefetch.visited, below = lowest - 1;
+      prefetch.next_block = prefetch.window_begin + __popc(below);
+      prefetch.next_skipped += __popc(prefetch.loaded & below);
+      prefetch.next.clear = prefetch.clear & lowest;
+      if (a.mask_source == MaskSource::kBits)
+        prefetch.next.shown = __ldg(prefetch.bits + min(prefetch.next_block, a.mask.bits.last_block) * kWarpSize);
+      prefetch.visited ^= lowest;
+      prefetch.loaded &= ~(lowest | below);
+    }
+  }
+
+  // The next work tile; false if there is none.
+  __device__ __forceinline__ bool fetch_tile() {
+    wait(&shared.tile_full[next_tile.stage], next_tile.parity);
+    tile_stage = next_tile.stage;
+    next_tile.advance();
+    const WorkTile& tile = shared.tile[tile_stage];
+    if constexpr (!kMasked) skipped = skipped_after;
+    if (tile.batch < 0) return false;
+    if constexpr (kMasked) {
+      if (a.mask_source == MaskSource::kBits)
+        prefetch.bits = a.mask.bits.words + tile.batch * a.mask.bits.batch_step + tile.head * a.mask.bits.head_step +
+                        min((tile.first_query + row_block * kRowsPerWarpgroup) / kBitRows + warp, a.mask.bits.last_row) *
+                            a.mask.bits.row_step +
+                        lane;
+      prefetch.window_begin = tile.begin;
+      prefetch.next_skipped = skipped;  // after the blocks of the tile before
+      end = tile.end;
+      load_mask_words();
+      advance_mask_window();
+      prefetch_mask();
+      next_block();
+    } else {
+      block = tile.row_block[row_block].begin;
+      end = tile.row_block[row_block].end;
+      skipped += block - tile.begin;
+      skipped_after = tile.end - end;
+    }
+    whole_begin = tile.row_block[row_block].whole_begin;
+    whole_end = tile.row_block[row_block].whole_end;
+    return true;
+  }
+  __device__ __forceinline__ void next_block() {
+    if constexpr (kMasked) {
+      block = prefetch.next_block;
+      skipped = prefetch.next_skipped;
+      prefetch.next_skipped = 0;
+      prefetch.now = prefetch.next;
+      if (prefetch.visited == 0) [[unlikely]]
+        advance_mask_window();
+    } else {
+      ++block;
+    }
+  }
+  __device__ __forceinline__ bool is_last_block() const {
+    if constexpr (kMasked) return prefetch.next_block >= end;
+    return block + 1 == end;
+  }
+
+  // ---- from products to scores: score modification, mask, visibility
+
+  __device__ __forceinline__ void apply_softcap() {
+    constexpr bool kHasPolynomial = kTile.head_dim <= 128;  // beyond, there are too few registers for two ways
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; kHasPolynomial && i < kScoreRegisters; ++i) squares = fmaf(score[i], score[i], squares);
+    if (kHasPolynomial && __all_sync(~0u, squares < a.scores.small_squares)) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegisters; ++i) score[i] *= polynomial(a.scores.softcap_term, score[i] * score[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScoreRegisters; ++i)
+        score[i] = a.scores.softcap * tanh_of_exponent(score[i] * a.scores.softcap_scale);
+    }
+  }
+  __device__ __forceinline__ void apply_alibi() {
+    const WorkTile& tile = shared.tile[tile_stage];
+    const int row = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4;
+    int offset = static_cast<int>(a.visible.offset);
+    if constexpr (kPacked) offset = tile.sequence.offset;
+    const float distance = static_cast<float>(row + offset - block * kKeys - lane % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < kScoreRegisters; ++i)
+      score[i] = fmaf(-tile.slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
+  }
+  // After it scores are in units of a.scores.scale.
+  __device__ __forceinline__ void apply_score_mod() {
+    if (a.scores.softcap > 0) apply_softcap();
+    if (a.scores.alibi_slopes) apply_alibi();
+  }
+
+  template <class Element>
+  __device__ __forceinline__ void add_float_mask() {
+    const unsigned base = shared_address(shared.mask.stage[key.stage].box[row_block]);
+#pragma unroll
+    for (int step = 0; step < kKeySteps; ++step) {
+      unsigned words[4];
+      ldmatrix_x4(words, base + (a.mask.box_rows == 1 ? (2 * step + lane / 16) * 16  // one row is not swizzled
+                                                      : matrix_offset(kRowsPerWarp * warp, 2 * step)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 values = unpair<Element>(words[i]);
+        score[8 * step + 2 * i] = fmaf(values.x, a.scores.bias_scale, score[8 * step + 2 * i]);
+        score[8 * step + 2 * i + 1] = fmaf(values.y, a.scores.bias_scale, score[8 * step + 2 * i + 1]);
+      }
+    }
+  }
+  __device__ __forceinline__ void apply_mask() {
+    if constexpr (kFloatMask) {
+      a.mask_source == MaskSource::kTmaFloat16 ? add_float_mask<__half>() : add_float_mask<__nv_bfloat16>();
+    } else if (a.mask_source == MaskSource::kBits) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegisters; ++i)
+        if (!(prefetch.now.shown >> i & 1)) score[i] = -INFINITY;
+    }
+  }
+
+  // -inf for the keys that a row does not see, in a block whose keys are not all visible to all rows.
+  __device__ __forceinline__ void apply_visibility() {
+    // There are too few registers for these bounds where a kernel has more to do; shared memory has them too.
+    constexpr bool kFromShared = kPacked || kHasOptions;
+    const auto& own = shared.tile[tile_stage].row_block[row_block];
+    const bool cuts_left = block < (kFromShared ? own.whole_begin : whole_begin),
+               cuts_right = block >= (kFromShared ? own.whole_end : whole_end);
+    if (!cuts_left && !cuts_right) [[likely]]
+      return;
+    // Columns count from the block's first key, or in `from` and `to` from the lane's first one.
+    const int first = block * kKeys, lane_first = first + lane % 4 * 2,
+              row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
+    const int band_begin = shared.tile[tile_stage].band_begin + row_of_tile,
+              band_end = shared.tile[tile_stage].band_end + row_of_tile;
+    const int keys = ForwardSm90Kernel::keys(a, shared.tile[tile_stage]);
+    const int all_from = band_begin + 15 - first, all_to = min(band_end, keys) - first;
+    if (cuts_right) {
+      const int to[2] = {min(band_end + lane / 4, keys) - lane_first, min(band_end + lane / 4 + 8, keys) - lane_first};
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+        if (16 * step + 16 <= all_to) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (16 * step + i / 4 * 8 + i % 2 >= to[i / 2 % 2]) score[8 * step + i] = -INFINITY;
+      }
+    }
+    if (cuts_left) {
+      const int from[2] = {band_begin + lane / 4 - lane_first, band_begin + lane / 4 + 8 - lane_first};
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+        if (16 * step >= all_from) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (16 * step + i / 4 * 8 + i % 2 < from[i / 2 % 2]) score[8 * step + i] = -INFINITY;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_scores() {
+    if constexpr (kHasOptions) {
+      if (a.has_score_mod) [[unlikely]]
+        apply_score_mod();
+    }
+    if constexpr (kMasked) {
+      if (prefetch.now.clear) return;
+      apply_mask();
+    }
+    apply_visibility();
+  }
+
+  // ---- from scores to weights
+
+  // Fetched while the product of the block's scores runs.
+  __device__ __forceinline__ void fetch_dropout_bits() {
+    if constexpr (kHasOptions) {
+      if (a.dropout.rng) {
+        // Of every eight keys of a query the lane has two.
+        const auto* const rows =
+            &shared.dropout.keep[key.stage][row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4];
+        const auto own_bits = [&](const auto& row) {
+          constexpr unsigned kTwoOfEight = 0x03030303;
+          const uint2 keys = reinterpret_cast<const uint2&>(row);
+          return (keys.x >> lane % 4 * 2 & kTwoOfEight) | (keys.y >> lane % 4 * 2 & kTwoOfEight) << 4;
+        };
+        dropout_bits = own_bits(rows[0]) | own_bits(rows[8]) << 2;
+      }
+    }
+  }
+  static constexpr unsigned dropout_bit(int i) { return 1u << (i / 4 % 4 * 8 + i / 16 * 4 + i % 4); }
+
+  // Updates the maxima of the rows to the block's. Returns in `factor` what was accumulated before must be multiplied by.
+  __device__ __forceinline__ void update_row_max(float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most[2] = {score[2 * r], score[2 * r + 1]};
+#pragma unroll
+      for (int i = 1; i < kScoreRegisters / 4; ++i) {
+        most[0] = fmaxf(most[0], score[4 * i + 2 * r]);
+        most[1] = fmaxf(most[1], score[4 * i + 2 * r + 1]);
+      }
+      float row_max = fmaxf(most[0], most[1]);
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
+      factor[r] = kSplitValues ? softmax[r].raise_max_lazily(kRescaleThreshold, row_max * a.scores.scale)
+                               : softmax[r].raise_max(row_max * a.scores.scale);
+    }
+  }
+
+  // What exponents are measured from. Under a mask a row may have no maximum for many blocks. It is then measured from the
+  // lowest float: what the row sees becomes infinite, and asks for a rescale; what it does not see becomes 0.
+  __device__ __forceinline__ static float exponent_pivot(float max) {
+    if constexpr (kHasOptions) return max == -INFINITY ? -FLT_MAX : max;
+    return pivot(max);
+  }
+
+  // Scores become weights, in place; `sum` is the thread's own.
+  __device__ __forceinline__ void exp_scores(float (&sum)[2]) {
+    const float pivots[2] = {exponent_pivot(softmax[0].max), exponent_pivot(softmax[1].max)};
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int i = 0; i < kScoreRegisters; ++i) {
+      const int r = i / 2 % 2;
+      score[i] = exp2_flushed(fmaf(score[i], a.scores.scale, -pivots[r]));
+      sum[r] += score[i];
+    }
+  }
+
+  __device__ __forceinline__ void rescale_out(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutRegisters; ++i) out[i] *= factor[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ static bool overflows(const float (&sum)[2]) {
+    return !(sum[0] < kMaxWeightSum && sum[1] < kMaxWeightSum);  // or is NaN
+  }
+
+  // Weights of the first block: measured from its maxima.
+  __device__ __forceinline__ void first_softmax() {
+    // Not right after load_query_fragments(): its loads take their time, and an arrival overtakes them. By now a product has
+    // waited for them.
+    if constexpr (kTile.query_in_registers) release(&shared.query_empty[query.stage]);
+    softmax[0] = softmax[1] = RowSoftmax{};
+    accumulate = false;
+    finish_scores();
+    prefetch_mask();
+    float unused[2], sum[2];
+    update_row_max(unused);
+    exp_scores(sum);
+    softmax[0].add(sum[0]);
+    softmax[1].add(sum[1]);
+    release_score_operands();
+    pack_weights();
+    next_block();
+  }
+
+  // Weights of another block, by lazy rescale: measured from the maxima so far, without a pass over the scores for their
+  // maximum, which hardly ever moves far after the first block. Where it does, the scores are computed again, and everything is
+  // rescaled to the new maximum.
+  __device__ __forceinline__ void lazy_softmax() {
+    prefetch_mask();
+    float sum[2];
+    exp_scores(sum);
+    const bool needs_rescale = overflows(sum) || (!kHasOptions && (softmax[0].max == -INFINITY || softmax[1].max == -INFINITY));
+    // The vote stands before the wait, or the compiler moves the exponentials after it.
+    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, needs_rescale);
+    wgmma_wait<0>();
+    release_value();
+    if (any_needs_rescale) [[unlikely]] {
+      issue_qk();
+      wgmma_wait<0>();
+      finish_scores();
+      float factor[2];
+      update_row_max(factor);
+      rescale_out(factor);
+      exp_scores(sum);
+    }
+    softmax[0].add(sum[0]);
+    softmax[1].add(sum[1]);
+  }
+
+  // Weights of another block with split values: every block's maxima are computed, so that its keys need not be kept for a
+  // second product.
+  __device__ __forceinline__ void split_softmax() {
+    float factor[2], sum[2];
+    update_row_max(factor);
+    exp_scores(sum);
+    // The vote stands before the wait, and depends on the weights, or the compiler moves the exponentials after it.
+    const bool any_needs_rescale =
+        any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum));
+    wgmma_wait<0>();
+    release_value();
+    if (any_needs_rescale) rescale_out(factor);
+    softmax[0].add(sum[0]);
+    softmax[1].add(sum[1]);
+  }
+
+  // Weights become the left operand of P V, without those that dropout drops.
+  __device__ __forceinline__ void pack_weights() {
+    if constexpr (kHasOptions) {
+      if (a.dropout.rng) {
+#pragma unroll
+        for (int i = 0; i < kScoreRegisters; ++i)
+          if (!(dropout_bits & dropout_bit(i))) score[i] = 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kScoreRegisters / 2; ++i) weight[i] = Fragments<T>::pair(score[2 * i], score[2 * i + 1]);
+  }
+
+  // ---- the life of a work tile
+
+  // Issues the product of the first block's scores.
+  __device__ __forceinline__ void begin_tile() {
+    // First of all, since the last scores of other warpgroups, and with them the buffers of queries, may wait for this.
+    release_skipped_blocks();
+    wait(&shared.query_full[query.stage], query.parity);
+    if constexpr (kTile.query_in_registers) load_query_fragments();
+    wait(&shared.key_full[key.stage], key.parity);
+    ping_pong_enter();
+    issue_qk();
+    ping_pong_leave();
+    if constexpr (kMasked) value = key;
+    fetch_dropout_bits();
+  }
+
+  // One block: the product of its scores, O += P V of the block before, its weights.
+  __device__ __forceinline__ void mainloop_step() {
+    if constexpr (kMasked)
+      if (skipped > 0) [[unlikely]]
+        release_skipped_blocks();
+    wait(&shared.key_full[key.stage], key.parity);
+    ping_pong_enter();
+    issue_qk();
+    wait(&shared.value_full[value.stage], value.parity);
+    issue_pv();
+    ping_pong_leave();
+    fetch_dropout_bits();
+    wgmma_wait<1>();
+    if constexpr (kSplitValues) {
+      release_score_operands();
+      finish_scores();
+      split_softmax();
+    } else {
+      finish_scores();
+      lazy_softmax();
+      release_score_operands();
+    }
+    pack_weights();
+  }
+
+  // The last product and the epilogue of a tile after which there is no other one.
+  __device__ __forceinline__ void end_last_tile(int last) {
+    float inverse[2];
+    issue_pv();
+    finish_rows(last, inverse);
+    wgmma_wait<0>();
+    store_out(last, inverse);
+    release(&shared.value_empty[value.stage]);
+    value.advance();
+    release_skipped_blocks();
+  }
+
+  // One tile after another. The epilogue of a tile runs beside the first product of the next one; in a block, the softmax runs
+  // beside O += P V of the block before and beside the products of the other warpgroup.
+  __device__ void run() {
+    query.advance(row_block);
+    if (kTile.ping_pong && row_block + column_part == kTile.warpgroups - 1) ping_pong_leave();
+    if (!fetch_tile()) return;
+    begin_tile();
+    wgmma_wait<0>();
+    first_softmax();
+    while (true) {
+#pragma unroll 1
+      for (; block < end; next_block()) mainloop_step();
+      query.advance(kRowBlocks);
+      const int last = tile_stage;
+      const bool more = fetch_tile();
+      wait(&shared.value_full[value.stage], value.parity);
+      float inverse[2];
+      if (!more) {
+        end_last_tile(last);
+        break;
+      }
+      // O += P V of the last block, and the first product of the next tile.
+      issue_pv();
+      finish_rows(last, inverse);
+      uint64_t* const last_value = &shared.value_empty[value.stage];
+      value.advance();
+      const bool needs_last_value = skipped > kMaxSkips;  // the values of skipped blocks may need the buffer of the last one
+      if (needs_last_value) {
+        wgmma_wait<0>();
+        release(last_value);
+      }
+      begin_tile();
+      wgmma_wait<1>();  // for O
+      fence_registers(out);
+      if (!needs_last_value) release(last_value);
+      store_out(last, inverse);
+      release(&shared.tile_empty[last]);
+      wgmma_wait<0>();
+      first_softmax();
+    }
+    if constexpr (kTile.staged_out)
+      if (lane == 0) tma_store_wait();
+  }
+
+  // ---- the epilogue (epilogue.cuh), of the work tile in a stage: finish_rows() returns what the results are multiplied by
+
+  __device__ __forceinline__ void finish_rows(int stage, float (&inverse)[2]);
+  __device__ __forceinline__ void store_out(int stage, const float (&inverse)[2]);
+  __device__ __forceinline__ void store_out_by_tma(int stage, const float (&inverse)[2]);
+  __device__ __forceinline__ void store_out_from_registers(int stage, const float (&inverse)[2]);
 };
 
 }  // namespace flash_online::cuda

@@ -1,82 +1,81 @@
-// The tiles of packed sequences, whose lengths the device alone knows, in the order in which a launch's blocks of threads take
-// them. A warp of each finds that order out for itself, as it goes, from the sequences' starts: no kernel before this one.
+// The tiles of packed sequences, whose lengths only the device knows, in the order in which the CTAs of a launch take them. One
+// warp of each CTA works that order out as it goes, from the starts of the sequences: no kernel has to run before this one.
 //
-// Sequences come in chunks, and within a chunk by their number of keys, the longest first, so that what is left for the end is
-// cheap. A sequence's heads come in parts of about as many tiles as there are blocks of threads: those at work together then
-// read the same keys. Within a part the last rows come first, which see the most under a causal mask.
+// Sequences come in chunks, and within a chunk by their number of keys, the longest first, so that the tiles at the end are
+// cheap. The heads of a sequence come in parts of about as many tiles as there are CTAs: tiles that run at the same time then
+// read the same keys. Within a part the last rows come first, which see the most keys under a causal mask.
 #pragma once
 
 #include <cstdint>
 
 #include "../../../../core/sequence.h"
 #include "../../../hw/launch.h"
+#include "tile_scheduler.cuh"
 
 namespace flash_online::cuda {
 
-struct PackedList {
+struct VarlenTileList {
   const int32_t *query_starts, *key_starts;
   int sequences, total_queries, total_keys;
-  int queries, keys;  // of a sequence at most
-  int heads, heads_a_key;
-  int level_keys;  // sequences are ordered by length in steps of so many keys; 0: they come as they are
-  // How many tiles have been taken beyond the first of each block of threads; null: they are dealt out in turn.
-  unsigned* taken;
+  int max_queries, max_keys;  // per sequence
+  int heads, q_heads_per_key_head;
+  int level_keys;  // sequences are ordered by length in levels of this many keys; 0: they keep their order
+  // How many tiles have been claimed beyond the first one of each CTA; null: the order is static.
+  unsigned* tile_counter;
 };
 
-// Of tiles of kTileRows queries. All of a warp's lanes call it, and get the same answers.
+// For tiles of kTileRows queries. All lanes of a warp call it, and get the same answers.
 template <int kTileRows>
-class PackedWalk {
+class VarlenTileScheduler {
  public:
   static constexpr int kChunk = 4 * kWarpSize;  // sequences
 
   struct Shared {
-    int end[kChunk];  // in the order of tiles: those of a head up to and with each sequence's
+    int end[kChunk];  // in the order of tiles: tiles per head of the chunk's sequences up to and including this one
     int level[kWarpSize];
-    uint8_t order[kChunk];  // which sequence of the chunk
-  };
-  struct Place {
-    int sequence, head, row_tile;  // sequence -1: no more
+    uint8_t order[kChunk];  // index of the sequence within the chunk
   };
 
-  __device__ PackedWalk(const PackedList& list, Shared& shared)
-      : list_(list), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarpSize), number_(blockIdx.x) {}
+  __device__ VarlenTileScheduler(const VarlenTileList& list, Shared& shared)
+      : list_(list), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarpSize), index_(blockIdx.x) {}
 
-  __device__ Place next() {
-    const unsigned number = number_, heads = static_cast<unsigned>(list_.heads);
-    const int tile = static_cast<int>(number / heads);  // were there one head
-    while (tile >= before_ + of_chunk_) {
-      if (first_ + kChunk >= list_.sequences) return {-1, 0, 0};
+  // The batch of the tile is the sequence.
+  __device__ WorkTileCoord next() {
+    const unsigned index = index_, heads = static_cast<unsigned>(list_.heads);
+    const int tile = static_cast<int>(index / heads);  // as if there were one head
+    while (tile >= tiles_before_ + chunk_tiles_) {
+      if (first_sequence_ + kChunk >= list_.sequences) return {-1, 0, 0};
       load_chunk();
     }
     while (true) {
-      const int n = at_ + lane_;
-      const unsigned found = __ballot_sync(~0u, n >= kChunk || before_ + shared_.end[n] > tile);
-      at_ += found ? __ffs(found) - 1 : kWarpSize;
+      const int n = position_ + lane_;
+      const unsigned found = __ballot_sync(~0u, n >= kChunk || tiles_before_ + shared_.end[n] > tile);
+      position_ += found ? __ffs(found) - 1 : kWarpSize;
       if (found) break;
     }
-    const int begin = at_ > 0 ? shared_.end[at_ - 1] : 0;
-    const unsigned tiles = static_cast<unsigned>(shared_.end[at_] - begin);
-    unsigned rest = number - static_cast<unsigned>(before_ + begin) * heads;
+    const int begin = position_ > 0 ? shared_.end[position_ - 1] : 0;
+    const unsigned tiles = static_cast<unsigned>(shared_.end[position_] - begin);
+    unsigned rest = index - static_cast<unsigned>(tiles_before_ + begin) * heads;
     // Heads of the same keys stay together.
-    const unsigned together = static_cast<unsigned>(list_.heads_a_key), groups = heads / together;
-    const unsigned parts = min((heads * tiles + gridDim.x - 1) / gridDim.x, groups),
-                   wide = (groups + parts - 1) / parts * together;
-    const unsigned part = rest / (wide * tiles), width = min(wide, heads - part * wide);
-    rest -= part * wide * tiles;
-    const unsigned level = rest / width;
-    return {first_ + shared_.order[at_], static_cast<int>(part * wide + rest - level * width),
-            static_cast<int>(tiles - 1 - level)};
+    const unsigned q_heads = static_cast<unsigned>(list_.q_heads_per_key_head), key_heads = heads / q_heads;
+    const unsigned parts = min((heads * tiles + gridDim.x - 1) / gridDim.x, key_heads),
+                   part_heads = (key_heads + parts - 1) / parts * q_heads;
+    const unsigned part = rest / (part_heads * tiles), heads_here = min(part_heads, heads - part * part_heads);
+    rest -= part * part_heads * tiles;
+    const unsigned row = rest / heads_here;
+    return {first_sequence_ + shared_.order[position_], static_cast<int>(part * part_heads + rest - row * heads_here),
+            static_cast<int>(tiles - 1 - row)};
   }
 
-  // Behind each next(); the block of threads has this tile then, whenever it gets to it.
-  __device__ void take() {
-    if (!list_.taken) {
-      number_ += gridDim.x;
+  // Called after each next(): from then on the CTA owns the following tile, whenever it gets to it.
+  __device__ void claim() {
+    if (!list_.tile_counter) {
+      index_ += gridDim.x;
       return;
     }
-    unsigned taken = 0;
-    if (lane_ == 0) taken = atomicAdd(list_.taken, 1u);
-    number_ = gridDim.x + __shfl_sync(~0u, taken, 0);
+    unsigned claimed = 0;
+    if (lane_ == 0) claimed = atomicAdd(list_.tile_counter, 1u);
+    index_ = gridDim.x + __shfl_sync(~0u, claimed, 0);
   }
 
  private:
@@ -89,70 +88,73 @@ class PackedWalk {
     return x;
   }
 
-  // Tiles of a head of the chunk's sequence n, and its level: the longest sequences' is 0.
-  __device__ void look(int n, int& tiles, int& level) const {
-    n += first_;
+  // The tiles per head of sequence n of the chunk, and its level: 0 for the longest sequences.
+  __device__ void measure(int n, int& tiles, int& level) const {
+    n += first_sequence_;
     tiles = level = 0;
     if (n < list_.sequences)
-      tiles = (static_cast<int>(packed_rows(list_.query_starts, n, list_.queries, list_.total_queries).count) + kTileRows - 1) /
-              kTileRows;
+      tiles =
+          (static_cast<int>(packed_rows(list_.query_starts, n, list_.max_queries, list_.total_queries).count) + kTileRows - 1) /
+          kTileRows;
     if (list_.level_keys == 0) return;
     level = kWarpSize - 1;
     if (tiles > 0)
-      level -= static_cast<int>(packed_rows(list_.key_starts, n, list_.keys, list_.total_keys).count) / list_.level_keys;
+      level -= static_cast<int>(packed_rows(list_.key_starts, n, list_.max_keys, list_.total_keys).count) / list_.level_keys;
   }
 
-  // Counts the warp's sequences, one a lane, in their levels; returns a lane's number among those of its level so far.
+  // Counts the sequences of the warp, one per lane, in their levels; returns how many of the lane's level were counted before
+  // the lane's own.
   __device__ int count(int level) {
     const unsigned same = __match_any_sync(~0u, level), earlier = same & ((1u << lane_) - 1);
-    const int number = shared_.level[level] + __popc(earlier);
+    const int before = shared_.level[level] + __popc(earlier);
     __syncwarp();
     if (earlier == 0) shared_.level[level] += __popc(same);
     __syncwarp();
-    return number;
+    return before;
   }
 
+  // A counting sort of the next chunk by level, and the running sum of its tiles.
   __device__ void load_chunk() {
-    __syncwarp();  // all have read the chunk before
-    before_ += of_chunk_;
-    first_ += kChunk;
-    at_ = 0;
-    const int of_this = min(list_.sequences - first_, kChunk);
+    __syncwarp();  // all lanes have read the chunk before
+    tiles_before_ += chunk_tiles_;
+    first_sequence_ += kChunk;
+    position_ = 0;
+    const int sequences = min(list_.sequences - first_sequence_, kChunk);
     int tiles, level;
     if (list_.level_keys != 0) {
       shared_.level[lane_] = 0;
       __syncwarp();
 #pragma unroll 1
-      for (int n = lane_; n - lane_ < of_this; n += kWarpSize) look(n, tiles, level), count(level);
-      const int of_level = shared_.level[lane_];
-      shared_.level[lane_] = inclusive_sum(of_level, lane_) - of_level;
+      for (int n = lane_; n - lane_ < sequences; n += kWarpSize) measure(n, tiles, level), count(level);
+      const int in_level = shared_.level[lane_];
+      shared_.level[lane_] = inclusive_sum(in_level, lane_) - in_level;
       __syncwarp();
     }
 #pragma unroll 1
-    for (int n = lane_; n - lane_ < of_this; n += kWarpSize) {
-      look(n, tiles, level);
-      const int place = list_.level_keys != 0 ? count(level) : n;
-      shared_.order[place] = static_cast<uint8_t>(n);
-      shared_.end[place] = tiles;
+    for (int n = lane_; n - lane_ < sequences; n += kWarpSize) {
+      measure(n, tiles, level);
+      const int position = list_.level_keys != 0 ? count(level) : n;
+      shared_.order[position] = static_cast<uint8_t>(n);
+      shared_.end[position] = tiles;
     }
     __syncwarp();
-    of_chunk_ = 0;
+    chunk_tiles_ = 0;
 #pragma unroll 1
-    for (int n = lane_; n - lane_ < of_this; n += kWarpSize) {
-      const int end = of_chunk_ + inclusive_sum(n < of_this ? shared_.end[n] : 0, lane_);
+    for (int n = lane_; n - lane_ < sequences; n += kWarpSize) {
+      const int end = chunk_tiles_ + inclusive_sum(n < sequences ? shared_.end[n] : 0, lane_);
       shared_.end[n] = end;
-      of_chunk_ = __shfl_sync(~0u, end, kWarpSize - 1);
+      chunk_tiles_ = __shfl_sync(~0u, end, kWarpSize - 1);
     }
     __syncwarp();
   }
 
-  const PackedList& list_;
+  const VarlenTileList& list_;
   Shared& shared_;
   int lane_;
-  unsigned number_;  // of the next tile, among those of all heads
-  int first_ = -kChunk;  // sequence of the chunk
-  int before_ = 0, of_chunk_ = 0;  // tiles of a head: of earlier chunks, and of this one
-  int at_ = 0;  // place in the chunk's order
+  unsigned index_;  // of the next tile, among those of all heads
+  int first_sequence_ = -kChunk;  // of the chunk
+  int tiles_before_ = 0, chunk_tiles_ = 0;  // tiles per head: of earlier chunks, and of this one
+  int position_ = 0;  // in the order of the chunk
 };
 
 }  // namespace flash_online::cuda

@@ -1,5 +1,5 @@
-// What a row kernel is asked to do: softmax, log-softmax, logsumexp, cross-entropy or the top k of a softmax over one
-// dimension of a tensor. No torch, no CUDA runtime.
+// What a row kernel is asked to do: softmax, log-softmax, logsumexp, cross-entropy or the top k of a softmax, over one
+// dimension of a tensor. This header needs neither torch nor the CUDA runtime.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flash_online {
 
-// A tensor read as [outer, classes, inner]; the rows are its outer x inner vectors of `classes` elements.
+// A tensor read as [outer, classes, inner]. Its rows are the outer x inner vectors of `classes` elements.
 template <class Pointer>
 struct View3 {
   Pointer data = nullptr;
@@ -17,29 +17,30 @@ struct View3 {
 using ConstView3 = View3<const void*>;
 using MutableView3 = View3<void*>;
 
-// "One number a row" is [outer, inner], contiguous, in the accumulator type.
+// "One number per row" is an array [outer, inner], contiguous, in the accumulator type.
 struct RowProblem {
   DType dtype = DType::kFloat32;         // of input, grad_input, target_probabilities and grad_target
-  DType result_dtype = DType::kFloat32;  // of result, grad, output and reduced: dtype, or float32 beside a 16-bit dtype
+  DType result_dtype = DType::kFloat32;  // of result, grad and output: dtype, or float32 beside a 16-bit dtype
   int64_t outer = 0, classes = 0, inner = 0;
 
   ConstView3 input;                      // [outer, classes, inner]
   MutableView3 result;                   // softmax: [outer, classes, inner]; top-k: [outer, k, inner]
-  bool log = false;                      // softmax: the logarithm is wanted
+  bool log = false;                      // softmax: whether the logarithm is wanted
 
   // softmax and top-k, backward
-  ConstView3 grad;                       // like result
-  ConstView3 output;                     // what the forward gave: softmax's result, top-k's probabilities
+  ConstView3 grad;                       // shape of result
+  ConstView3 output;                     // what the forward pass returned: softmax's result, top-k's probabilities
   MutableView3 grad_input;               // [outer, classes, inner], also of logsumexp and cross-entropy
 
   // logsumexp and cross-entropy
-  void* lse = nullptr;                   // one number a row, like the next four
+  void* lse = nullptr;                   // one number per row, as in the next four arrays
   void* loss = nullptr;
   void* row_weight = nullptr;
   const void* grad_loss = nullptr;
   const void* grad_lse = nullptr;        // null: zero
-  const void* divisor = nullptr;  // on CUDA; not null: grad_loss is one number of result_dtype, and over this one, a float,
-                                  // that of every row
+  // CUDA only. If not null, grad_loss is a single number of result_dtype, and the gradient of each row's loss is that number
+  // divided by *divisor, a float.
+  const void* divisor = nullptr;
 
   // cross-entropy
   const int64_t* target = nullptr;  // [outer, inner], contiguous; null: probabilities
@@ -54,14 +55,14 @@ struct RowProblem {
   bool renormalize = false;
   View3<int64_t*> indices;  // [outer, k, inner]; read by the backward pass
 
-  // One element, -1 before the call: receives the number of the first row that has a target, or an index of the top k, out of
-  // range. Nothing is read or written there; the caller reports it.
+  // One element, -1 before the call. It receives the index of the first row with a target, or a top-k index, that is out of
+  // range; such an index is never followed, and the caller reports the error.
   int64_t* bad_row = nullptr;
 
-  void* workspace = nullptr;  // on CUDA: cuda::workspace_bytes(problem), aligned to 16 bytes
+  void* workspace = nullptr;  // on CUDA: as much as cuda::<operator>_workspace(problem) says, aligned to 16 bytes
 };
 
-// How many elements of a tensor are worth a thread of their own.
+// The number of elements of a tensor from which a further thread is worthwhile.
 constexpr int64_t kRowGrain = 16384;
 
 }  // namespace flash_online

@@ -1,9 +1,10 @@
-"""From the tensors that callers have to those that the raw operators take: the casts of torch.autocast, and for attention one
-rank >= 4 and equal batch dimensions.
+"""Brings callers' tensors into the form that the raw operators take: the casts of torch.autocast, and the checks and the
+canonical shapes of attention's tensors (one rank >= 4, equal batch dimensions).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,20 +13,20 @@ from torch import Tensor
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
-def _autocasting(device: torch.device) -> bool:
+def _autocast_enabled(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
 
 
 def autocasts(tensor: Tensor) -> bool:
-    """Whether an active torch.autocast casts this tensor: floating, not float64, and on the device that autocast is for."""
-    return _autocasting(tensor.device) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    """Whether an active torch.autocast casts this tensor: it is floating, not float64, and on a device that autocast covers."""
+    return _autocast_enabled(tensor.device) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def autocast(query: Tensor, *others: Tensor | None):
-    """Attention's tensors in the precision that torch.autocast gives scaled_dot_product_attention, which is on its list of
-    operators in lower precision; a float mask is cast with the rest. Raw operators are on no list."""
+    """Casts attention's tensors, a float mask included, as torch.autocast casts those of scaled_dot_product_attention, which is
+    on its list of lower-precision operators. Our raw operators are on no list of autocast."""
     tensors = (query, *others)
-    if not _autocasting(query.device):
+    if not _autocast_enabled(query.device):
         return tensors
     lower = torch.get_autocast_dtype(query.device.type)
     return tuple(t.to(lower) if t is not None and autocasts(t) else t for t in tensors)
@@ -42,14 +43,14 @@ def _raise_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _expand(tensor: Tensor, leading) -> Tensor:
-    """The tensor with these sizes in front of its last dimensions; itself where it has them already."""
+    """The tensor with its leading dimensions expanded to these sizes; the tensor itself where it has them already."""
     if tuple(tensor.shape[: len(leading)]) == tuple(leading):
         return tensor
     return tensor.expand(*leading, *tensor.shape[len(leading) :])
 
 
 def check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mask_name: str = "mask") -> None:
-    """Raises unless dtypes, devices and ranks are ones that attention takes; in torch's order."""
+    """Raises unless attention takes these dtypes, devices and ranks; the order of the checks is torch's."""
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise InvalidArgument(f"{name}: dtype {tensor.dtype}, expected query's {query.dtype}")
@@ -68,8 +69,41 @@ def check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
             raise InvalidArgument(f"{mask_name}: on {mask.device}, expected query's device {query.device}")
 
 
+def check_attention_options(query, heads_dim, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p) -> None:
+    """Raises InvalidArgument unless the options of `attention` or `varlen_attention` are valid; `heads_dim` is the dimension of
+    query that counts its heads."""
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise InvalidArgument(f"window: got {window!r}; accepted are None and a pair (left, right)")
+        for side, bound in zip(("left", "right"), window, strict=True):
+            if bound is not None and (not isinstance(bound, (int, torch.SymInt)) or bound < 0):
+                raise InvalidArgument(f"window: {side} is {bound}; accepted are None and integers >= 0")
+    if alignment not in ("upper_left", "lower_right"):
+        raise InvalidArgument(f"alignment: got {alignment!r}; accepted are 'upper_left' and 'lower_right'")
+    if not softcap >= 0 or softcap == math.inf:
+        raise InvalidArgument(f"softcap: got {softcap}; accepted are 0 (none) and finite numbers above")
+    if not 0 <= dropout_p <= 1:
+        raise InvalidArgument(f"dropout_p: got {dropout_p}; accepted are probabilities, 0 to 1")
+    heads = query.shape[heads_dim] if query.dim() >= -heads_dim else 1
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point() or sinks.device != query.device):
+        raise InvalidArgument(
+            f"sinks: got {list(sinks.shape)} {sinks.dtype} on {sinks.device}; accepted is a floating [{heads}], one logit a "
+            f"query head, on {query.device}"
+        )
+    if alibi_slopes is not None:
+        if alibi_slopes.dim() < 1 or alibi_slopes.shape[-1] != heads or not alibi_slopes.is_floating_point():
+            raise InvalidArgument(
+                f"alibi_slopes: got {list(alibi_slopes.shape)} {alibi_slopes.dtype}; accepted is a floating [{heads}] or "
+                f"[..., {heads}], one slope a query head"
+            )
+        if alibi_slopes.device != query.device:
+            raise InvalidArgument(f"alibi_slopes: is on {alibi_slopes.device}; accepted is query's device {query.device}")
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise InvalidArgument("alibi_slopes: requires grad; slopes have no gradient, a learned bias is a float mask")
+
+
 def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises unless the widths and lengths of [..., L, E], [..., S, E] and [..., S, Ev] agree."""
+    """Raises unless the head dims and lengths of [..., L, E], [..., S, E] and [..., S, Ev] agree."""
     if key.shape[-1] != query.shape[-1]:
         raise InvalidArgument(
             f"key: width (last dimension) is {key.shape[-1]}, expected query's {query.shape[-1]}; "
@@ -83,7 +117,7 @@ def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
-    """Raises unless these are packed sequences: [total, heads, width], their starts and the longest lengths."""
+    """Raises unless these are packed sequences: tensors [total, heads, head dim], their starts and their maximal lengths."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise InvalidArgument(f"{name}: expected packed sequences [total length, heads, width], got shape {_shape(tensor)}")
@@ -111,7 +145,7 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 
 def broadcast(names: str, *shapes) -> tuple:
-    """The common shape of some shapes, or an error that names the tensors they are of."""
+    """The shape that `shapes` broadcast to. The error names their tensors, which are `names`."""
     try:
         return torch.broadcast_shapes(*shapes)
     except RuntimeError:
@@ -121,18 +155,18 @@ def broadcast(names: str, *shapes) -> tuple:
 def canonicalize(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
-    """Views of attention's tensors as the raw operator takes them, and the way back.
+    """Views of attention's tensors in the form that the raw operator takes, and a function that restores the callers' rank.
 
-    query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev], any ranks >= 2, their batch dimensions broadcastable;
-    mask broadcastable to [..., Hq, L, S]. Returns (query, key, value, mask, restore): tensors of one rank >= 4, the batch
-    dimensions expanded to be equal; Hk and Hv divide Hq and are left as they are, but a single query head beside several is
-    expanded. The mask keeps size 1 where it is broadcast. restore(result) takes [batch..., Hq, ...] back to the rank that
-    broadcasting the three gives. Copies nothing; raises InvalidArgument where shapes do not fit.
+    query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] have any ranks >= 2 and batch dimensions that broadcast;
+    mask broadcasts to [..., Hq, L, S]. Returns (query, key, value, mask, restore): the tensors have one rank >= 4 and equal
+    batch dimensions. Hk and Hv divide Hq and are not expanded, but a single query head beside several is. The mask keeps size
+    1 where it is broadcast. restore(result) brings [batch..., Hq, ...] to the rank that the callers' three tensors broadcast
+    to. Nothing is copied. Raises InvalidArgument where shapes do not fit.
     """
     check_lengths(query, key, value)
     rank = max(query.dim(), key.dim(), value.dim())
-    wide = max(rank, 4)
-    query, key, value = _raise_rank(query, wide), _raise_rank(key, wide), _raise_rank(value, wide)
+    raised = max(rank, 4)
+    query, key, value = _raise_rank(query, raised), _raise_rank(key, raised), _raise_rank(value, raised)
 
     batch = query.shape[:-3]
     if not (key.shape[:-3] == batch and value.shape[:-3] == batch):
@@ -151,11 +185,11 @@ def canonicalize(
         if mask.dim() > rank or any(
             size != 1 and size != other for size, other in zip(reversed(mask.shape), reversed(full), strict=False)
         ):
-            raise InvalidArgument(f"mask: shape {_shape(mask)} does not broadcast to {list(full[wide - rank :])}")
-        mask = _raise_rank(mask, wide)
+            raise InvalidArgument(f"mask: shape {_shape(mask)} does not broadcast to {list(full[raised - rank :])}")
+        mask = _raise_rank(mask, raised)
 
     def restore(result: Tensor) -> Tensor:
-        for _ in range(wide - rank):
+        for _ in range(raised - rank):
             result = result.squeeze(0)
         return result
 

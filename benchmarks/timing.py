@@ -1,4 +1,4 @@
-"""How calls are timed: contestants take turns, and their medians count."""
+"""How calls are timed: samples of all providers are interleaved, and the median of each counts."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import torch
 
 from flash_online import testing
 
-TURN_SECONDS = 0.005  # a turn of a short call: several calls, after one to warm up
-LONG_CALL = 0.05  # seconds from which a call is its own warm-up
-EVENT_SECONDS = 0.002  # a turn between two events
-GRAPH_SECONDS, MOST_NODES = 0.002, 100  # a turn of a CUDA graph; calls in it
+SAMPLE_SECONDS = 0.005  # a sample of a short call on the CPU: several calls, after one to warm up
+LONG_CALL = 0.05  # seconds from which a call needs no other to warm it up
+EVENT_SECONDS = 0.002  # a sample between two events
+GRAPH_SECONDS, MAX_NODES = 0.002, 100  # a sample of a CUDA graph; calls in the graph
 
 
-class Turns:
-    """A call that is timed a turn at a time; the seconds a call took, one number a turn."""
+class Timer:
+    """A call and its samples: `times` has the seconds of one call, once per sample."""
 
-    def __init__(self, call, setting, device: str, most: int | None = None):
-        self.call, self.setting, self.device, self.most = call, setting, device, most
+    def __init__(self, call, setting, device: str, max_samples: int | None = None):
+        self.call, self.setting, self.device, self.max_samples = call, setting, device, max_samples
         self.times: list[float] = []
 
-    def take(self) -> None:
-        if self.most is not None and len(self.times) >= self.most:
+    def sample(self) -> None:
+        if self.max_samples is not None and len(self.times) >= self.max_samples:
             return
         with self.setting():
             self.times.append(self._on_cuda() if self.device == "cuda" else self._on_cpu())
 
     def _on_cuda(self) -> float:
-        raise NotImplementedError("on CUDA: Events, Replays or Enqueued")
+        raise NotImplementedError("on CUDA: EventTimer, GraphTimer or HostTimer")
 
     def _on_cpu(self) -> float:
         if not self.times or self.times[-1] < LONG_CALL:
             self.call()
-        took, end = [], time.perf_counter() + TURN_SECONDS
+        took, end = [], time.perf_counter() + SAMPLE_SECONDS
         while not took or time.perf_counter() < end:
             start = time.perf_counter()
             self.call()
@@ -52,15 +52,15 @@ class Turns:
         return min(self.times)
 
 
-class Events(Turns):
-    """Turns between two CUDA events, after a call to warm up, behind which the host is ahead of the device: as many calls as
-    fill a turn, at least one."""
+class EventTimer(Timer):
+    """Samples lie between two CUDA events. A call before them warms up and lets the host run ahead of the device. A sample has
+    as many calls as fill it, at least one."""
 
     repeat = 0
 
     def _on_cuda(self) -> float:
         if not self.repeat:
-            self.repeat = max(1, min(MOST_NODES, round(EVENT_SECONDS / self._timed(2))))
+            self.repeat = max(1, min(MAX_NODES, round(EVENT_SECONDS / self._timed(2))))
         return self._timed(self.repeat)
 
     def _timed(self, repeat: int) -> float:
@@ -74,14 +74,14 @@ class Events(Turns):
         return 1e-3 * begin.elapsed_time(end) / repeat
 
 
-class Replays(Turns):
-    """Turns of a CUDA graph, captured on that stream, of as many calls as fill a turn; of the call itself where that alone
-    takes as long. To be made within the call's setting."""
+class GraphTimer(Timer):
+    """Samples replay a CUDA graph, captured on that stream, of as many calls as fill a sample; a call that fills one alone is
+    not captured. Construct it within the call's setting."""
 
-    def __init__(self, call, pool, stream=None, most: int | None = None):
-        super().__init__(call, nullcontext, "cuda", most)
+    def __init__(self, call, pool, stream=None, max_samples: int | None = None):
+        super().__init__(call, nullcontext, "cuda", max_samples)
         once = testing.time_call(call, seconds=0, least_runs=2, device="cuda").best
-        self.nodes = max(1, min(MOST_NODES, round(GRAPH_SECONDS / once)))
+        self.nodes = max(1, min(MAX_NODES, round(GRAPH_SECONDS / once)))
         self.graph = None
         if self.nodes > 1:
             self.graph = torch.cuda.CUDAGraph()
@@ -102,8 +102,8 @@ class Replays(Turns):
         return seconds / (self.repeat * self.nodes)
 
 
-class Enqueued(Turns):
-    """Seconds of the host for a call, of many in a row; with `wait` until the device is done with them too."""
+class HostTimer(Timer):
+    """Seconds that the host takes per call, of many in a row; with `wait` until the device has finished them too."""
 
     def __init__(self, call, setting, device: str, wait: bool):
         super().__init__(call, setting, device)
@@ -113,21 +113,22 @@ class Enqueued(Turns):
         self.call()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(MOST_NODES):
+        for _ in range(MAX_NODES):
             self.call()
         if self.wait:
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) / MOST_NODES
+        return (time.perf_counter() - start) / MAX_NODES
 
 
-def take_turns(all_turns: list[Turns], seconds: float, rounds: int) -> None:
+def interleave(timers: list[Timer], seconds: float, rounds: int) -> None:
+    """Samples every timer once per round, in alternating order, for at least so many rounds and seconds."""
     collected = gc.isenabled()
     gc.collect()
     gc.disable()
     end, done = time.perf_counter() + seconds, 0
     while done < rounds or time.perf_counter() < end:
-        for turns in all_turns if done % 2 == 0 else reversed(all_turns):
-            turns.take()
+        for timer in timers if done % 2 == 0 else reversed(timers):
+            timer.sample()
         done += 1
     if collected:
         gc.enable()

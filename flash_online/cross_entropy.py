@@ -1,5 +1,5 @@
-"""Cross-entropy with class weights, smoothing, probability targets and z-loss, by the online softmax: no table of
-probabilities, and closed-form first and second derivatives. Notation as in rows.py.
+"""Cross-entropy with class weights, label smoothing, probability targets and z-loss, by the online softmax: no table of
+probabilities is stored, and first and second derivatives are in closed form. softmax.py explains the notation.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from torch.nn import _reduction
 
 from . import plan
 from ._autograd import differentiable, transforms_active
+from ._canonicalize import autocasts
+from ._checks import check_float, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, ops
-from ._shapes import autocasts
-from .rows import check_float, check_floating, check_int, check_tensor, inner_product, logsumexp_rows, softmax_rows
+from .softmax import inner_product, logsumexp_rows, softmax_rows
 
 
 class CrossEntropy:
-    """(input [N, C, ...], target, weight, ignore_index, label_smoothing) -> (loss, lse, row_weight), a number a row.
+    """(input [N, C, ...], target, weight, ignore_index, label_smoothing) -> (loss, lse, row_weight), each [N, ...].
 
-    With a the row's target distribution, smoothed and weighted by class, and A its sum: loss = A lse - <a, x>.
+    With a the target distribution of a row, smoothed and weighted by class, and A its sum: loss = A lse - <a, x>.
     """
 
     @staticmethod
@@ -29,7 +30,7 @@ class CrossEntropy:
     @staticmethod
     def save(ctx, inputs, outputs):
         input, target, weight, ctx.ignore_index, ctx.label_smoothing = inputs
-        ctx.set_materialize_grads(False)  # mostly nothing comes back to lse, and nothing to row_weight
+        ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and row_weight in none
         return input, target, weight
 
     @staticmethod
@@ -45,22 +46,25 @@ class CrossEntropy:
         return grad_input, grad_target if ctx.needs_input_grad[1] else None, None, None, None
 
     @staticmethod
-    def jvp(ctx, u, target_u, *_):
+    def jvp(ctx, d_input, d_target, *_):
         input, target, weight = ctx.saved_tensors
-        row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
-        along_loss = along_lse = torch.zeros_like(row.total)
-        if u is not None:
-            u = u.to(row.p.dtype)
-            along_lse = (row.p * u).sum(1)
-            along_loss = row.unless_ignored(row.total * along_lse - (row.a * u).sum(1))
-        if target_u is not None and target.is_floating_point():  # functorch hands down zeros for indices
-            along_loss = along_loss - (target_u.to(row.p.dtype) * row.scale * row.log_p).sum(1)
-        return along_loss, along_lse, torch.zeros_like(row.total)
+        row = _RowTerms(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        d_loss = d_lse = torch.zeros_like(row.total)
+        if d_input is not None:
+            d_x = d_input.to(row.p.dtype)
+            d_lse = (row.p * d_x).sum(1)
+            d_loss = row.unless_ignored(row.total * d_lse - (row.a * d_x).sum(1))
+        if d_target is not None and target.is_floating_point():  # for class indices functorch passes zeros
+            d_loss = d_loss - (d_target.to(row.p.dtype) * row.scale * row.log_p).sum(1)
+        return d_loss, d_lse, torch.zeros_like(row.total)
 
 
 class CrossEntropyBackward:
-    """(g A + h) p - g a, with g and h the cotangents of loss and lse; and -g log(p), scaled, for probability targets:
-    (grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad)."""
+    """(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad) -> (grad_input, grad_target).
+
+    With g and h the gradients of loss and lse, grad_input = (g A + h) p - g a; for probability targets grad_target = -g log(p)
+    times the derivative of a in a probability.
+    """
 
     @staticmethod
     def run(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad):
@@ -76,50 +80,50 @@ class CrossEntropyBackward:
     @staticmethod
     def backward(ctx, v, target_v):
         g, h, input, target, weight = ctx.saved_tensors
-        row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        row = _RowTerms(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
         no_h, h = h is None, torch.zeros_like(g) if h is None else h
         v = v.to(row.p.dtype)
         mean = (row.p * v).sum(1)
-        for_g, for_h = row.unless_ignored(row.total * mean - (row.a * v).sum(1)), mean
-        for_input = row.times(row.unless_ignored(g * row.total) + h, row.p * (v - mean.unsqueeze(1)))
-        for_target = None
+        grad_of_g, grad_of_h = row.unless_ignored(row.total * mean - (row.a * v).sum(1)), mean
+        grad_of_input = row.times(row.unless_ignored(g * row.total) + h, row.p * (v - mean.unsqueeze(1)))
+        grad_of_target = None
         if ctx.needs_input_grad[3]:
-            for_target = (g.unsqueeze(1) * row.scale * (mean.unsqueeze(1) - v)).to(target.dtype)
+            grad_of_target = (g.unsqueeze(1) * row.scale * (mean.unsqueeze(1) - v)).to(target.dtype)
         if ctx.target_grad:
             c = target_v.to(row.p.dtype) * row.scale
-            for_g = for_g - (c * row.log_p).sum(1)
-            for_input = for_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
-        return for_g, None if no_h else for_h, for_input.to(input.dtype), for_target, None, None, None, None
+            grad_of_g = grad_of_g - (c * row.log_p).sum(1)
+            grad_of_input = grad_of_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
+        return grad_of_g, None if no_h else grad_of_h, grad_of_input.to(input.dtype), grad_of_target, None, None, None, None
 
     @staticmethod
-    def jvp(ctx, g_u, h_u, u, target_u, *_):
+    def jvp(ctx, d_g, d_h, d_input, d_target, *_):
         g, h, input, target, weight = ctx.saved_tensors
-        row = _Row(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
+        row = _RowTerms(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
         h = torch.zeros_like(g) if h is None else h
-        along_input = torch.zeros_like(row.p)
-        along_target = torch.zeros_like(row.p) if ctx.target_grad else None
-        if g_u is not None:
-            g_u = row.unless_ignored(g_u)
-            along_input = along_input + row.times(g_u * row.total, row.p) - g_u.unsqueeze(1) * row.a
+        d_grad_input = torch.zeros_like(row.p)
+        d_grad_target = torch.zeros_like(row.p) if ctx.target_grad else None
+        if d_g is not None:
+            d_g = row.unless_ignored(d_g)
+            d_grad_input = d_grad_input + row.times(d_g * row.total, row.p) - d_g.unsqueeze(1) * row.a
             if ctx.target_grad:
-                along_target = along_target - g_u.unsqueeze(1) * row.scale * row.log_p
-        if h_u is not None:
-            along_input = along_input + row.times(h_u, row.p)
-        if u is not None:
-            u = u.to(row.p.dtype)
-            centred = u - inner_product(row.p, u, 1)
-            along_input = along_input + row.times(row.unless_ignored(g * row.total) + h, row.p * centred)
+                d_grad_target = d_grad_target - d_g.unsqueeze(1) * row.scale * row.log_p
+        if d_h is not None:
+            d_grad_input = d_grad_input + row.times(d_h, row.p)
+        if d_input is not None:
+            d_x = d_input.to(row.p.dtype)
+            centred = d_x - inner_product(row.p, d_x, 1)
+            d_grad_input = d_grad_input + row.times(row.unless_ignored(g * row.total) + h, row.p * centred)
             if ctx.target_grad:
-                along_target = along_target - g.unsqueeze(1) * row.scale * centred
-        if target_u is not None and target.is_floating_point():
-            c = target_u.to(row.p.dtype) * row.scale
-            along_input = along_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
-        return along_input.to(input.dtype), along_target.to(target.dtype) if ctx.target_grad else input.new_empty(0)
+                d_grad_target = d_grad_target - g.unsqueeze(1) * row.scale * centred
+        if d_target is not None and target.is_floating_point():
+            c = d_target.to(row.p.dtype) * row.scale
+            d_grad_input = d_grad_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
+        return d_grad_input.to(input.dtype), d_grad_target.to(target.dtype) if ctx.target_grad else input.new_empty(0)
 
 
-class _Row:
-    """What a derivative in plain torch needs, in the accumulator type: p and log p [N, C, ...], the target distribution a
-    [N, C, ...] and its sum, and scale [C, 1...], what a's derivative in a probability is."""
+class _RowTerms:
+    """The terms of derivatives written in torch operations, in the accumulator's dtype: p and log_p [N, C, ...], the target
+    distribution a [N, C, ...], its sum `total` [N, ...], and `scale` [C, 1...], the derivative of a in a probability."""
 
     def __init__(self, input, target, weight, ignore_index, label_smoothing):
         dtype, classes = accumulator_of(input.dtype), input.shape[1]
@@ -143,7 +147,7 @@ class _Row:
         return rows if self.ignored is None else rows.masked_fill(self.ignored, 0)
 
     def times(self, rows: Tensor, classes: Tensor) -> Tensor:
-        """rows * classes; but 0 where an ignored row is multiplied by 0, since its logits may hold anything."""
+        """rows [N, ...] * classes [N, C, ...], but 0 where an ignored row is multiplied by 0: its logits may be inf or NaN."""
         product = rows.unsqueeze(1) * classes
         if self.ignored is None:
             return product
@@ -156,8 +160,8 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 class CrossEntropyLoss(Function):
     """(input, target, weight, (ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
-    number of dtype: one operator each way instead of six. Not under torch.func or forward-mode AD, nor for a target that wants
-    a gradient."""
+    scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
+    gradient of the target."""
 
     @staticmethod
     def forward(ctx, input, target, weight, options):
@@ -169,7 +173,7 @@ class CrossEntropyLoss(Function):
     @staticmethod
     def backward(ctx, grad):
         input, target, weight, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: by what has derivatives itself
+        if torch.is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
             rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
             grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.options, False)
         else:
@@ -191,7 +195,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
 
 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
-    """Whether CrossEntropyLoss serves a loss that is to be reduced, if it has no other terms."""
+    """Whether CrossEntropyLoss can compute a reduced loss that has no z-loss."""
     return (
         input.numel() > 0
         and not target.requires_grad
@@ -203,7 +207,8 @@ def _reduces_at_once(input, target, weight, dtype) -> bool:
 
 
 def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
-    """CrossEntropy, with torch's errors for a target out of range and for a weight that wants a gradient."""
+    """(loss, lse, row_weight) of CrossEntropy, with torch's errors for a target out of range and for a weight that requires
+    grad beside class indices."""
     wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if wants_grad and not target.is_floating_point():
         raise InvalidArgument("weight: requires_grad is True, but beside class indices no gradient flows to it; detach it")
@@ -222,8 +227,8 @@ def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing
 
 
 def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
-    """CrossEntropy for probability targets in plain torch operations over our log_softmax: the one case where torch gives a
-    gradient to the class weights."""
+    """CrossEntropy of probability targets in plain torch operations over our log_softmax, which gives class weights a gradient:
+    with probability targets torch does so too."""
     dtype = accumulator_of(input.dtype)
     column = [-1] + [1] * (input.dim() - 2)
     uniform = label_smoothing / input.shape[1] if input.shape[1] else 0.0
@@ -232,7 +237,7 @@ def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
     return loss, logsumexp_rows(input, 1), torch.ones_like(loss)
 
 
-def check_losses(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:
+def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:
     """Raises what torch raises for tensors and options that do not fit together."""
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (name == "weight" and tensor is None):
@@ -273,8 +278,8 @@ def check_losses(input: Tensor, target: Tensor, weight: Tensor | None, ignore_in
             raise InvalidArgument(f"weight: dtype {weight.dtype}, expected a floating one")
 
 
-def reduction_number(reduction: str, size_average: bool | None, reduce: bool | None) -> int:
-    """torch's number of a reduction: 0 none, 1 mean, 2 sum; the deprecated flags, where given, decide."""
+def reduction_enum(reduction: str, size_average: bool | None, reduce: bool | None) -> int:
+    """torch's enum of a reduction: 0 none, 1 mean, 2 sum. The deprecated flags, where given, take precedence."""
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "mean", "sum", "elementwise_mean"):
@@ -283,32 +288,32 @@ def reduction_number(reduction: str, size_average: bool | None, reduce: bool | N
 
 
 def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction: int, z_loss: float) -> Tensor:
-    """The z-loss added to the losses of rows, and these reduced; in the accumulator type. Arguments as CrossEntropy's results;
-    no derivative goes by row_weight."""
+    """Adds the z-loss to the losses of rows and reduces them, in the accumulator's dtype. loss, lse and row_weight are the
+    results of CrossEntropy; row_weight is treated as a constant."""
     probabilities, ignored, z_term = target.is_floating_point(), None, None
     if z_loss != 0:
-        if not probabilities:  # masked before it is squared, so that an ignored row of NaN has the gradient 0 and not 0 * NaN
+        if not probabilities:  # masked before the square, so that an ignored row of NaN has the gradient 0 and not 0 * NaN
             ignored = target == ignore_index
         z_term = z_loss * (lse if ignored is None else lse.masked_fill(ignored, 0)).square()
     if reduction == 0:
         return loss if z_term is None else loss + z_term
     if reduction == 2:
         return loss.sum() if z_term is None else (loss + z_term).sum()
-    count = loss.numel() if classes != 0 else 0  # of a loss without classes torch's mean is NaN
+    count = loss.numel() if classes != 0 else 0  # without classes torch's mean is NaN
     result = loss.sum() / (count if probabilities else row_weight.detach().sum())
     if z_term is not None:
         result = result + z_term.sum() / (count if ignored is None else loss.numel() - ignored.sum())
     return result
 
 
-def cross_entropy_of(
+def cross_entropy_impl(
     input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """cross_entropy after the checks and the decision that our kernel runs; reduction: see reduction_number."""
+    """cross_entropy, once its arguments are checked and it is decided that our kernel runs; `reduction` is a reduction_enum."""
     probabilities = target.shape == input.shape
     ignore_index = check_int("ignore_index", ignore_index)
-    label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # also for a negative one or a NaN, as in torch
-    if dtype is None and autocasts(input):  # cross_entropy is on the float32 list of every device
+    label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
+    if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device
         dtype = torch.float32
     result_dtype = input.dtype if dtype is None else dtype
     if probabilities:
@@ -320,15 +325,15 @@ def cross_entropy_of(
     else:
         target = target.to(torch.int64)
         rows = target.shape
-    alone = input.dim() == 1
-    if alone:
+    single_row = input.dim() == 1
+    if single_row:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
     if reduction != 0 and z_loss == 0 and not return_lse and _reduces_at_once(input, target, weight, result_dtype):
         return _reduced_loss(input, target, weight, ignore_index, label_smoothing, reduction == 1, result_dtype)
-    # No output is marked as without derivative, since a mark does not survive torch.func.vmap; row_weight's is dropped here.
+    # row_weight has no derivative, but mark_non_differentiable does not survive torch.func.vmap: reduce_rows detaches it.
     loss, lse, row_weight = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
     result = reduce_rows(loss, lse, row_weight, target, ignore_index, input.shape[1], reduction, z_loss)
-    if alone and reduction == 0:
+    if single_row and reduction == 0:
         result = result.squeeze(0)
     result = result.to(result_dtype)
     return (result, lse.reshape(rows)) if return_lse else result
@@ -352,21 +357,23 @@ def cross_entropy(
 
     input: logits [C], [N, C] or [N, C, ...], any strides; float16, bfloat16, float32 or float64. target: class indices (int64
     or uint8) of the shape without C, or class probabilities of input's shape. weight: [C], floating. `ignore_index`,
-    `reduction` ("mean", "sum", "none"), `label_smoothing` and the deprecated `size_average`, `reduce` as in
+    `reduction` ("mean", "sum", "none"), `label_smoothing` and the deprecated `size_average` and `reduce`: as in
     torch.nn.functional.cross_entropy. An ignored row has gradient 0 whatever its logits hold.
 
     z_loss: adds z_loss * lse^2 for each row that is not ignored; "mean" divides that term by the number of such rows, without
-    class weights. dtype: the loss's; the input's if None. return_lse: also return lse, the logsumexp of each row's logits,
-    of the shape of class indices, in float32 (float64 for float64 logits); differentiable.
+    class weights. dtype: the dtype of the loss, input's if None. return_lse: also return lse, the logsumexp of each row's
+    logits in nats, of the shape of class indices, in float32 (float64 for float64 logits); differentiable.
 
-    Raises IndexError for a target out of range, InvalidArgument for tensors and options that do not fit together,
-    NotImplementedError for tensors that no kernel takes. Milakov and Gimelshein, arXiv 1805.02867; the z-loss is that of
-    Chowdhery et al., arXiv 2204.02311, section 5.
+    Returns the loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
+
+    Raises IndexError for a target out of range (a device assert on CUDA), InvalidArgument for tensors and options that do not
+    fit together, TypeError for an argument of another type, NotImplementedError for tensors that no kernel takes. Source: the
+    online softmax, Milakov and Gimelshein, arXiv 1805.02867; the z-loss, Chowdhery et al., arXiv 2204.02311, section 5.
     """
-    reduction = reduction_number(reduction, size_average, reduce)
-    check_losses(input, target, weight, ignore_index, label_smoothing)
+    reduction = reduction_enum(reduction, size_average, reduce)
+    check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
     plan.require_kernel("cross_entropy", input, target, weight)
     if dtype is not None:
         check_floating("cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)
-    return cross_entropy_of(input, target, weight, ignore_index, reduction, label_smoothing, return_lse, z_loss, dtype)
+    return cross_entropy_impl(input, target, weight, ignore_index, reduction, label_smoothing, return_lse, z_loss, dtype)

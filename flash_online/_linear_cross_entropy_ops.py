@@ -1,13 +1,15 @@
-"""Raw operators of linear_cross_entropy, written in Python: chunks of logits by torch's matrix products (cuBLAS, oneDNN), and
-over each chunk our cross-entropy kernels. The whole table of logits never exists.
+"""Raw operators of linear_cross_entropy, written in Python: torch's matrix products (cuBLAS, oneDNN) make chunks of logits, and
+our cross-entropy kernels run over each chunk. The whole table of logits never exists.
 
-A chunk holds some rows of input and all classes: its loss needs no second pass, and once its gradient has taken the logits'
-place, grad_input's rows are one product and grad_linear_weight grows by another. Three products of 2 N H C multiply-adds with
-the gradients made on the way forward, four where they are made on the way back. Chunks over rows with the gradient in the
-forward pass are Liger Kernel's way (arXiv 2410.10989, section 3.2); that the logits need no memory is the observation of Cut
-Cross-Entropy (arXiv 2411.09009), whose fused kernels make them twice.
+A chunk holds some rows of input and all classes, so that its loss needs no second pass. Its gradient overwrites its logits;
+from there one product makes the rows of grad_input, and another adds to grad_linear_weight. Gradients computed in the forward
+pass take three products of 2 N H C floating point operations in all; gradients computed in the backward pass take four,
+because the logits are computed again. Chunks of rows with the gradient in the forward pass follow Liger Kernel
+(arXiv 2410.10989, section 3.2). That the logits need no memory is the observation of Cut Cross-Entropy (arXiv 2411.09009),
+whose fused kernels compute them twice.
 
-Names: N rows of input, H its width, C classes, P positions (the K dimensions of torch's K-dimensional loss; else 1).
+Names: N rows of input, H elements per row (the hidden size), C classes, P positions (the K dimensions of torch's K-dimensional
+loss, flattened; 1 without them). columns = C * P is the number of logits per row.
 """
 
 from __future__ import annotations
@@ -17,64 +19,68 @@ from torch import Tensor
 
 from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, ops
 
-# Bytes of a chunk of logits. On a GPU 2048 rows of a 128k vocabulary in 16 bits: long enough products for cuBLAS, and the
-# gradient of linear_weight, which each chunk reads and writes once, costs less than a tenth of the product that makes it.
+# Bytes of a chunk of logits. On a GPU a chunk has 2048 rows for a vocabulary of 128k in 16 bits: products long enough for
+# cuBLAS. Each chunk also reads and writes the gradient of linear_weight, at less than a tenth of the cost of its product.
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-_ROW_UNIT = 128  # rows of a chunk are a multiple of a matrix kernel's tile
-_PITCH_BYTES = {"cpu": 1, "cuda": 128}  # rows of logits start at a multiple: TMA and vector loads need 16, whatever C is
-_MOST_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, one a chunk; see docs/decisions.md
+_ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
+_PITCH_BYTES = {"cpu": 1, "cuda": 128}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
+_MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/decisions.md
 
 
-def chunk_plan(rows: int, columns: int, width: int, dtype: torch.dtype, device: str, narrow_gradient: bool) -> tuple[int, bool]:
-    """(rows of a chunk, whether the gradient of linear_weight needs a float32 accumulator of its own) for N x columns logits;
-    narrow_gradient: that gradient is wanted, in 16 bits."""
+def chunk_plan(
+    rows: int, columns: int, hidden: int, dtype: torch.dtype, device: str, grad_in_16_bits: bool
+) -> tuple[int, bool]:
+    """(rows per chunk, whether the gradient of linear_weight needs a float32 accumulator) for rows x columns logits in `dtype`.
+    grad_in_16_bits: the gradient of linear_weight, [columns, hidden], is wanted and has a 16-bit dtype."""
     row_bytes = max(columns * dtype.itemsize, 1)
-    most = max(_CHUNK_BYTES[device] // row_bytes // _ROW_UNIT, 1) * _ROW_UNIT
-    chunks = -(-rows // most)
-    wide = False
-    if narrow_gradient and chunks > _MOST_ROUNDINGS:
-        longer = _round_up(-(-rows // _MOST_ROUNDINGS), _ROW_UNIT)
-        if (longer - most) * row_bytes <= 4 * columns * width:  # the lesser of two evils, by memory
-            chunks = _MOST_ROUNDINGS
+    max_rows = max(_CHUNK_BYTES[device] // row_bytes // _ROW_UNIT, 1) * _ROW_UNIT
+    chunks = -(-rows // max_rows)
+    accumulate = False
+    if grad_in_16_bits and chunks > _MAX_ROUNDINGS:
+        # Fewer, longer chunks keep the number of roundings in bounds, and so does an accumulator: take what needs less memory.
+        longer = _round_up(-(-rows // _MAX_ROUNDINGS), _ROW_UNIT)
+        if (longer - max_rows) * row_bytes <= 4 * columns * hidden:
+            chunks = _MAX_ROUNDINGS
         else:
-            wide = True
+            accumulate = True
     even = _round_up(-(-rows // max(chunks, 1)), _ROW_UNIT)
-    return max(min(even, rows), 1), wide
+    return max(min(even, rows), 1), accumulate
 
 
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def common_dtype(dtype: torch.dtype, target: Tensor) -> torch.dtype:
-    """What logits in `dtype` are in beside this target: probabilities of another dtype promote them, as in torch."""
+    """The dtype that logits in `dtype` are promoted to beside this target, as in torch: that of probabilities counts too."""
     return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 
 
 def scratch_bytes(operator: str, arguments: tuple) -> int:
-    """Bytes that a raw operator takes beside its results, without what the kernels themselves take."""
+    """Bytes that a raw operator allocates beside its results, without the scratch of the kernels it calls."""
     input, linear_weight = arguments[:2]
     target, dtype = arguments[3], arguments[7]
-    classes, positions, width = linear_weight.shape
+    classes, positions, hidden = linear_weight.shape
     columns = classes * positions
     wanted = () if operator == "linear_cross_entropy_forward" else arguments[-1]
-    narrow = bool(wanted) and wanted[1] and linear_weight.dtype.itemsize == 2
-    rows, wide = chunk_plan(input.shape[0], columns, width, dtype, input.device.type, narrow)
-    size = rows * _pitch(columns, dtype, input.device.type) * dtype.itemsize + 4 * columns * width * wide
+    grad_in_16_bits = bool(wanted) and wanted[1] and linear_weight.dtype.itemsize == 2
+    rows, accumulate = chunk_plan(input.shape[0], columns, hidden, dtype, input.device.type, grad_in_16_bits)
+    size = rows * _pitch(columns, dtype, input.device.type) * dtype.itemsize + 4 * columns * hidden * accumulate
     common = common_dtype(dtype, target)
     size += rows * columns * common.itemsize * (common != dtype)
-    for tensor, times in ((input, rows / max(input.shape[0], 1)), (linear_weight, 1)):
-        size += int(tensor.numel() * times) * dtype.itemsize * (tensor.dtype != dtype)
+    for tensor, share in ((input, rows / max(input.shape[0], 1)), (linear_weight, 1)):
+        size += int(tensor.numel() * share) * dtype.itemsize * (tensor.dtype != dtype)
     return size
 
 
 def _pitch(columns: int, dtype: torch.dtype, device: str) -> int:
+    """Elements from one row of logits to the next."""
     return _round_up(columns, max(_PITCH_BYTES[device] // dtype.itemsize, 1))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a^T b, or total += a^T b. A total wider than a and b takes sums that were never rounded to their dtype on CUDA;
-    elsewhere the product is."""
+    """total = a^T b if `first`, else total += a^T b. Where total is float32 and a and b have 16 bits, CUDA adds the product
+    unrounded; on the CPU the product is first rounded to the dtype of a and b."""
     if total.dtype == a.dtype:
         torch.mm(a.t(), b, out=total) if first else total.addmm_(a.t(), b)
     elif total.is_cuda and total.dtype == torch.float32:
@@ -88,7 +94,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _empty_gradients(tensors, wanted):
-    """Tensors for the wanted gradients, contiguous; without elements for the others."""
+    """A contiguous tensor for each wanted gradient, and one without elements for each other."""
 
     def empty(tensor, want):
         return tensors[0].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape if want else [0])
@@ -100,21 +106,21 @@ def _run(
     input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, forward,
     grad_loss=None, grad_lse=None, lse_factor=None, wanted=(False,) * 4,
 ):  # fmt: skip
-    """The loop over chunks behind the three operators: (loss, lse, row_weight, the four gradients); empty what is not asked
-    for. The gradients are there if any of `wanted` is."""
-    (rows, width), (classes, positions, _) = input.shape, linear_weight.shape
+    """The loop over chunks that the three operators share: (loss, lse, row_weight, the four gradients). Results that are not
+    asked for have no elements: the first three without `forward`, and each gradient that is not in `wanted`."""
+    (rows, hidden), (classes, positions, _) = input.shape, linear_weight.shape
     columns, device = classes * positions, input.device.type
     accumulator = accumulator_of(common_dtype(dtype, target))
     gradients = any(wanted)
-    narrow = wanted[1] and linear_weight.dtype.itemsize == 2
-    step, wide = chunk_plan(rows, columns, width, dtype, device, narrow)
+    grad_in_16_bits = wanted[1] and linear_weight.dtype.itemsize == 2
+    step, accumulate = chunk_plan(rows, columns, hidden, dtype, device, grad_in_16_bits)
 
-    numbers = [rows, positions] if forward else [0]
-    loss, lse, row_weight = (input.new_empty(numbers, dtype=accumulator) for _ in range(3))
+    sizes = [rows, positions] if forward else [0]
+    loss, lse, row_weight = (input.new_empty(sizes, dtype=accumulator) for _ in range(3))
     grads = _empty_gradients((input, linear_weight, linear_bias, target), wanted)
     grad_input, grad_linear_weight, grad_linear_bias, grad_target = grads
-    total = grad_linear_weight.view(columns, width) if wanted[1] else grad_linear_weight
-    if wide:
+    total = grad_linear_weight.view(columns, hidden) if wanted[1] else grad_linear_weight
+    if accumulate:
         total = total.new_empty(total.shape, dtype=torch.float32)
     bias_total = input.new_zeros([columns] if wanted[2] else [0], dtype=accumulator_of(dtype))
 
@@ -122,8 +128,8 @@ def _run(
     bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
     buffer = input.new_empty([min(step, rows), _pitch(columns, dtype, device)], dtype=dtype)
     for begin in range(0, rows, step):
-        part = slice(begin, min(begin + step, rows))
-        x, t = input[part].to(dtype), target[part]
+        chunk = slice(begin, min(begin + step, rows))
+        x, t = input[chunk].to(dtype), target[chunk]
         logits = buffer[: x.shape[0], :columns]
         if bias is None:
             torch.mm(x, matrix.t(), out=logits)
@@ -134,44 +140,46 @@ def _run(
             common = common_dtype(dtype, target)
             scores, t = scores.to(common), t.to(common)
         options = (t, weight, ignore_index, label_smoothing)
-        together = forward and gradients and lse_factor is None
-        if forward and not together:
+        one_pass = forward and gradients and lse_factor is None  # one kernel gives losses and gradients
+        if forward and not one_pass:
             chunk_rows = ops.cross_entropy_forward.default(scores, *options)
         if gradients:
-            for_lse = None if grad_lse is None else grad_lse[part]
-            if lse_factor is not None:  # masked where it is 0, since the lse of an ignored row may be NaN
-                factor = lse_factor[part]
+            chunk_grad_lse = None if grad_lse is None else grad_lse[chunk]
+            if lse_factor is not None:
+                factor = lse_factor[chunk]
                 chunk_lse = chunk_rows[1] if forward else ops.logsumexp_forward.default(scores, 1)
-                along = (factor * chunk_lse).masked_fill(factor == 0, 0)
-                for_lse = along if for_lse is None else for_lse + along
-            *made, for_target = ops.cross_entropy_backward_.default(
-                grad_loss[part], for_lse, scores, *options, wanted[3], together
+                # The mask is for ignored rows: their factor is 0, and their lse may be NaN.
+                z_grad = (factor * chunk_lse).masked_fill(factor == 0, 0)
+                chunk_grad_lse = z_grad if chunk_grad_lse is None else chunk_grad_lse + z_grad
+            *row_results, chunk_grad_target = ops.cross_entropy_backward_.default(
+                grad_loss[chunk], chunk_grad_lse, scores, *options, wanted[3], one_pass
             )
-            chunk_rows = made if together else chunk_rows if forward else ()
+            chunk_rows = row_results if one_pass else chunk_rows if forward else ()
             if scores.dtype != dtype:
                 logits.copy_(scores.flatten(1))
             if wanted[0]:
                 if input.dtype == dtype:
-                    torch.mm(logits, matrix, out=grad_input[part])
+                    torch.mm(logits, matrix, out=grad_input[chunk])
                 else:
-                    grad_input[part] = torch.mm(logits, matrix)
+                    grad_input[chunk] = torch.mm(logits, matrix)
             if wanted[1]:
                 if not target.is_floating_point():
-                    # An ignored row's gradient is 0 also where its input holds NaN: not 0 * NaN.
-                    silent = t == ignore_index if for_lse is None else (t == ignore_index) & (for_lse == 0)
-                    x = x.masked_fill(silent.all(1, keepdim=True), 0)
+                    # The gradient of an ignored row is 0 even where its input holds NaN: the product must not meet 0 * NaN.
+                    ignored = t == ignore_index
+                    no_grad = ignored if chunk_grad_lse is None else ignored & (chunk_grad_lse == 0)
+                    x = x.masked_fill(no_grad.all(1, keepdim=True), 0)
                 _add_product(total, logits, x, begin == 0)
             if wanted[2]:
                 bias_total += logits.sum(0, dtype=bias_total.dtype)
             if wanted[3]:
-                grad_target[part] = for_target
+                grad_target[chunk] = chunk_grad_target
         if forward:
             for whole, piece in zip((loss, lse, row_weight), chunk_rows, strict=True):
-                whole[part] = piece
+                whole[chunk] = piece
     if rows == 0:
         total.zero_()
-    if wide:
-        grad_linear_weight.view(columns, width).copy_(total)
+    if accumulate:
+        grad_linear_weight.view(columns, hidden).copy_(total)
     if wanted[2]:
         grad_linear_bias.copy_(bias_total.view(classes, positions))
     return loss, lse, row_weight, *grads
@@ -179,13 +187,13 @@ def _run(
 
 # --- the operators ----------------------------------------------------------------------------------------------------------
 #
-# input [N, H], linear_weight [C, P, H], linear_bias [C, P], target int64 [N, P] or probabilities [N, C, P], weight [C] of the
-# accumulator type; input, linear_weight and linear_bias in any floating dtype, products in `dtype`. loss, lse, row_weight and
-# what belongs to them: [N, P] of the accumulator type. wanted: which of the gradients of input, linear_weight, linear_bias and
-# target, each in its tensor's dtype; the others come back without elements.
+# input [N, H], linear_weight [C, P, H], linear_bias [C, P], target int64 [N, P] or probabilities [N, C, P], weight [C] in the
+# accumulator's dtype; input, linear_weight and linear_bias in any floating dtype; the products run in `dtype`. loss, lse,
+# row_weight, grad_loss, grad_lse and lse_factor: [N, P] in the accumulator's dtype. `wanted` says which gradients of (input,
+# linear_weight, linear_bias, target) are computed, each in its tensor's dtype; the others have no elements.
 #
-# Backward: grad_lse counts as grad_lse + lse_factor * lse, where the second is for losses with a term in lse^2. `step` does
-# both: what the forward pass gives, and the gradients for cotangents that are known before it.
+# The backward operator adds lse_factor * lse to grad_lse: that is the gradient of a loss with a term in lse^2. The step
+# operator does both passes at once, for a grad_loss and an lse_factor that are known beforehand.
 
 _ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, int ignore_index, "
@@ -229,14 +237,14 @@ def _step_fake(*arguments):
 
 
 def _flops(*arguments, out_shape=None, **kwargs) -> int:
-    (rows, width), (classes, positions, _) = arguments[:2]
+    (rows, hidden), (classes, positions, _) = arguments[:2]
     wanted = arguments[-1] if isinstance(arguments[-1], (list, tuple)) else (False, False)
-    return 2 * rows * width * classes * positions * (1 + bool(wanted[0]) + bool(wanted[1]))
+    return 2 * rows * hidden * classes * positions * (1 + bool(wanted[0]) + bool(wanted[1]))
 
 
 def _define(name: str, schema: str, run, fake) -> None:
     def kernel(*arguments):
-        # The products run in `dtype`, whatever autocast would make of them.
+        # Autocast is off: the products run in `dtype`.
         with torch.no_grad(), torch.autocast(arguments[0].device.type, enabled=False):
             return run(*arguments)
 
@@ -269,8 +277,8 @@ _define(
     _step_fake,
 )
 
-# tensor *= factor, one number in float32 or wider (mul_ would round it to tensor's dtype first, and so every element the same
-# way). Of a factor of 1, which is what a loss that is differentiated itself has, a kernel of ours on CUDA reads that alone.
+# tensor *= factor, where factor is one number in float32 or wider: mul_ would round it to tensor's dtype first, which biases
+# all elements alike. With a factor of 1, the usual case (loss.backward()), our CUDA kernel reads the factor and nothing else.
 _fragment.define("scale_(Tensor(a!) tensor, Tensor factor) -> ()")
 
 

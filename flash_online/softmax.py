@@ -1,33 +1,34 @@
-"""Softmax, its logarithm, logsumexp and the top k of a softmax over one dimension of a tensor, each by one
-read of its input through the online softmax, each with closed-form first and second derivatives.
+"""Softmax, log_softmax, logsumexp and top-k softmax over one dimension of a tensor. Each reads its input once, by the online
+softmax, and has first and second derivatives in closed form.
 
-Notation of the derivatives: p is the softmax of a row x, <a, b> a sum over the classes, g a cotangent, u a tangent, v the
-cotangent of a gradient.
+Notation of the derivatives: x is a row, p its softmax, <a, b> a sum over the classes. g is the gradient of a result, v the
+gradient of a gradient (in double backward). `d_x` is the tangent of x, and `by_x` the part of a result's tangent that is due
+to d_x.
 """
 
 from __future__ import annotations
-
-import operator
 
 import torch
 from torch import Tensor
 
 from . import plan
 from ._autograd import differentiable
-from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, accumulator_of, ops
-from ._shapes import autocasts
+from ._canonicalize import autocasts
+from ._checks import check_dim, check_floating, check_int, check_tensor
+from ._ops import InvalidArgument, accumulator_of, ops
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "topk_softmax"]
 
-_HALVES = (torch.float16, torch.bfloat16)
+_16_BIT = (torch.float16, torch.bfloat16)
 
 
 def inner_product(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """<a, b> along `dim`, which stays with size 1."""
     return (a * b).sum(dim, keepdim=True)
 
 
-def _total(*terms):
-    """The sum of the terms that are there, or None."""
+def _sum_of_present(*terms):
+    """The sum of the terms that are not None; None where all are."""
     present = [term for term in terms if term is not None]
     if not present:
         return None
@@ -37,45 +38,11 @@ def _total(*terms):
     return result
 
 
-def check_tensor(name: str, tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
-
-
-def check_floating(name: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOATING:
-        raise UnsupportedDtype(f"{name}: dtype {dtype}, expected float16, bfloat16, float32 or float64")
-
-
-def check_int(name: str, number) -> int:
-    if isinstance(number, int) and not isinstance(number, bool):  # first, for Dynamo, to which it may be symbolic
-        return number
-    if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
-    return operator.index(number)
-
-
-def check_float(name: str, number) -> float:
-    if isinstance(number, float):
-        return number
-    if isinstance(number, str) or not hasattr(number, "__float__"):
-        raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-    return float(number)
-
-
-def _check_dim(dim, rank: int) -> int:
-    """dim as an index from 0; a scalar counts as one dimension, as everywhere in torch."""
-    dim, rank = check_int("dim", dim), max(rank, 1)
-    if not -rank <= dim < rank:
-        raise IndexError(f"dim: {dim} is out of range, expected {-rank} to {rank - 1}")
-    return dim % rank
-
-
 # --- softmax and log_softmax ------------------------------------------------------------------------------------------------
 
 
 class Softmax:
-    """softmax or its logarithm: (input, dim >= 0, log, dtype of the result)."""
+    """(input, dim >= 0, log, dtype of the result) -> softmax, or with `log` its logarithm."""
 
     @staticmethod
     def run(input, dim, log, dtype):
@@ -93,17 +60,17 @@ class Softmax:
         return _softmax_backward(grad, output, ctx.dim, ctx.log, ctx.input_dtype), None, None, None
 
     @staticmethod
-    def jvp(ctx, u, *_):
+    def jvp(ctx, d_input, *_):
         (output,) = ctx.saved_tensors
-        if not ctx.log:  # the Jacobian is symmetric: p (u - <p, u>) is what the backward pass computes
-            return _softmax_backward(u.to(output.dtype), output, ctx.dim, False, output.dtype)
+        if not ctx.log:  # the Jacobian is symmetric: p (d_input - <p, d_input>) is what the backward pass computes
+            return _softmax_backward(d_input.to(output.dtype), output, ctx.dim, False, output.dtype)
         dtype = accumulator_of(output.dtype)
-        u = u.to(dtype)
-        return (u - inner_product(output.to(dtype).exp(), u, ctx.dim)).to(output.dtype)
+        d_input = d_input.to(dtype)
+        return (d_input - inner_product(output.to(dtype).exp(), d_input, ctx.dim)).to(output.dtype)
 
 
 class SoftmaxBackward:
-    """p (g - <p, g>), or for the logarithm y: g - exp(y) <1, g>: (grad, output, dim, log, dtype of the gradient)."""
+    """(grad, output, dim, log, dtype of the gradient) -> p (g - <p, g>), or for the logarithm y = log p: g - exp(y) <1, g>."""
 
     @staticmethod
     def run(grad, output, dim, log, input_dtype):
@@ -121,50 +88,49 @@ class SoftmaxBackward:
         v, g, y = v.to(dtype), grad.to(dtype), output.to(dtype)
         if ctx.log:
             p = y.exp()
-            for_grad = v - inner_product(p, v, dim)
-            for_output = -v * p * g.sum(dim, keepdim=True)
+            grad_of_grad = v - inner_product(p, v, dim)
+            grad_of_output = -v * p * g.sum(dim, keepdim=True)
         else:
-            for_grad = y * (v - inner_product(y, v, dim))
-            for_output = v * (g - inner_product(y, g, dim)) - g * inner_product(y, v, dim)
-        return for_grad.to(grad.dtype), for_output.to(output.dtype), None, None, None
+            grad_of_grad = y * (v - inner_product(y, v, dim))
+            grad_of_output = v * (g - inner_product(y, g, dim)) - g * inner_product(y, v, dim)
+        return grad_of_grad.to(grad.dtype), grad_of_output.to(output.dtype), None, None, None
 
     @staticmethod
-    def jvp(ctx, grad_u, output_u, *_):
+    def jvp(ctx, d_grad, d_output, *_):
         grad, output = ctx.saved_tensors
         dim, dtype = ctx.dim, accumulator_of(output.dtype)
         g, y = grad.to(dtype), output.to(dtype)
-        along_grad = along_output = None
+        by_grad = by_output = None
         p = y.exp() if ctx.log else y
-        if grad_u is not None:
-            du = grad_u.to(dtype)
-            along_grad = du - p * du.sum(dim, keepdim=True) if ctx.log else y * (du - inner_product(y, du, dim))
-        if output_u is not None:
-            du = output_u.to(dtype)
+        if d_grad is not None:
+            d_g = d_grad.to(dtype)
+            by_grad = d_g - p * d_g.sum(dim, keepdim=True) if ctx.log else y * (d_g - inner_product(y, d_g, dim))
+        if d_output is not None:
+            d_y = d_output.to(dtype)
             if ctx.log:
-                along_output = -p * du * g.sum(dim, keepdim=True)
+                by_output = -p * d_y * g.sum(dim, keepdim=True)
             else:
-                along_output = du * (g - inner_product(y, g, dim)) - y * inner_product(du, g, dim)
-        result = _total(along_grad, along_output)
-        return None if result is None else result.to(ctx.input_dtype)
+                by_output = d_y * (g - inner_product(y, g, dim)) - y * inner_product(d_y, g, dim)
+        d_grad_input = _sum_of_present(by_grad, by_output)
+        return None if d_grad_input is None else d_grad_input.to(ctx.input_dtype)
 
 
 softmax_rows = differentiable(Softmax)
 _softmax_backward = differentiable(SoftmaxBackward)
 
 
-def softmax_of(name: str, input, dim, dtype, log: bool) -> Tensor:
-    """softmax or log_softmax after the decision that our kernel runs."""
-    dim = _check_dim(dim, input.dim())
-    if (
-        dtype is None and input.is_cuda and autocasts(input)
-    ):  # on CUDA softmax is on autocast's float32 list, on the CPU on none
+def softmax_impl(name: str, input, dim, dtype, log: bool) -> Tensor:
+    """softmax or log_softmax, once it is decided that our kernel runs; `name` is for error messages."""
+    dim = check_dim(dim, input.dim())
+    # Softmax is on autocast's list of float32 operators on CUDA, and on no list on the CPU.
+    if dtype is None and input.is_cuda and autocasts(input):
         dtype = torch.float32
     if dtype is None:
         check_floating(f"{name}: input", input.dtype)
         dtype = input.dtype
     else:
         check_floating(f"{name}: result", dtype)
-    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _HALVES):  # that cast happens in the kernel
+    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _16_BIT):  # the kernel makes that cast
         input = input.to(dtype)
     if input.dim() == 0:
         return softmax_rows(input.unsqueeze(0), dim, log, dtype).squeeze(0)
@@ -174,30 +140,33 @@ def softmax_of(name: str, input, dim, dtype, log: bool) -> Tensor:
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """exp(input) / sum(exp(input)) along `dim`.
 
-    input: any shape and strides; float16, bfloat16, float32 or float64, or with `dtype` (the result's) anything that casts to
-    it: 16-bit inputs are read as they are for a float32 result. The result is contiguous. A row of all -inf, or with a NaN or
-    +inf in it, gives NaN. Twice differentiable, in torch.func and forward mode too.
+    input: any shape and strides; float16, bfloat16, float32 or float64. dtype: that of the result, input's if None; with it,
+    input may have any dtype that can be cast to it, and a 16-bit input with a float32 result is read without a cast copy. The
+    result is contiguous and has input's shape. A row that is all -inf, or holds a NaN or +inf, gives NaN. Twice
+    differentiable, also under torch.func and in forward mode.
 
-    Raises UnsupportedDtype for another dtype, IndexError for a `dim` out of range, NotImplementedError for tensors that no
-    kernel takes. One read of the input by the online softmax: Milakov and Gimelshein, arXiv 1805.02867, section 3.
+    Raises UnsupportedDtype for another dtype, IndexError for a `dim` out of range, TypeError for an argument of another type,
+    NotImplementedError for tensors that no kernel takes. Source: the online softmax, which reads the input once; Milakov and
+    Gimelshein, arXiv 1805.02867, section 3.
     """
     check_tensor("input", input)
     plan.require_kernel("softmax", input, dtype=dtype)
-    return softmax_of("softmax", input, dim, dtype, False)
+    return softmax_impl("softmax", input, dim, dtype, False)
 
 
 def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The logarithm of `softmax`, without its rounding; arguments, result and errors as there."""
+    """input - log(sum(exp(input))) along `dim`: the logarithm of `softmax`, without the rounding of its result. Arguments,
+    result, errors and source are those of `softmax`."""
     check_tensor("input", input)
     plan.require_kernel("log_softmax", input, dtype=dtype)
-    return softmax_of("log_softmax", input, dim, dtype, True)
+    return softmax_impl("log_softmax", input, dim, dtype, True)
 
 
 # --- logsumexp --------------------------------------------------------------------------------------------------------------
 
 
 class LogSumExp:
-    """log(sum(exp(input))) along dim, which it drops, in the accumulator type: (input, dim >= 0)."""
+    """(input, dim >= 0) -> log(sum(exp(input))) along dim, which the result lacks, in the accumulator's dtype."""
 
     @staticmethod
     def run(input, dim):
@@ -214,14 +183,14 @@ class LogSumExp:
         return _logsumexp_backward(grad, input, ctx.dim), None
 
     @staticmethod
-    def jvp(ctx, u, _):
+    def jvp(ctx, d_input, _):
         (input,) = ctx.saved_tensors
         p = _accumulated_softmax(input, ctx.dim)
-        return (p * u.to(p.dtype)).sum(ctx.dim)
+        return (p * d_input.to(p.dtype)).sum(ctx.dim)
 
 
 class LogSumExpBackward:
-    """g p: (grad, input, dim)."""
+    """(grad, input, dim) -> g p."""
 
     @staticmethod
     def run(grad, input, dim):
@@ -241,17 +210,17 @@ class LogSumExpBackward:
         return mean.squeeze(ctx.dim), (grad.unsqueeze(ctx.dim) * p * (v - mean)).to(input.dtype), None
 
     @staticmethod
-    def jvp(ctx, grad_u, input_u, _):
+    def jvp(ctx, d_grad, d_input, _):
         grad, input = ctx.saved_tensors
         p = _accumulated_softmax(input, ctx.dim)
-        along_grad = along_input = None
-        if grad_u is not None:
-            along_grad = grad_u.unsqueeze(ctx.dim) * p
-        if input_u is not None:
-            u = input_u.to(p.dtype)
-            along_input = grad.unsqueeze(ctx.dim) * p * (u - inner_product(p, u, ctx.dim))
-        result = _total(along_grad, along_input)
-        return None if result is None else result.to(input.dtype)
+        by_grad = by_input = None
+        if d_grad is not None:
+            by_grad = d_grad.unsqueeze(ctx.dim) * p
+        if d_input is not None:
+            d_x = d_input.to(p.dtype)
+            by_input = grad.unsqueeze(ctx.dim) * p * (d_x - inner_product(p, d_x, ctx.dim))
+        d_grad_input = _sum_of_present(by_grad, by_input)
+        return None if d_grad_input is None else d_grad_input.to(input.dtype)
 
 
 logsumexp_rows = differentiable(LogSumExp)
@@ -259,16 +228,19 @@ _logsumexp_backward = differentiable(LogSumExpBackward)
 
 
 def _accumulated_softmax(input: Tensor, dim: int) -> Tensor:
+    """The softmax in the accumulator's dtype."""
     return softmax_rows(input, dim, False, accumulator_of(input.dtype))
 
 
 def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     """log(sum(exp(input))) along `dim`, one dimension or several, which stay with size 1 if `keepdim`.
 
-    input: any shape and strides; float16, bfloat16, float32 or float64, whose dtype the result has, or integers, which are
-    taken as torch's default dtype. An empty or all -inf row gives -inf. Twice differentiable, in torch.func too.
+    input: any shape and strides; float16, bfloat16, float32 or float64; integers are cast to torch's default dtype. The result
+    has the input's dtype after that cast. A row that is empty or all -inf gives -inf. Twice differentiable, also under
+    torch.func and in forward mode.
 
-    Raises UnsupportedDtype for another dtype, IndexError for a `dim` out of range.
+    Raises UnsupportedDtype for another dtype, IndexError for a `dim` out of range, InvalidArgument for a dimension that comes
+    twice, NotImplementedError for tensors that no kernel takes. Source: arXiv 1805.02867, as `softmax`.
     """
     check_tensor("input", input)
     plan.require_kernel("logsumexp", input)
@@ -276,7 +248,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
         input = input.to(torch.get_default_dtype())
     check_floating("logsumexp: input", input.dtype)
     rank = input.dim()
-    dims = [_check_dim(d, rank) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+    dims = [check_dim(d, rank) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
     if not dims or len(set(dims)) != len(dims):
         raise InvalidArgument(f"dim: {dim}, expected one dimension or several different ones")
     if rank == 0:
@@ -293,7 +265,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     return result
 
 
-# --- the top k of a softmax -------------------------------------------------------------------------------------------------
+# --- top-k softmax -----------------------------------------------------------------------------------------------------------
 
 
 class TopKSoftmax:
@@ -316,16 +288,16 @@ class TopKSoftmax:
         return grad_input, None, None, None, None
 
     @staticmethod
-    def jvp(ctx, u, *_):
+    def jvp(ctx, d_input, *_):
         input, probabilities, indices = ctx.saved_tensors
-        return _topk_tangent(u, probabilities, indices, input, ctx.dim, ctx.renormalize).to(probabilities.dtype), None
+        return _topk_jvp(d_input, probabilities, indices, input, ctx.dim, ctx.renormalize).to(probabilities.dtype), None
 
 
 class TopKSoftmaxBackward:
-    """The gradient of TopKSoftmax: (grad, probabilities, indices, input, dim, renormalize).
+    """(grad, probabilities, indices, input, dim, renormalize) -> the gradient of TopKSoftmax's input.
 
-    The probabilities are a function of the input: derivatives here are taken with respect to the input as a whole, and none
-    with respect to the probabilities.
+    The probabilities are a function of the input: the derivative with respect to the input includes the path through them,
+    and the probabilities themselves have none.
     """
 
     @staticmethod
@@ -340,48 +312,50 @@ class TopKSoftmaxBackward:
     @staticmethod
     def backward(ctx, v):
         grad, probabilities, indices, input = ctx.saved_tensors
-        for_grad = _topk_tangent(v, probabilities, indices, input, ctx.dim, ctx.renormalize).to(grad.dtype)
-        for_input = _topk_second(grad, v, probabilities, indices, input, ctx.dim, ctx.renormalize)
-        return for_grad, None, None, for_input, None, None
+        grad_of_grad = _topk_jvp(v, probabilities, indices, input, ctx.dim, ctx.renormalize).to(grad.dtype)
+        grad_of_input = _topk_hessian_product(grad, v, probabilities, indices, input, ctx.dim, ctx.renormalize)
+        return grad_of_grad, None, None, grad_of_input, None, None
 
     @staticmethod
-    def jvp(ctx, grad_u, probabilities_u, indices_u, input_u, *_):
+    def jvp(ctx, d_grad, d_probabilities, d_indices, d_input, *_):
         grad, probabilities, indices, input = ctx.saved_tensors
-        along_grad = along_input = None
-        if grad_u is not None:
-            along_grad = _topk_softmax_backward(grad_u, probabilities, indices, input, ctx.dim, ctx.renormalize)
-        if input_u is not None:  # the matrix of second derivatives is symmetric
-            along_input = _topk_second(grad, input_u, probabilities, indices, input, ctx.dim, ctx.renormalize)
-        return _total(along_grad, along_input)
+        by_grad = by_input = None
+        if d_grad is not None:
+            by_grad = _topk_softmax_backward(d_grad, probabilities, indices, input, ctx.dim, ctx.renormalize)
+        if d_input is not None:
+            by_input = _topk_hessian_product(grad, d_input, probabilities, indices, input, ctx.dim, ctx.renormalize)
+        return _sum_of_present(by_grad, by_input)
 
 
 _topk_softmax = differentiable(TopKSoftmax)
 _topk_softmax_backward = differentiable(TopKSoftmaxBackward)
 
 
-def _topk_parts(u, probabilities, indices, input, dim: int, renormalize: bool):
-    """u at the indices, less its mean under p (under y, renormalized); and p, or None where only the top k matters."""
+def _topk_centred(v, probabilities, indices, input, dim: int, renormalize: bool):
+    """(v at the indices less the mean of v, p). The mean is weighted by p; with `renormalize` it is that of the k elements,
+    weighted by y, and None stands for p, which is then not needed."""
     dtype = accumulator_of(input.dtype)
-    u = u.to(dtype)
-    chosen = u.gather(dim, indices)
+    v = v.to(dtype)
+    chosen = v.gather(dim, indices)
     if renormalize:
         return chosen - inner_product(probabilities.to(dtype), chosen, dim), None
     p = _accumulated_softmax(input, dim)
-    return chosen - inner_product(p, u, dim), p
+    return chosen - inner_product(p, v, dim), p
 
 
-def _topk_tangent(u, probabilities, indices, input, dim: int, renormalize: bool) -> Tensor:
-    centred, _ = _topk_parts(u, probabilities, indices, input, dim, renormalize)
+def _topk_jvp(d_input, probabilities, indices, input, dim: int, renormalize: bool) -> Tensor:
+    """The tangent of the probabilities, in the accumulator's dtype."""
+    centred, _ = _topk_centred(d_input, probabilities, indices, input, dim, renormalize)
     return probabilities.to(centred.dtype) * centred
 
 
-def _topk_second(grad, v, probabilities, indices, input, dim: int, renormalize: bool) -> Tensor:
-    """The derivative of <v, gradient> in the input.
+def _topk_hessian_product(grad, v, probabilities, indices, input, dim: int, renormalize: bool) -> Tensor:
+    """The Hessian of <grad, probabilities> in the input, times v; the Hessian is symmetric, so that v may be a tangent too.
 
-    With c the centred v at the indices, <v, gradient> = sum_j y_j g_j c_j: once y moves, with the cotangent h = g c, and once
-    the mean in c does.
+    It is the derivative of <v, gradient> = sum_j y_j g_j c_j, with c the centred v at the indices. One term is due to y, whose
+    cotangent is h = g c, the other to the mean in c.
     """
-    centred, p = _topk_parts(v, probabilities, indices, input, dim, renormalize)
+    centred, p = _topk_centred(v, probabilities, indices, input, dim, renormalize)
     g, y = grad.to(centred.dtype), probabilities.to(centred.dtype)
     inner = inner_product(g, y, dim)
     h = g * centred
@@ -400,14 +374,15 @@ def topk_softmax(
 ) -> tuple[Tensor, Tensor]:
     """The k largest probabilities of the softmax along `dim`, descending, and their indices (int64); ties in any order.
 
-    input: any shape and strides, as for `softmax`, `dtype` too. Both results have size k along `dim`. `renormalize` divides
-    the probabilities by their sum. One read of the input; the probabilities are twice differentiable.
+    input and dtype: as for `softmax`. Both results have size k along `dim`. `renormalize` divides the probabilities by their
+    sum. The probabilities are twice differentiable, also under torch.func and in forward mode.
 
-    Raises InvalidArgument unless 0 <= k <= input.shape[dim], otherwise as `softmax`.
+    Raises InvalidArgument unless 0 <= k <= input.shape[dim], and otherwise what `softmax` raises. Source: arXiv 1805.02867,
+    section 4: softmax and top k in one read of the input.
     """
     check_tensor("input", input)
     plan.require_kernel("topk_softmax", input, dtype=dtype)
-    dim = _check_dim(dim, input.dim())
+    dim = check_dim(dim, input.dim())
     if dtype is None:
         dtype = input.dtype
     check_floating("topk_softmax: result" if input.is_floating_point() else "topk_softmax: input", dtype)
@@ -415,7 +390,7 @@ def topk_softmax(
     classes = input.shape[dim] if input.dim() else 1
     if k < 0 or k > classes:
         raise InvalidArgument(f"k: {k}, expected 0 to the {classes} elements of dimension {dim}")
-    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _HALVES):
+    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _16_BIT):
         input = input.to(dtype)
     if input.dim() == 0:
         probabilities, indices = _topk_softmax(input.unsqueeze(0), k, dim, bool(renormalize), dtype)

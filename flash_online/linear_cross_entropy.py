@@ -1,9 +1,9 @@
-"""linear_cross_entropy: the cross-entropy of a linear layer's outputs, its gradients included, without a table of logits.
+"""linear_cross_entropy: the cross-entropy of a linear layer's outputs, and its gradients, without a table of logits.
 
-Where a mean or a sum is differentiated, its gradients for an incoming gradient of 1 are made beside the loss, chunk by chunk,
-and the backward pass scales them: three matrix products in all. Where the incoming gradient is one a row, the backward pass
-makes the chunks of logits again: four. Second derivatives and torch.func go through plain torch operations over our
-cross-entropy, and keep the logits.
+If a mean or a sum is to be differentiated, the forward pass computes its gradients for an incoming gradient of 1 along with the
+loss, chunk by chunk, and the backward pass scales them: three matrix products in all. If the incoming gradient is one number
+per row, the backward pass computes the chunks of logits again: four products. Second derivatives and torch.func go through
+plain torch operations over our cross-entropy, and keep the logits.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _linear, plan
+from . import plan
 from ._autograd import transforms_active
+from ._canonicalize import autocasts
+from ._checks import check_float, check_floating, check_int, check_tensor
+from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, ops
-from ._shapes import autocasts
-from .losses import check_losses, cross_entropy_rows, reduce_rows, reduction_number
-from .rows import check_float, check_floating, check_int, check_tensor
+from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
 
-# Everywhere below, as for the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or
-# [N, C, P], weight [C] in the accumulator type, and options = (ignore_index, label_smoothing, dtype of the products).
+# Shapes below are those of the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or
+# [N, C, P], weight [C] in the accumulator's dtype. tensors = (input, linear_weight, linear_bias, target), and
+# options = (ignore_index, label_smoothing, dtype of the products).
 
 
 def _logits_in_chunks(input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype):
-    """(loss, lse, row_weight) in differentiable operations: derivatives of any order, torch.func too."""
-    classes, positions, width = linear_weight.shape
+    """(loss, lse, row_weight) in differentiable operations, for derivatives of any order and for torch.func."""
+    classes, positions, hidden = linear_weight.shape
     rows = input.shape[0]
     step = rows
-    if not torch.compiler.is_compiling():  # a graph has no use for the loop, and would hold one length of it
-        step, _ = _linear.chunk_plan(rows, classes * positions, width, dtype, input.device.type, False)
+    if not torch.compiler.is_compiling():  # a graph would unroll the loop, and so be specialised to one number of rows
+        step, _ = chunk_plan(rows, classes * positions, hidden, dtype, input.device.type, False)
     matrix = linear_weight.flatten(0, 1).to(dtype)
     bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
-    common = _linear.common_dtype(dtype, target)
+    common = common_dtype(dtype, target)
     pieces = []
     for begin in range(0, max(rows, 1), max(step, 1)):
-        part = slice(begin, begin + step)
-        logits = _torch.linear(input[part].to(dtype), matrix, bias).unflatten(1, (classes, positions)).to(common)
-        t = target[part].to(common) if target.is_floating_point() else target[part]
+        chunk = slice(begin, begin + step)
+        logits = _torch.linear(input[chunk].to(dtype), matrix, bias).unflatten(1, (classes, positions)).to(common)
+        t = target[chunk].to(common) if target.is_floating_point() else target[chunk]
         pieces.append(cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing))
     return pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
 def _call(operator, *arguments):
-    """A raw operator, with torch's kind of error for a target out of range."""
+    """Calls a raw operator; a target out of range raises IndexError, as in torch."""
     if torch.compiler.is_compiling():
         return operator(*arguments)
     try:
@@ -55,12 +57,13 @@ def _call(operator, *arguments):
         raise
 
 
-def _wanted(tensors) -> list[bool]:
+def _require_grad(tensors) -> list[bool]:
     return [t is not None and t.requires_grad for t in tensors]
 
 
-def _differentiably(ctx, saved, results_of, grads):
-    """The gradients as functions of everything they depend on, for a backward pass that will be differentiated itself."""
+def _differentiable_gradients(ctx, saved, results_of, grads):
+    """The gradients of `tensors` in differentiable operations, for a backward pass under create_graph=True. results_of maps
+    (loss, lse, row_weight) and the target to the results whose gradients are `grads`."""
     *tensors, weight = saved
     with torch.enable_grad():
         results = results_of(_logits_in_chunks(*tensors, weight, *ctx.options), tensors[3])
@@ -71,8 +74,8 @@ def _differentiably(ctx, saved, results_of, grads):
     return tuple(next(found) if wanted else None for wanted in ctx.wanted)
 
 
-class _Rows(Function):
-    """(loss, lse, row_weight), a number a row; the backward pass computes the logits again."""
+class _RowLosses(Function):
+    """(loss, lse, row_weight), each [N, P]; the backward pass computes the logits again."""
 
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted):
@@ -83,14 +86,14 @@ class _Rows(Function):
     @staticmethod
     def backward(ctx, grad_loss, grad_lse, _):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _differentiably(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
+            grads = _differentiable_gradients(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
         else:
             grads = _gradients(ctx.saved_tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None)
         return *grads, None, None, None
 
 
-class _Reduced(Function):
-    """(the mean or sum, lse); gradients for an incoming gradient of 1 are made at once."""
+class _ReducedLoss(Function):
+    """(the mean or sum, lse); the forward pass computes the gradients for an incoming gradient of 1."""
 
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted, reduction, z_loss):
@@ -102,23 +105,23 @@ class _Reduced(Function):
         ctx.save_for_backward(*tensors, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
         if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)  # whether anything differentiated lse
+            ctx.set_materialize_grads(False)  # so that grad_lse is None unless lse is differentiated
         classes = linear_weight.shape[0]
         return reduce_rows(loss, lse, row_weight, target, options[0], classes, reduction, z_loss), lse
 
     @staticmethod
     def backward(ctx, grad, grad_lse):
-        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
-        tensors, made = saved[:5], saved[5:]
+        saved = ctx.saved_tensors  # read once, since under checkpointing a second read raises
+        tensors, unit_grads = saved[:5], saved[5:]  # unit_grads: for an incoming gradient of 1
         classes, (ignore_index, *_) = tensors[1].shape[0], ctx.options
         if torch.compiler.is_compiling():
-            grads = tuple(None if m is None else _scaled(m, grad, False) for m in made)
+            grads = tuple(None if g is None else _scaled(g, grad, False) for g in unit_grads)
         elif torch.is_grad_enabled():
 
             def results_of(rows, target):
                 return reduce_rows(*rows, target, ignore_index, classes, ctx.reduction, ctx.z_loss), rows[1]
 
-            grads = _differentiably(ctx, tensors, results_of, (grad, grad_lse))
+            grads = _differentiable_gradients(ctx, tensors, results_of, (grad, grad_lse))
         elif grad_lse is not None:
             cotangents = _cotangents(
                 0.0 if grad is None else grad, classes, *tensors[3:], ctx.options, ctx.reduction, ctx.z_loss
@@ -127,9 +130,9 @@ class _Reduced(Function):
         elif grad is None:
             grads = (None,) * 4
         else:
-            # Only this call may still read what was made, unless the graph is kept for another backward pass.
-            last = not torch._C._autograd._get_current_graph_task_keep_graph() and not transforms_active()
-            grads = tuple(None if m is None else _scaled(m, grad, last) for m in made)
+            # No later call reads unit_grads, unless the graph is kept for another backward pass.
+            in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not transforms_active()
+            grads = tuple(None if g is None else _scaled(g, grad, in_place) for g in unit_grads)
         return *grads, None, None, None, None, None
 
 
@@ -139,10 +142,10 @@ def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor):
 
 
 def _cotangents(scale, classes, target, weight, options, reduction: int, z_loss: float):
-    """What an incoming gradient `scale` is to the loss of each row, [N, P], and what it is to lse, divided by lse; the second
-    is None without a z-loss."""
+    """(grad_loss, lse_factor), both [N, P]: the gradient of each row's loss, and that of each row's lse divided by lse, for an
+    incoming gradient `scale` of the reduced loss. lse_factor is None without a z-loss."""
     ignore_index, _, dtype = options
-    accumulator = accumulator_of(_linear.common_dtype(dtype, target))
+    accumulator = accumulator_of(common_dtype(dtype, target))
     if target.is_floating_point():
         shape, counted = target.shape[::2], None
         count = divisor = shape[0] * shape[1]
@@ -157,72 +160,74 @@ def _cotangents(scale, classes, target, weight, options, reduction: int, z_loss:
     lse_factor = None
     if z_loss != 0:
         lse_factor = (one * (2 * z_loss) / count).expand(shape)
-        if counted is not None:  # where all rows are ignored the factor is infinite
+        if counted is not None:  # the mask matters if all rows are ignored: the factor is then infinite
             lse_factor = lse_factor.masked_fill(~counted, 0)
     return (one / divisor).expand(shape), lse_factor
 
 
-def _scaled(made: Tensor, grad: Tensor, last: bool) -> Tensor:
-    """made * grad, where grad is a scalar in float32 beside a 16-bit `made` too; in place if nobody will read `made` again."""
-    if not last:
-        return (made.to(grad.dtype) * grad).to(made.dtype)
-    ops.scale_.default(made, grad)
-    return made
+def _scaled(unit_grad: Tensor, grad: Tensor, in_place: bool) -> Tensor:
+    """unit_grad * grad, rounded once. `grad` is a scalar, in float32 where unit_grad has 16 bits."""
+    if not in_place:
+        return (unit_grad.to(grad.dtype) * grad).to(unit_grad.dtype)
+    ops.scale_.default(unit_grad, grad)
+    return unit_grad
 
 
 def _class_weights(weight: Tensor | None, dtype: torch.dtype, target: Tensor) -> Tensor | None:
-    return None if weight is None else weight.to(accumulator_of(_linear.common_dtype(dtype, target))).contiguous()
+    return None if weight is None else weight.to(accumulator_of(common_dtype(dtype, target))).contiguous()
 
 
-def _rows(tensors, weight, options):
-    """(loss, lse, row_weight), differentiable where that is wanted."""
+def _row_losses(tensors, weight, options):
+    """(loss, lse, row_weight), by the cheapest way that has the derivatives that may be asked for."""
     leaves = tensors if weight is None else (*tensors, weight)
     if transforms_active() or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
         return _logits_in_chunks(*tensors, weight, *options)
     weight = _class_weights(weight, options[2], tensors[3])
-    if torch.is_grad_enabled() and any(_wanted(leaves)):
-        return _Rows.apply(*tensors, weight, options, _wanted(tensors))
+    if torch.is_grad_enabled() and any(_require_grad(leaves)):
+        return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors))
     return _call(ops.linear_cross_entropy_forward.default, *tensors, weight, *options)
 
 
-def _makes_gradients_forward(tensors, weight, dtype, reduction: int, return_lse: bool) -> bool:
-    """Whether the gradients are made in the forward pass."""
-    if not torch.is_grad_enabled() or not any(_wanted(tensors)) or reduction == 0 or transforms_active():
+def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_lse: bool) -> bool:
+    """Whether the forward pass computes the gradients."""
+    if not torch.is_grad_enabled() or not any(_require_grad(tensors)) or reduction == 0 or transforms_active():
         return False
     if weight is not None and weight.requires_grad:
         return False
-    # Float16 cannot hold the gradients of a mean that are still to be scaled up: a loss scale has to be in them from the start.
+    # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
     if dtype == torch.float16 or tensors[0].shape[0] * tensors[1].shape[1] * tensors[1].shape[0] == 0:
         return False
-    # A compiled graph cannot see whether lse is differentiated; an exported one may never be differentiated at all.
+    # A compiled graph cannot tell whether lse is differentiated, and an exported one may never be differentiated at all.
     return not (torch.compiler.is_compiling() and (return_lse or torch.compiler.is_exporting()))
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which torch's linear takes a tensor: under autocast, the lower one."""
+    """The dtype in which torch's linear computes on this tensor: autocast's, if that is active for it."""
     return torch.get_autocast_dtype(tensor.device.type) if autocasts(tensor) else tensor.dtype
 
 
-def check_linear(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, most_dims=None) -> None:
+def check_linear_cross_entropy(
+    input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, max_dims=None
+) -> None:
     """Raises what torch raises for tensors and options that do not fit together."""
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         check_tensor(name, tensor)
     for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
         if tensor is not None:
             check_tensor(name, tensor)
-    if input.dim() < 1 or (most_dims is not None and input.dim() > most_dims):
-        accepted = "[H] or [..., H]" if most_dims is None else "[H] or [N, H]"
+    if input.dim() < 1 or (max_dims is not None and input.dim() > max_dims):
+        accepted = "[H] or [..., H]" if max_dims is None else "[H] or [N, H]"
         raise InvalidArgument(f"input: shape {list(input.shape)}, expected {accepted}")
     if linear_weight.dim() < 2:
         raise InvalidArgument(f"linear_weight: shape {list(linear_weight.shape)}, expected [C, H] or [C, d_1, ..., d_K, H]")
-    (*batch, width), (classes, *positions, own_width) = input.shape, linear_weight.shape
+    (*batch, hidden), (classes, *positions, weight_hidden) = input.shape, linear_weight.shape
     beside = f"beside an input of shape {list(input.shape)} and a linear_weight of shape {list(linear_weight.shape)}"
-    if own_width != width:
-        raise InvalidArgument(f"linear_weight: width (last dimension) is {own_width}, expected input's {width}")
+    if weight_hidden != hidden:
+        raise InvalidArgument(f"linear_weight: width (last dimension) is {weight_hidden}, expected input's {hidden}")
     if linear_bias is not None and list(linear_bias.shape) != [classes, *positions]:
         raise InvalidArgument(f"linear_bias: shape {list(linear_bias.shape)}, expected {[classes, *positions]} {beside}")
     if positions and not batch:
-        raise InvalidArgument(f"input: [N, {width}] is expected {beside}")
+        raise InvalidArgument(f"input: [N, {hidden}] is expected {beside}")
     table, rows = [*batch, classes, *positions], [*batch, *positions]
     probabilities = list(target.shape) == table
     if probabilities and ignore_index is not None:
@@ -243,28 +248,29 @@ def check_linear(input, linear_weight, target, linear_bias, weight, ignore_index
         )
     if probabilities and not target.is_floating_point():
         raise InvalidArgument(f"target: shape {table}, so class probabilities; dtype {target.dtype}, expected floating")
-    # The rest is cross_entropy's to check, on logits without memory.
+    # cross_entropy's own check does the rest, on expanded logits that take no memory.
     if batch:
         target = target.flatten(0, len(batch) - 1)
     leading = target.shape[:1] if batch else ()
     logits = input.new_empty([], dtype=dtype).expand([*leading, classes, *positions])
-    check_losses(logits, target, weight, -100 if ignore_index is None else ignore_index, label_smoothing)
+    check_cross_entropy(logits, target, weight, -100 if ignore_index is None else ignore_index, label_smoothing)
 
 
-def linear_cross_entropy_of(
+def linear_cross_entropy_impl(
     input, linear_weight, target, linear_bias, weight, reduction: int, ignore_index, label_smoothing, return_lse, z_loss, dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """linear_cross_entropy after the checks and the decision that our kernels run; reduction: see losses.reduction_number."""
+    """linear_cross_entropy, once its arguments are checked and it is decided that our kernels run; `reduction` is a
+    reduction_enum."""
     (*batch, _), (classes, *positions, _) = input.shape, linear_weight.shape
     probabilities = target.dim() == len(batch) + 1 + len(positions) and target.is_floating_point()
     ignore_index = -100 if ignore_index is None else check_int("ignore_index", ignore_index)
-    label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # also for a negative one or a NaN, as in torch
+    label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
     products = product_dtype(input)
     rows = [*batch, *positions] if batch or probabilities else target.shape
-    if dtype is None and autocasts(input):  # cross_entropy is on the float32 list of every device
+    if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device
         dtype = torch.float32
     if dtype is None:
-        dtype = _linear.common_dtype(products, target)
+        dtype = common_dtype(products, target)
         if probabilities and weight is not None:
             dtype = torch.promote_types(dtype, weight.dtype)
 
@@ -281,11 +287,11 @@ def linear_cross_entropy_of(
         target = target.flatten(1) if positions else target.unsqueeze(1)
 
     tensors, options = (input, linear_weight, linear_bias, target), (ignore_index, label_smoothing, products)
-    if _makes_gradients_forward(tensors, weight, products, reduction, return_lse):
+    if _computes_gradients_forward(tensors, weight, products, reduction, return_lse):
         weight = _class_weights(weight, products, target)
-        result, lse = _Reduced.apply(*tensors, weight, options, _wanted(tensors), reduction, z_loss)
+        result, lse = _ReducedLoss.apply(*tensors, weight, options, _require_grad(tensors), reduction, z_loss)
     else:
-        loss, lse, row_weight = _rows(tensors, weight, options)
+        loss, lse, row_weight = _row_losses(tensors, weight, options)
         result = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
     if reduction == 0:
         result = result.reshape([*batch, *positions])
@@ -308,31 +314,34 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """cross_entropy(linear(input, linear_weight, linear_bias), target), without the logits: a chunk of rows of them lives at a
-    time, 128 MiB on the CPU and 512 MiB on CUDA, in the backward pass too.
+    """cross_entropy(linear(input, linear_weight, linear_bias), target), without the table of logits: one chunk of rows of it
+    exists at a time, of 128 MiB on the CPU and 512 MiB on CUDA, also in the backward pass.
 
-    input: [H] or [..., H]; float16, bfloat16, float32 or float64. linear_weight: [C, H], of input's dtype, or for a loss at K
+    input: [H] or [..., H]; float16, bfloat16, float32 or float64. linear_weight: [C, H], of input's dtype, or for a loss with K
     dimensions of positions [C, d_1, ..., d_K, H]. linear_bias: [C] or [C, d_1, ..., d_K]. target: class indices (int64 or
     uint8) [..., d_1, ..., d_K], or class probabilities [..., C, d_1, ..., d_K]. weight, reduction, label_smoothing, z_loss,
-    return_lse and dtype: as in cross_entropy. ignore_index: -100 if None; an error beside probabilities. options: taken for
-    torch's sake; the chunks are our own choice. Under autocast the products run in its dtype and the loss is float32.
+    return_lse and dtype: as in cross_entropy. ignore_index: -100 if None; an error beside probabilities. options: accepted for
+    compatibility with torch and not used. Under autocast the products run in its dtype and the loss is float32.
 
-    Products sum in float32, and so do losses and lse. The gradient of linear_weight is summed over chunks in its own dtype,
-    in 16 bits over 8 chunks at most and else in float32. A row that is ignored has gradient 0 whatever its input holds.
-    A mean or sum makes its gradients in the forward pass, so that for `loss.backward()` three matrix products are all; float16
-    and reduction="none" make the logits again in the backward pass. Second derivatives, forward mode and torch.func go through
-    plain operations, in memory for all logits.
+    Returns the loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
 
-    Raises IndexError for a target out of range (on CUDA a device assert), InvalidArgument for tensors and options that do not
-    fit together, NotImplementedError for tensors that no kernel takes. Chunks as in Liger Kernel (arXiv 2410.10989), for the
-    aim of Cut Cross-Entropy (arXiv 2411.09009), around an online softmax (arXiv 1805.02867).
+    Products, losses and lse are summed in float32 (float64 for float64). The gradient of linear_weight is summed over chunks in
+    its own dtype, but in float32 where a 16-bit one would be rounded for more than 8 chunks. An ignored row has gradient 0
+    whatever its input holds. A mean or sum computes its gradients in the forward pass, so that `loss.backward()` takes three
+    matrix products in all; float16 and reduction="none" compute the logits again in the backward pass. Second derivatives,
+    forward mode and torch.func go through plain torch operations, in memory for all logits.
+
+    Raises IndexError for a target out of range (a device assert on CUDA), InvalidArgument for tensors and options that do not
+    fit together, TypeError for an argument of another type, NotImplementedError for tensors that no kernel takes. Source: the
+    chunks of Liger Kernel (arXiv 2410.10989), the aim of Cut Cross-Entropy (arXiv 2411.09009), and the online softmax
+    (arXiv 1805.02867).
     """
-    number = reduction_number(reduction, None, None)
-    check_linear(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)
+    number = reduction_enum(reduction, None, None)
+    check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)
     plan.require_kernel("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)
-    return linear_cross_entropy_of(
+    return linear_cross_entropy_impl(
         *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype)
     )

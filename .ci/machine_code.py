@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compares the machine code of two builds, function by function, whatever the functions are called.
 
-    .ci/machine_code BEFORE AFTER        two build folders of CMake, or two files that --save wrote
-    .ci/machine_code --save FILE BUILD
+    .ci/machine_code.py BEFORE AFTER        two build folders of CMake, or two files that --save wrote
+    .ci/machine_code.py --all BEFORE AFTER        lists every function that differs, instead of a sum per object
+    .ci/machine_code.py --save FILE BUILD
 
 CUDA kernels are compared by cuobjdump: instructions with their encoding, registers, stack and shared memory. CPU functions are
 compared by objdump: instructions without addresses and symbols, and the read-only data of each object. A change that only
@@ -47,7 +48,8 @@ def demangle(names: list[str]) -> dict[str, str]:
     return dict(zip(names, text.splitlines(), strict=True))
 
 
-MOVE = re.compile(r"\b((?:U?MOV|IMAD\.MOV\.U32|HFMA2)\b.*?)-?0x[0-9a-f]+")
+# A move of an immediate. As HFMA2 the compiler writes a 32-bit number as two halves, in decimal.
+MOVE = re.compile(r"\b((?:U?MOV|IMAD\.MOV\.U32)\b.*?)-?0x[0-9a-f]+|\b(HFMA2(?:\.MMA)? \S+ -RZ, RZ, )\S+ \S+")
 
 
 def kernels(path: Path) -> dict[str, dict]:
@@ -72,7 +74,7 @@ def kernels(path: Path) -> dict[str, dict]:
         text = [re.sub(r"\s*/\*.*", "", line) for line in code]  # without the encoding, in which immediates show
         found[name] = {
             "code": digest(code),
-            "moves": digest([MOVE.sub(r"\1_", line) for line in text if line]),
+            "moves": digest([MOVE.sub(r"\1\2_", line) for line in text if line]),
             "resources": resources.get(name, ""),
             "instructions": sum(1 for line in text if line),
         }
@@ -103,9 +105,8 @@ def functions(path: Path) -> dict[str, dict]:
                 code.append(re.sub(r"\b[0-9a-f]+ <[^>+]*(\+0x[0-9a-f]+)?>", r"<\1>", text))
     close()
     data = [line for line in output("objdump", "-s", str(path)).split("Contents of section ") if line.startswith(".rodata")]
-    found["read-only data"] = {
-        "code": digest(sorted(digest([part.partition("\n")[2]]) for part in data)), "moves": "", "resources": "", "instructions": 0
-    }
+    constants = digest(sorted(digest([part.partition("\n")[2]]) for part in data))
+    found["read-only data"] = {"code": constants, "moves": constants, "resources": "", "instructions": 0}
     return found
 
 
@@ -129,36 +130,47 @@ def load(path: Path) -> dict[str, dict[str, dict]]:
     return json.loads(path.read_text()) if path.is_file() else read(path)
 
 
-def compare(before: dict[str, dict], after: dict[str, dict]) -> tuple[str, bool]:
-    """One group's verdict, and whether all of it is the same."""
-    plain = lambda name: name.partition(": ")[2]  # noqa: E731
-    key = lambda fact: (fact["code"], fact["resources"])  # noqa: E731
+def compare(before: dict[str, dict], after: dict[str, dict], every: bool) -> tuple[str, bool]:
+    """One group's verdict, and whether all of it is the same. What differs is summed up per object, or listed if `every`."""
+
+    def key(fact: dict) -> tuple[str, str]:
+        return fact["code"], fact["resources"]
+
     left = collections.Counter(key(fact) for fact in before.values())
     right = collections.Counter(key(fact) for fact in after.values())
     gone, come = left - right, right - left
-    of = lambda facts, keys: [(n, f) for n, f in facts.items() if keys[key(f)] > 0]  # noqa: E731
-    old, new = of(before, gone), of(after, come)
-    moves = collections.Counter(f["moves"] for _, f in old) & collections.Counter(f["moves"] for _, f in new)
-    immediates = sum(moves.values()) if old else 0
-    renamed = len({plain(n) for n in after} - {plain(n) for n in before})
-    lines = [f"{len(before)} before, {len(after)} after; {len(after) - sum(come.values())} with identical machine code, "
-             f"{renamed} under another name"]
+    old = [(name, fact) for name, fact in before.items() if gone[key(fact)] > 0]
+    new = [(name, fact) for name, fact in after.items() if come[key(fact)] > 0]
+    moves = collections.Counter(fact["moves"] for _, fact in old) & collections.Counter(fact["moves"] for _, fact in new)
+    immediates = sum(moves.values())
+    symbols = [{name.partition(": ")[2] for name in group} for group in (before, after)]
+    lines = [
+        f"{len(before)} before, {len(after)} after; {len(after) - sum(come.values())} with identical machine code, "
+        f"{len(symbols[1] - symbols[0])} under another name"
+    ]
     if immediates:
-        lines.append(f"{immediates} differ in immediates of moves alone (the line of an assert)")
-    rest = sum(come.values()) + sum(gone.values()) - 2 * immediates
-    if rest > 0:
-        names = demangle([plain(n) for n, _ in old + new])
-        for sign, facts in (("-", old), ("+", new)):
-            for name, fact in facts:
-                if fact["moves"] not in moves:
-                    where = name.partition(": ")[0]
-                    lines.append(f"  {sign} {where}: {names[plain(name)][:150]}: {fact['instructions']} instructions {fact['resources']}")
-    return "\n".join(lines), rest == 0
+        lines.append(f"  {immediates} differ in immediates of moves alone (the line of an assert)")
+    differ = [
+        (sign, name, fact) for sign, group in (("-", old), ("+", new)) for name, fact in group if fact["moves"] not in moves
+    ]
+    if every:
+        names = demangle([name.partition(": ")[2] for _, name, _ in differ])
+        for sign, name, fact in differ:
+            where, _, symbol = name.partition(": ")
+            lines.append(f"  {sign} {where}: {names[symbol][:150]}: {fact['instructions']} instructions {fact['resources']}")
+    else:
+        objects: dict[tuple[str, str], list[int]] = {}
+        for sign, name, fact in differ:
+            objects.setdefault((sign, name.partition(": ")[0]), []).append(fact["instructions"])
+        for (sign, where), counts in objects.items():
+            lines.append(f"  {sign} {where}: {len(counts)} functions differ, of {sum(counts)} instructions")
+    return "\n".join(lines), sum(come.values()) + sum(gone.values()) == 2 * immediates
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", metavar="FILE", type=Path)
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("builds", nargs="+", type=Path)
     arguments = parser.parse_args()
     if arguments.save:
@@ -169,7 +181,7 @@ def main() -> int:
     before, after = map(load, arguments.builds)
     same = True
     for group in sorted({*before, *after}):
-        text, equal = compare(before.get(group, {}), after.get(group, {}))
+        text, equal = compare(before.get(group, {}), after.get(group, {}), arguments.all)
         print(f"{group}: {text}")
         same &= equal
     print("the same machine code" if same else "machine code DIFFERS")

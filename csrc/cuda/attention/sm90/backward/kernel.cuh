@@ -1,0 +1,228 @@
+// Attention backward on Hopper: TMA loads, wgmma products. docs/backward_sm90.md draws it.
+//
+// A CTA owns a tile of 128 keys and values, 64 per math warpgroup, and loops over blocks of queries of all heads that share
+// them (the mainloop); a producer warp loads these. Scores are computed again, transposed: [key][query]. So weights and dS are
+// left operands of the products dV = P^T dO and dK = dS^T Q straight from registers, and dV and dK stay in registers to the end
+// (the epilogue stores them). dS also goes through shared memory, for dQ = dS K: each warpgroup computes its piece of a block's
+// dQ over all 128 keys, one block late, so that neither waits for the other, and adds it to the dQ accumulator in global
+// memory, which convert_dq_accum makes the gradient of.
+//
+// schedule_own_keys.cuh:    these two warpgroups; or one with 64 keys, where a mask hides one half of many tiles of 128 keys
+// schedule_all_options.cuh: two warpgroups, with whatever a problem may have
+// schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128
+#pragma once
+
+#include <cstdint>
+
+#include "../../../hw/mbarrier.cuh"
+#include "../../../hw/pdl.cuh"
+#include "../../../hw/setmaxnreg.cuh"
+#include "../../common/store_rows.cuh"
+#include "producer.cuh"
+#include "schedule_all_options.cuh"
+#include "schedule_own_keys.cuh"
+#include "schedule_pipeline.cuh"
+
+namespace flash_online::cuda {
+
+// Writes zeros into the gradients of padding rows of keys. Mostly there are none, which all threads find out together.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::clear_padding(const BackwardSm90Arguments& a) {
+  const AttentionProblem& problem = a.problem;
+  const int64_t heads = a.tile_list.heads, count = heads * (problem.batch + 1), step = gridDim.x;
+  const auto rows_of = [&](int64_t n) {
+    return padding_rows(problem.key_starts, problem.batch, n / heads, problem.keys, problem.total_keys);
+  };
+  for (int64_t first = blockIdx.x; first < count; first += step * kThreads) {
+    const int64_t mine = first + threadIdx.x * step;
+    if (!__syncthreads_or(mine < count && rows_of(mine).count > 0)) continue;
+    for (int64_t n = first; n < min(count, first + step * kThreads); n += step) {
+      const Rows rows = rows_of(n);
+      clear_rows<T, kThreads>(a.gradients.grad_key, n % heads, problem.head_dim, rows);
+      clear_rows<T, kThreads>(a.gradients.grad_value, n % heads, problem.head_dim_v, rows);
+    }
+  }
+}
+
+// Whether CTAs of 64 keys work on these keys, and not one of 128 (kMayUseNarrowTile). A whole warp calls it.
+template <class T, class Config>
+__device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm90Arguments& a, int64_t batch, int first_head,
+                                                               int q_heads_per_kv_grad_head, int key) {
+  // What CTAs of 64 keys gain on a block with one visible half of the keys, in units of what they lose on a block with both,
+  // roughly.
+  constexpr int kGain = 4;
+  constexpr int kLoadsAtOnce = 4;  // the latency of a load is most of what it takes to return
+  const MaskMap& map = a.space.map;
+  const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
+            heads = map.size[1] == 1 ? 1 : q_heads_per_kv_grad_head, column = key / kMaskMapTile / 2 * 2;
+  int one = 0, both = 0;  // blocks with one visible half of the keys, and with both
+  for (int head = first_head; head < first_head + heads; ++head) {
+    const uint8_t* const kinds = map.row(batch, head, 0) + column;
+    for (int first = 0; first < rows; first += kLoadsAtOnce * kWarpSize) {
+      bool visible[kLoadsAtOnce][2];
+#pragma unroll
+      for (int i = 0; i < kLoadsAtOnce; ++i)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int row = first + i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize;
+          visible[i][n] = row < rows && column + n < columns &&
+                          static_cast<MaskKind>(__ldg(kinds + int64_t{row} * columns + n)) != MaskKind::kHidden;
+        }
+#pragma unroll
+      for (int i = 0; i < kLoadsAtOnce; ++i) {
+        const unsigned left = __ballot_sync(~0u, visible[i][0]), right = __ballot_sync(~0u, visible[i][1]);
+        one += __popc(left ^ right);
+        both += __popc(left & right);
+      }
+    }
+  }
+  return kGain * one > both;
+}
+
+// Finds the work tile of that number. A warp or more call it, and their first thread writes the tile; false: there is none.
+template <class T, class Config>
+__device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90Arguments& a, unsigned index, WorkTile& tile) {
+  const AttentionProblem& problem = a.problem;
+  const TileCoord at = tile_coord(problem, a.tile_list, tile_index_in_sections(a.tile_list, index, a.section), true, kKeys,
+                                  a.dq_semaphore || problem.visible.right < 0);
+  int64_t batch = at.sequence;
+  int kv_grad_head = at.head;
+  if (kTransposed && a.batch_innermost) {
+    const int n = static_cast<int>(at.sequence * a.tile_list.heads) + at.head,
+              sequences = static_cast<int>(a.tile_list.sequences);
+    batch = n % sequences;
+    kv_grad_head = n / sequences;
+  }
+  const Sequence sequence = sequence_of(problem, batch);
+  const int key = static_cast<int>(at.block) * kKeys, keys = static_cast<int>(sequence.keys.count),
+            queries = static_cast<int>(sequence.queries.count);
+  if (at.block < 0 || key >= keys) return false;
+  const int heads = static_cast<int>(problem.heads) / static_cast<int>(a.tile_list.heads);
+  if constexpr (kMayUseNarrowTile)
+    if (a.may_use_narrow_tile && use_narrow_tile(a, batch, kv_grad_head * heads, heads, key) != kSingleWarpgroup) return false;
+  if (threadIdx.x != 0) return true;
+  tile.batch = batch;
+  tile.kv_grad_head = kv_grad_head;
+  tile.queries = queries;
+  tile.keys = keys;
+  tile.key = key;
+  tile.first_query = static_cast<int>(sequence.queries.begin);
+  tile.first_key = static_cast<int>(sequence.keys.begin) + key;
+  tile.q_heads_per_kv_grad_head = heads;
+  tile.first_head = kv_grad_head * heads;
+  tile.last_key = min(key + kKeys, keys);
+  if (kAllOptions) tile.visible = sequence.visible;
+  const auto bound = [](int64_t x) { return x < 0 ? kUnbounded : static_cast<int>(min(x, int64_t{kUnbounded})); };
+  const int offset = static_cast<int>(sequence.visible.offset), left = bound(problem.visible.left),
+            right = bound(problem.visible.right);
+  tile.offset = offset;
+  tile.left = left;
+  tile.right = right;
+  // queries_of_any, in 32 bits: the producer warp has few registers.
+  const int from = key - offset, to = min(key + kKeys, keys) - offset;
+  const int begin = right >= from ? 0 : min(from - right, queries), end = left >= queries - to ? queries : to + left;
+  tile.begin = begin / kQueries;
+  tile.end = end > begin ? (end + kQueries - 1) / kQueries : 0;
+  return true;
+}
+
+// Takes the next work tile from the counter in global memory, by a warp; false: there are no more. CTAs begin their tiles in
+// the order of the counter, which order_dq_adds relies on.
+template <class T, class Config>
+__device__ bool BackwardSm90Kernel<T, Config>::take_work_tile(const BackwardSm90Arguments& a, Shared& shared) {
+  while (true) {
+    unsigned index = 0;
+    if (threadIdx.x == 0) index = atomicAdd(a.tile_counter, 1u);
+    index = __shfl_sync(~0u, index, 0);
+    if (index >= static_cast<unsigned>(a.tile_list.count())) {
+      if (threadIdx.x == 0) shared.tile[shared.producer_tiles % 2].begin = -1;
+      return false;
+    }
+    if (find_work_tile(a, index, shared.tile[threadIdx.x == 0 && kPersistent ? shared.producer_tiles % 2 : 0])) return true;
+  }
+}
+
+// By one thread.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90Arguments& a, Shared& shared) {
+  mbarrier_init(&shared.key_full, 1);
+  mbarrier_init(&shared.value_full, 1);
+  mbarrier_init(&shared.keys_empty, kMathWarps + (a.dq_semaphore ? 1 : 0));
+  for (int i = 0; i < kStages; ++i) {
+    mbarrier_init(&shared.query_full[i], 1);
+    mbarrier_init(&shared.grad_out_full[i], 1);
+    mbarrier_init(&shared.stage_empty[i], kMathWarps);
+    mbarrier_init(&shared.grad_out_empty[i], kMathWarps);
+  }
+  for (int i = 0; i < 2; ++i) {
+    mbarrier_init(&shared.ds_full[i], kPipelined ? 4 : kMathWarps);
+    mbarrier_init(&shared.ds_empty[i], kDqWarps);
+    mbarrier_init(&shared.dq_may_add[i], 1);
+    mbarrier_init(&shared.dq_added[i], kDqWarps);
+    if (kHasDropout) mbarrier_init(&shared.dropout_full[i], kTile.dropout_warps);
+  }
+  mbarrier_init(&shared.weights_full, 4);
+  mbarrier_init(&shared.weights_empty, 4);
+  mbarrier_init(&shared.mask_full, 1);
+  mbarrier_init(&shared.mask_empty, kMathWarps);
+  fence_barrier_init();
+}
+
+// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others only give up their
+// registers. The dropout warps follow, then the math warpgroups.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
+  launch_dependents();
+  if (a.problem.query_starts) clear_padding(a);
+  if (!kPersistent && !find_work_tile(a, blockIdx.x, shared.tile[0])) {
+    grid_dependency_wait();  // the next kernel waits for this one alone, and all of its CTAs may return here
+    return;
+  }
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  if (threadIdx.x == 0) init_barriers(a, shared);
+  grid_dependency_wait();
+  __syncthreads();
+  if (warp < 4) {
+    reg_dealloc<kTile.producer_registers>();
+    if constexpr (kPersistent) {
+      if (warp == 0) Producer::run_persistent(a, shared);
+      if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds_of_all_tiles(a, shared);
+    } else {
+      if (warp == 0) Producer::run(a, shared);
+      int count = 0;
+      if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds(a, shared, shared.tile[0], count);
+    }
+  } else if (warp < 4 + kTile.dropout_warps) {
+    if constexpr (kHasDropout) {
+      reg_dealloc<kTile.aux_registers>();
+      generate_dropout(a, shared, warp - 4);
+    }
+  } else if (kPipelined && warp >= 12) {
+    if constexpr (kPipelined) {
+      reg_dealloc<kTile.aux_registers>();
+      MathWarpgroup{a, shared, static_cast<int>(threadIdx.x) - 128}.run_dq();
+    }
+  } else {
+    reg_alloc<kTile.math_registers>();
+    MathWarpgroup warpgroup{a, shared, static_cast<int>(threadIdx.x) - 128 - kWarpSize * kTile.dropout_warps};
+    if constexpr (kPipelined)
+      warp < 8 ? warpgroup.run_weights_and_dv() : warpgroup.run_ds_and_dk();
+    else if constexpr (kAllOptions)
+      warpgroup.run_all_options();
+    else
+      warpgroup.run_own_keys();
+  }
+}
+
+template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kPersistent>
+__global__ void __launch_bounds__(backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures).threads(),
+                                  backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures).ctas_per_sm)
+    attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures, kPersistent>>;
+  extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
+  Kernel::run(arguments, *reinterpret_cast<typename Kernel::Shared*>(shared_boxes));
+#endif
+}
+
+}  // namespace flash_online::cuda

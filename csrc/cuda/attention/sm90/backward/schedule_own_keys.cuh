@@ -1,0 +1,349 @@
+// The schedule of math warpgroups that have keys of their own, 64 each: two per CTA, or one (kSingleWarpgroup).
+// docs/backward_sm90.md draws it. The order of statements matters: it decides what is in flight at once, and what finds
+// registers.
+#pragma once
+
+#include "../../../hw/compiler.cuh"
+#include "../../../hw/mbarrier.cuh"
+#include "../../../hw/named_barrier.cuh"
+#include "../../../hw/tma.cuh"
+#include "../../../hw/wgmma.cuh"
+#include "warpgroup.cuh"
+
+namespace flash_online::cuda {
+
+// ---- phases of a block
+
+// Starts S and dP of the block.
+template <class T, class Config>
+template <bool kFirst, int kNow>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_scores_and_dp(ScoreAccumulator& score,
+                                                                                                  ScoreAccumulator& dp,
+                                                                                                  const Prefetch& now,
+                                                                                                  int shift) {
+  Stage& stage = shared.stage[kNow];
+  if constexpr (!kHasDropout) begin_dp_at_minus_delta<kNow>(dp);
+  ping_pong_enter();
+  start_scores<kHeadDim>(score, shared.key, stage.query, shift);
+  if constexpr (kFirst) wait(&shared.value_full, tile_count % 2);
+  if constexpr (!kFirst && kTile.send_dq_late)
+    if ((kPersistent ? now.third : block_count > 1) && !a.dq_semaphore) {
+      publish();
+      send_dq(dq_accum_of(query_block(-2)));
+    }
+  wait(&shared.grad_out_full[kNow], parity());
+  start_scores<kHeadDimV, !kHasDropout>(dp, shared.value, stage.grad_out, shift);
+  ping_pong_leave();
+}
+
+// Makes weights of the scores, when S is there. With dropout `kept` has the weights that are kept, and `weight` all of them.
+template <class T, class Config>
+template <int kNow>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_weights(ScoreAccumulator& score,
+                                                                                              PackedScores& weight,
+                                                                                              PackedScores& kept,
+                                                                                              const Prefetch& now) {
+  unsigned visible[kQueries / kStatsRows] = {};
+  const bool has_mask_bits =
+      kTransposed && a.transposed_mask == TransposedMask::kBits && (now.mask_flags & kMixed << warpgroup());
+  if constexpr (kTransposed)
+    if (has_mask_bits)
+#pragma unroll
+      for (int n = 0; n < kQueries / kStatsRows; ++n) visible[n] = mask_bits(shared, kNow).word[n][warp][lane()];
+  wgmma_wait<1>();
+  fence_registers(flat(score));
+  if constexpr (kTransposed) add_alibi_and_mask(score, now);
+  if (!now.all_visible) apply_visibility(score, query_block().query);
+
+  exp_scores<kNow>(score, now, weight);
+  if constexpr (kTransposed)
+    if (has_mask_bits) clear_by_bits(weight, weight, visible);
+  fence_registers(weight);
+  if constexpr (kHasDropout) {
+    wait(&shared.dropout_full[kNow], parity());
+    const unsigned bits[1] = {dropout_bits(a, shared, kNow).word[0][warp][lane()]};
+    clear_by_bits(kept, weight, bits);
+    fence_registers(kept);
+  }
+}
+
+// Makes dS = P (dP - delta), or with dropout dS = (kept P) dP - P (1 - p) delta. P are the weights as they were rounded for the
+// products: the scores' registers are others' by now.
+template <class T, class Config>
+template <int kNow>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_ds(PackedScores& ds,
+                                                                                         const PackedScores& weight,
+                                                                                         const PackedScores& kept,
+                                                                                         const ScoreAccumulator& dp) const {
+#pragma unroll
+  for (int j = 0; j < kQueries / 8; ++j) {
+    float2 delta;
+    if constexpr (kHasDropout) {
+      delta = row_stats<kNow>(kDelta, j);
+      delta.x *= a.keep_probability, delta.y *= a.keep_probability;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int t = j / 2, n = j % 2 * 2 + half;
+      const float2 x = unpair<T>(weight[t][n]);
+      if constexpr (kHasDropout) {
+        const float2 y = unpair<T>(kept[t][n]);
+        ds[t][n] = pair(fmaf(y.x, dp[0][j][2 * half], -x.x * delta.x), fmaf(y.y, dp[0][j][2 * half + 1], -x.y * delta.y));
+      } else {
+        ds[t][n] = pair(x.x * dp[0][j][2 * half], x.y * dp[0][j][2 * half + 1]);
+      }
+    }
+  }
+}
+
+// Takes dQ of the block before out of its registers, when it is there.
+template <class T, class Config>
+template <bool kFirst, int kOther>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::finish_dq(DqAccumulator& dq) {
+  if constexpr (!kFirst) {
+    wgmma_wait<1>();
+    fence_registers(dq);
+    release(&shared.ds_empty[kOther]);
+    if (a.dq_semaphore)
+      add_dq(dq_accum_of(query_block(-1)), dq, kOther);
+    else
+      stage_dq(dq);
+  }
+}
+
+// Waits for the next block and reads what it needs; false: there is none.
+template <class T, class Config>
+template <int kOther>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::prefetch_next(Prefetch& ahead) {
+  const bool more = kPersistent ? !ahead.last : wait_for_block<kOther>(1);
+  if (more) {
+    if constexpr (kPersistent) wait(&shared.query_full[kOther], (block_count + 1) / 2 % 2);
+    prefetch<kOther>(ahead, query_block(1));
+  }
+  return more;
+}
+
+// ---- a block
+
+// Works on a block, and amid it on dQ of the block before; false: it was the last one.
+template <class T, class Config>
+template <bool kFirst, int kNow>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::own_block(Prefetch& ahead) {
+  static_assert(!kSingleWarpgroup);
+  constexpr int kOther = kNow ^ 1;
+  clear_query_tail<kNow>();
+  int shift = 0;
+  if constexpr (kFirst) make_opaque(shift);
+  Stage& stage = shared.stage[kNow];
+  ScoreAccumulator score, dp;
+  start_scores_and_dp<kFirst, kNow>(score, dp, ahead, shift);
+  PackedScores weight, kept, ds;
+  compute_weights<kNow>(score, weight, kept, ahead);
+
+  start_grads<kHeadDimV>(dv, kHasDropout ? kept : weight, stage.grad_out, shift);
+  DqAccumulator dq;
+  if constexpr (!kFirst && !kHasDropout) start_dq(dq, kOther);
+  wgmma_wait<kFirst || kHasDropout ? 1 : 2>();
+  fence_registers(flat(dp));
+  compute_ds<kNow>(ds, weight, kept, dp);
+  recompute_warp_index();
+  if constexpr (!kFirst && kHasDropout) {
+    fence_registers(ds);
+    wgmma_wait<0>();  // dV's left operand takes the registers that dQ needs
+    start_dq(dq, kOther);
+  }
+  wait(&shared.ds_empty[kNow], parity() ^ 1);
+  store_ds(shared.ds[kNow], ds);
+  start_grads<kHeadDim>(dk, ds, stage.query, shift);
+
+  if constexpr (!kTile.send_dq_late) finish_dq<kFirst, kOther>(dq);
+  publish();
+  release(&shared.ds_full[kNow]);
+  if constexpr (!kFirst && !kTile.send_dq_late)
+    if (!a.dq_semaphore) send_dq(dq_accum_of(query_block(-1)));
+  const bool more = prefetch_next<kOther>(ahead);
+  if constexpr (kTile.send_dq_late) finish_dq<kFirst, kOther>(dq);
+  wgmma_wait<0>();
+  // The second stage's release also says that the work tile's end is over: process_work_tile does it for the last block.
+  if (!kPersistent || kNow == 0 || more) release(&shared.stage_empty[kNow]);
+  ++block_count;
+  return more;
+}
+
+// Works on a block where a CTA has one warpgroup, which makes all of the block's dQ itself; false: it was the last block.
+template <class T, class Config>
+template <bool kFirst, int kNow>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::single_warpgroup_block(Prefetch& ahead) {
+  static_assert(kSingleWarpgroup && !kHasDropout && !kPersistent);
+  constexpr int kOther = kNow ^ 1;
+  clear_query_tail<kNow>();
+  int shift = 0;
+  if constexpr (kFirst) make_opaque(shift);
+  Stage& stage = shared.stage[kNow];
+  ScoreAccumulator score, dp;
+  start_scores_and_dp<kFirst, kNow>(score, dp, ahead, shift);
+  PackedScores weight, ds;
+  compute_weights<kNow>(score, weight, weight, ahead);
+
+  start_grads<kHeadDimV>(dv, weight, stage.grad_out, shift);
+  wgmma_wait<1>();
+  fence_registers(flat(dp));
+  compute_ds<kNow>(ds, weight, weight, dp);
+  recompute_warp_index();
+  fence_registers(ds);
+  wgmma_wait<0>();
+  sync_named(kAllMathBarrier, kMathThreads);  // all warps have made their dQ of the block before
+  store_ds(shared.ds[0], ds);
+  fence_async_proxy();
+  sync_named(kAllMathBarrier, kMathThreads);
+  start_grads<kHeadDim>(dk, ds, stage.query, shift);
+  float* const to = dq_accum_of(query_block());
+  wgmma_wait<0>();  // dK's left operand takes the registers that dQ needs
+  release(&shared.stage_empty[kNow]);
+  DqAccumulator dq;
+  start_dq(dq, 0);
+  const bool more = prefetch_next<kOther>(ahead);
+  wgmma_wait<0>();
+  fence_registers(dq);
+  add_dq(to, dq, kNow);
+  ++block_count;
+  return more;
+}
+
+// Passes over a block in which the mask hides all from this warpgroup: it makes its piece of the block before's dQ all the
+// same.
+template <class T, class Config>
+template <bool kFirst, int kNow>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::skip_block(Prefetch& ahead) {
+  constexpr int kOther = kNow ^ 1;
+  recompute_warp_index();
+  if constexpr (kFirst) {
+    wait(&shared.value_full, 0);
+  } else {
+    DqAccumulator dq;
+    start_dq(dq, kOther);
+    if constexpr (kTile.send_dq_late)
+      if (block_count > 1) {
+        publish();
+        send_dq(dq_accum_of(query_block(-2)));
+      }
+    wgmma_wait<0>();
+    fence_registers(dq);
+    release(&shared.ds_empty[kOther]);
+    stage_dq(dq);
+    if constexpr (!kTile.send_dq_late) {
+      publish();
+      send_dq(dq_accum_of(query_block(-1)));
+    }
+  }
+  release(&shared.ds_full[kNow]);
+  if (a.transposed_mask == TransposedMask::kTma) {
+    wait(&shared.mask_full, block_count % 2);
+    release(&shared.mask_empty);
+  }
+  const bool more = wait_for_block<kOther>(1);
+  if (more) prefetch<kOther>(ahead, query_block(1));
+  __syncwarp();
+  release(&shared.stage_empty[kNow]);
+  ++block_count;
+  return more;
+}
+
+template <class T, class Config>
+template <bool kFirst, int kNow>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::step(Prefetch& ahead) {
+  if constexpr (kSingleWarpgroup) {
+    return single_warpgroup_block<kFirst, kNow>(ahead);
+  } else {
+    if constexpr (kTransposed)
+      if (!(ahead.mask_flags & kVisible << warpgroup())) return skip_block<kFirst, kNow>(ahead);
+    return own_block<kFirst, kNow>(ahead);
+  }
+}
+
+// ---- a work tile
+
+// Processes a work tile's blocks, at least one; then dQ of the last block, and what is left of the one before. Two blocks, one
+// per stage, are one round of the loop, so that the compiler knows the stage. A function of its own for the last dQ would
+// change the machine code of all kernels of two warpgroups.
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::mainloop() {
+  clear_key_tail();
+  Prefetch ahead;
+  prefetch<0>(ahead, query_block());
+  if (step<true, 0>(ahead))
+    while (step<false, 1>(ahead) && step<false, 0>(ahead)) continue;
+  if constexpr (kSingleWarpgroup) return;
+
+  recompute_warp_index();
+  DqAccumulator dq;
+  start_dq(dq, (block_count - 1) % 2);
+  if (kTile.send_dq_late && (kPersistent ? block_count_of(tile()) : block_count) > 1 && !a.dq_semaphore) {
+    publish();
+    send_dq(dq_accum_of(query_block(-2)));
+  }
+  wgmma_wait<0>();
+  fence_registers(dq);
+  if constexpr (kPersistent) {
+    release(&shared.ds_empty[(block_count - 1) % 2]);
+    release(&shared.keys_empty);
+  }
+  if (a.dq_semaphore) {
+    add_dq(dq_accum_of(query_block(-1)), dq, (block_count - 1) % 2);
+  } else {
+    stage_dq(dq);
+    publish();
+    send_dq(dq_accum_of(query_block(-1)));
+  }
+}
+
+// A work tile of a persistent kernel.
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::process_work_tile() {
+  recompute_warp_index();
+  clear(dk);
+  clear(dv);
+  if (block_count_of(tile()) > 0) {
+    wait(&shared.query_full[0], parity());
+    mainloop();
+  } else {
+    // Else the next work tile's values would be asked for while these are on their way.
+    wait(&shared.value_full, tile_count % 2);
+    release(&shared.keys_empty);
+  }
+  for (int n = block_count_of(tile()); n < 2 || n % 2 != 0; ++n, ++block_count) {  // empty stages (Producer::run_persistent)
+    const int stage = block_count % 2;
+    // Until all warps are done with the work tile before: else arrivals for both would count in one phase.
+    wait(&shared.query_full[stage], parity());
+    release(&shared.ds_full[stage]);
+    release(&shared.ds_empty[stage]);
+    if (a.dq_semaphore) release(&shared.dq_added[stage]);
+    if (stage == 0) release(&shared.stage_empty[0]);
+  }
+  recompute_warp_index();
+  store_dk_and_dv();
+  release(&shared.stage_empty[1]);
+}
+
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_own_keys() {
+  recompute_warp_index();
+  if (warpgroup() == 1) ping_pong_leave();
+  if constexpr (kPersistent) {
+#pragma unroll 1
+    for (;; ++tile_count) {
+      wait(&shared.key_full, tile_count % 2);
+      if (tile().begin < 0) break;
+      process_work_tile();
+    }
+  } else {
+    clear(dk);
+    clear(dv);
+    wait(&shared.key_full, 0);
+    if (wait_for_block<0>()) mainloop();
+    store_dk_and_dv();
+  }
+  if (lane() == 0) tma_store_wait_read();
+}
+
+}  // namespace flash_online::cuda

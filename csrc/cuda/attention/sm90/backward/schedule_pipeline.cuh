@@ -1,0 +1,177 @@
+// The schedule of head dims over 128, where dK and dV of 128 keys take too many registers. A CTA owns 64 keys, and three math
+// warpgroups form a pipeline: the first makes weights and dV, the second makes of these weights dS and dK, the third makes dQ.
+// What one hands to the next goes through shared memory.
+#pragma once
+
+#include "../../../hw/compiler.cuh"
+#include "../../../hw/mbarrier.cuh"
+#include "../../../hw/named_barrier.cuh"
+#include "../../../hw/tma.cuh"
+#include "../../../hw/wgmma.cuh"
+#include "warpgroup.cuh"
+
+namespace flash_online::cuda {
+
+// ---- the first warpgroup: weights and dV
+
+// Makes weights of the block's scores, which are there, hands them on and adds to dV; meanwhile the next block's scores. False:
+// there is no next block.
+template <class T, class Config>
+template <int kNow>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::weights_and_dv_block(ScoreAccumulator& score) {
+  constexpr int kOther = kNow ^ 1;
+  recompute_warp_index();
+  Prefetch now;
+  prefetch<kNow>(now, query_block());
+  if (!now.all_visible) apply_visibility(score, query_block().query);
+  PackedScores weight;
+  exp_scores<kNow>(score, now, weight);
+  fence_registers(weight);
+  sync_and_release(&shared.stage_empty[kNow]);
+  wait(&shared.weights_empty, block_count % 2 ^ 1);
+#pragma unroll
+  for (int t = 0; t < kQuerySteps; ++t)
+    shared.weights[t][thread % 128] = make_uint4(weight[t][0], weight[t][1], weight[t][2], weight[t][3]);
+  sync_and_release(&shared.weights_full);
+  const Stage& stage = shared.stage[kNow];
+  wait(&shared.grad_out_full[kNow], parity());
+  ++block_count;
+  if (!wait_for_block<kOther>()) {
+    start_grads<kHeadDimV>(dv, weight, stage.grad_out);
+    wgmma_wait<0>();
+    return false;
+  }
+  clear_query_tail<kOther>();
+  start_grads<kHeadDimV>(dv, weight, stage.grad_out);
+  start_scores<kHeadDim>(score, shared.key, shared.stage[kOther].query);
+  wgmma_wait<1>();
+  release(&shared.grad_out_empty[kNow]);
+  wgmma_wait<0>();
+  fence_registers(flat(score));
+  return true;
+}
+
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_weights_and_dv() {
+  recompute_warp_index();
+  clear(dv);
+  wait(&shared.key_full, 0);
+  if (wait_for_block<0>()) {
+    clear_key_tail();
+    clear_query_tail<0>();
+    ScoreAccumulator score;
+    start_scores<kHeadDim>(score, shared.key, shared.stage[0].query);
+    wgmma_wait<0>();
+    fence_registers(flat(score));
+    while (weights_and_dv_block<0>(score) && weights_and_dv_block<1>(score)) continue;
+  }
+  sync_named(kAllMathBarrier, kMathThreads);  // all are done with the queries in shared memory
+  store_dv();
+}
+
+// ---- the second warpgroup: dS and dK
+
+// Makes dS of the block's dP, which is there, hands it on and adds to dK; meanwhile the next block's dP. False: there is no
+// next block.
+template <class T, class Config>
+template <int kNow>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds_and_dk_block(ScoreAccumulator& dp) {
+  constexpr int kOther = kNow ^ 1;
+  recompute_warp_index();
+  wait(&shared.weights_full, block_count % 2);
+  PackedScores ds;
+#pragma unroll
+  for (int t = 0; t < kQuerySteps; ++t) {
+    const uint4 four = shared.weights[t][thread % 128];
+    const unsigned weight[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float2 x = unpair<T>(weight[n]);
+      const int j = 2 * t + n / 2, half = n % 2;
+      ds[t][n] = pair(x.x * dp[0][j][2 * half], x.y * dp[0][j][2 * half + 1]);
+    }
+  }
+  fence_registers(ds);
+  sync_and_release(&shared.weights_empty);
+  const int buffer = block_count % kDsBuffers;
+  wait(&shared.ds_empty[buffer], block_count / kDsBuffers % 2 ^ 1);
+  store_ds(shared.ds[buffer], ds);
+  publish();
+  release(&shared.ds_full[buffer]);
+  const Stage& stage = shared.stage[kNow];
+  ++block_count;
+  if (!wait_for_block<kOther>()) {
+    start_grads<kHeadDim>(dk, ds, stage.query);
+    wgmma_wait<0>();
+    return false;
+  }
+  clear_query_tail<kOther>();
+  begin_dp_at_minus_delta<kOther>(dp);
+  wait(&shared.grad_out_full[kOther], parity());
+  start_grads<kHeadDim>(dk, ds, stage.query);
+  start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[kOther].grad_out);
+  wgmma_wait<1>();
+  release(&shared.stage_empty[kNow]);
+  wgmma_wait<0>();
+  fence_registers(flat(dp));
+  release(&shared.grad_out_empty[kOther]);
+  return true;
+}
+
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_ds_and_dk() {
+  recompute_warp_index();
+  clear(dk);
+  if (wait_for_block<0>()) {
+    wait(&shared.value_full, 0);
+    clear_key_tail();
+    clear_query_tail<0>();
+    ScoreAccumulator dp;
+    begin_dp_at_minus_delta<0>(dp);
+    wait(&shared.grad_out_full[0], 0);
+    start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[0].grad_out);
+    wgmma_wait<0>();
+    fence_registers(flat(dp));
+    release(&shared.grad_out_empty[0]);
+    while (ds_and_dk_block<0>(dp) && ds_and_dk_block<1>(dp)) continue;
+  }
+  // This hands a block that does not exist to the third warpgroup, which so learns that there are no more.
+  wait(&shared.ds_empty[block_count % kDsBuffers], block_count / kDsBuffers % 2 ^ 1);
+  release(&shared.ds_full[block_count % kDsBuffers]);
+  sync_named(kAllMathBarrier, kMathThreads);
+  store_dk();
+}
+
+// ---- the third warpgroup: dQ
+
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_dq() {
+  recompute_warp_index();
+  wait(&shared.key_full, 0);
+  while (true) {
+    const int buffer = block_count % kDsBuffers;
+    wait(&shared.ds_full[buffer], block_count / kDsBuffers % 2);
+    if (query_block().query < 0) break;
+    float* const to = dq_accum_of(query_block());
+    ++block_count;
+    recompute_warp_index();
+    DqAccumulator dq;
+#pragma unroll
+    for (int piece = 0; piece < kDqPieces; ++piece) {
+      start_dq(dq, buffer, piece);
+      wgmma_wait<0>();
+      fence_registers(dq);
+      if (piece == kDqPieces - 1) release(&shared.ds_empty[buffer]);
+      if (a.dq_semaphore) {
+        add_dq(to, dq, (block_count - 1) % 2, piece);
+      } else {
+        stage_dq(dq);
+        publish();
+        send_dq(to, piece);
+      }
+    }
+  }
+  if (lane() == 0) tma_store_wait_read();
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,110 @@
+// The tile table of the Hopper backward kernel, by head dim. A head dim between two rows runs in the next larger tile, which
+// TMA fills up with zeros.
+#pragma once
+
+namespace flash_online::cuda {
+
+inline constexpr int kMaxLengthBackwardSm90 = 1 << 28;  // of the queries and of the keys, that the kernels take
+
+// What a kernel has besides plain attention.
+enum class BackwardSm90Features {
+  kPlain,
+  kMasks,            // a bool mask, a 16-bit mask of the queries' dtype, ALiBi
+  kMasksNarrowTile,  // as kMasks, in CTAs of 64 keys: where a bool mask hides much
+  kDropout,          // dropout, a bool mask, ALiBi
+  kAllOptions,       // softcap, any mask, ALiBi, dropout, any scale
+};
+
+// A CTA owns `keys` keys and loops over blocks of `queries` queries. It has a producer warpgroup and math warpgroups of 64 keys
+// each. A CTA of 64 keys has one math warpgroup, or three that form a pipeline.
+struct BackwardSm90Tile {
+  int head_dim, head_dim_v;
+  BackwardSm90Features features;
+  int keys, queries;
+
+  // These three are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
+  bool prefetch_lse = false;  // a block's lse is read into registers before its scores are there
+  bool ping_pong = false;  // the two warpgroups start their scores one after the other
+  bool send_dq_late = false;  // dQ leaves amid the next block, and not at once
+
+  int math_registers, producer_registers;  // per thread
+  int aux_registers = 0;  // of the dropout warps, or of the pipeline's third warpgroup
+  int dropout_warps = 0;  // each generates the bits for a quarter of a block
+  int warpgroups = 2;  // math warpgroups with `math_registers`: all but the pipeline's third
+  int ctas_per_sm = 1;
+  int persistent_max_keys = 0;  // the kernel is persistent where sequences have at most this many keys
+
+  constexpr bool pipelined() const { return keys == 64 && warpgroups == 2; }
+  constexpr int threads() const { return 128 * (warpgroups + 1 + pipelined()) + 32 * dropout_warps; }
+};
+
+// clang-format off
+inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
+    {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 128,
+     .send_dq_late = true, .math_registers = 240, .producer_registers = 24, .persistent_max_keys = kMaxLengthBackwardSm90},
+    {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
+     .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
+
+    {.head_dim = 96, .head_dim_v = 96, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
+     .prefetch_lse = true, .ping_pong = true, .math_registers = 240, .producer_registers = 24},
+
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
+     .prefetch_lse = true, .ping_pong = true, .math_registers = 240, .producer_registers = 24, .persistent_max_keys = 1024},
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 64,
+     .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasksNarrowTile, .keys = 64, .queries = 64,
+     .math_registers = 232, .producer_registers = 24, .warpgroups = 1, .ctas_per_sm = 2},
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 64,
+     .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kAllOptions, .keys = 128, .queries = 64,
+     .math_registers = 240, .producer_registers = 24},
+
+    {.head_dim = 192, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
+     .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+    {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
+     .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+    {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
+     .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+};
+// clang-format on
+
+// What the kernels take for granted of a row. How much shared memory a row takes is asserted in config.cuh.
+constexpr bool is_valid(const BackwardSm90Tile& tile) {
+  const auto is_register_count = [](int registers) { return registers % 8 == 0 && registers >= 24 && registers <= 240; };
+  const int aux_threads = tile.threads() - 128 * (tile.warpgroups + 1);
+  // A CTA has as many registers as its threads were launched with, a multiple of 8 each. Warps that ask for more than there are
+  // (setmaxnreg) wait for ever.
+  const int launch_registers = 65536 / (tile.threads() * tile.ctas_per_sm) / 8 * 8 * tile.threads();
+  return tile.head_dim % 32 == 0 && tile.head_dim_v % 32 == 0 && tile.head_dim_v <= tile.head_dim &&
+         (tile.keys == 64 * tile.warpgroups || tile.pipelined()) && (tile.queries == 64 || tile.queries == 128) &&
+         tile.threads() <= 1024 && is_register_count(tile.math_registers) && is_register_count(tile.producer_registers) &&
+         (aux_threads == 0 ? tile.aux_registers == 0 : is_register_count(tile.aux_registers)) &&
+         tile.dropout_warps == (tile.features == BackwardSm90Features::kDropout ? 4 : 0) &&
+         (tile.persistent_max_keys == 0 || tile.features == BackwardSm90Features::kPlain) &&
+         128 * (tile.warpgroups * tile.math_registers + tile.producer_registers) + aux_threads * tile.aux_registers <=
+             launch_registers;
+}
+static_assert([] {
+  for (const BackwardSm90Tile& tile : kBackwardSm90Tiles)
+    if (!is_valid(tile)) return false;
+  return true;
+}());
+
+// The largest head dim of the rows with any features.
+inline constexpr int kMaxOptionsHeadDimBackwardSm90 = 128;
+
+consteval BackwardSm90Tile backward_sm90_tile(int head_dim, int head_dim_v, BackwardSm90Features features) {
+  for (const BackwardSm90Tile& tile : kBackwardSm90Tiles)
+    if (tile.head_dim == head_dim && tile.head_dim_v == head_dim_v && tile.features == features) return tile;
+  throw "no row in kBackwardSm90Tiles";
+}
+
+// A row, and whether the kernel is persistent: a CTA then takes one work tile after another, and while it stores dK and dV of
+// one, the next one's queries, keys and values are on their way.
+template <int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kIsPersistent>
+struct BackwardSm90Config {
+  static constexpr BackwardSm90Tile kTile = backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures);
+  static constexpr bool kPersistent = kIsPersistent;
+};
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,127 @@
+// The end of a work tile of the Hopper forward kernel: division by the sums of the rows, lse, the store of the results.
+#pragma once
+
+#include "../../../hw/matrix_copy.cuh"
+#include "consumer.cuh"
+
+namespace flash_online::cuda {
+
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::finish_rows(int stage, float (&inverse)[2]) {
+  const WorkTile& tile = shared.tile[stage];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 1);
+    softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 2);
+    float factor = 1;
+    if (a.scores.sinks) {
+      const float sink = a.scores.sinks[tile.head] * kLog2E;
+      factor = softmax[r].raise_max(sink);
+      softmax[r].add(softmax[r].weight(sink));
+    }
+    inverse[r] = softmax[r].sum == 0 ? 0 : factor * reciprocal(softmax[r].sum);
+    if constexpr (kHasOptions) inverse[r] *= a.dropout.keep_scale;
+  }
+  // Of the four lanes of a quad, the first two write the lse of one row each.
+  const bool second = lane % 4 == 1;
+  RowSoftmax own;
+  own.max = second ? softmax[1].max : softmax[0].max;
+  own.sum = second ? softmax[1].sum : softmax[0].sum;
+  const int row = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
+  if (lane % 4 < 2 && column_part == 0 && row < queries(a, tile) && a.lse) {
+    const int64_t at = (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + row;
+    // From base 2 to the natural logarithm, in two floats.
+    constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
+    const float high = own.lse(), lse = high * kLn2;
+    const float low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, own.lse_low() * kLn2);
+    a.lse[at] = lse;
+    a.lse_low[at] = low - low == 0 ? low : 0;
+  }
+  __syncwarp();
+}
+
+// Through shared memory. The last rows of a packed sequence are stored by the lanes, since a box would run into the next one.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out_by_tma(int stage,
+                                                                                               const float (&inverse)[2]) {
+  const WorkTile& tile = shared.tile[stage];
+  const int first = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
+  auto& buffer = shared.out.box[4 * row_block + warp];
+  if (lane == 0) tma_store_wait_read();
+  __syncwarp();
+#pragma unroll
+  for (int step = 0; step < kOutRegisters / 8; ++step) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = Fragments<T>::pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
+    stmatrix_x4(words, shared_address(buffer[step / 4]) + matrix_offset(0, step % 4 * 2));
+  }
+  if (const int rows = queries(a, tile) - first; kPacked && rows < kRowsPerWarp) {
+    __syncwarp();
+    const int chunks = a.head_dim_v / kPerVector<T>;
+    T* const to = static_cast<T*>(a.out) + tile.head * a.out_stride[1] + (query_begin(tile) + first) * a.out_stride[2];
+    for (int n = lane; n < rows * chunks; n += kWarpSize) {
+      const int r = n / chunks, chunk = n % chunks;
+      *reinterpret_cast<uint4*>(to + r * a.out_stride[2] + chunk * kPerVector<T>) =
+          reinterpret_cast<const uint4*>(buffer[chunk / 8][r])[(chunk ^ r) % 8];  // swizzled
+    }
+  } else {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int box = 0; box < kHeadDimVBoxes; ++box)
+        tma_store(a.out_tma, {box * kBoxColumns, query_begin(tile) + first, tile.head, kPacked ? 0 : tile.batch}, buffer[box]);
+      tma_store_commit();
+    }
+  }
+}
+
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out_from_registers(
+    int stage, const float (&inverse)[2]) {
+  const WorkTile& tile = shared.tile[stage];
+  const int first = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
+  // The four lanes of a quad hold 2 columns each of every 8. A transposition within the quad gives each lane all 8 of one group
+  // of columns out of four: 16 bytes to store.
+  static_assert(kOutColumns % 32 == 0);
+  const bool odd = lane & 1, upper = lane & 2;
+  const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
+    const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
+    (high ? low_word : high_word) = got;
+  };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first + lane / 4 + 8 * r;
+    T* to = static_cast<T*>(a.out) + (kPacked ? 0 : tile.batch * a.out_stride[0]) + tile.head * a.out_stride[1] +
+            (query_begin(tile) + row) * a.out_stride[2];
+#pragma unroll
+    for (int i = 0; i < kOutRegisters / 16; ++i) {
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = 16 * i + 4 * j + 2 * r;
+        words[j] = Fragments<T>::pair(out[at] * inverse[r], out[at + 1] * inverse[r]);
+      }
+      swap(odd, words[0], words[1], 1);
+      swap(odd, words[2], words[3], 1);
+      swap(upper, words[0], words[2], 2);
+      swap(upper, words[1], words[3], 2);
+      const int column = column_part * kOutColumns + 32 * i + lane % 4 * 8;
+      if (row < queries(a, tile) && column < a.head_dim_v)
+        *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
+    }
+  }
+}
+
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out(int stage, const float (&inverse)[2]) {
+  if constexpr (kTile.staged_out)
+    store_out_by_tma(stage, inverse);
+  else
+    store_out_from_registers(stage, inverse);
+  __syncwarp();
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,214 @@
+// The tile table of the Hopper forward kernel, by head dim. A head dim between two entries runs in the next larger tile, whose
+// missing columns TMA fills with zeros.
+#pragma once
+
+#include <cstddef>
+
+namespace flash_online::cuda {
+
+// What a kernel has besides plain attention. kOptions: softcap, ALiBi, bool masks and dropout. kOptionsFloatMask: 16-bit float
+// masks too, whose tiles need shared memory.
+enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask };
+
+struct ForwardSm90Tile {
+  int head_dim, head_dim_v;
+  int warpgroups;  // math warpgroups, of 64 queries each; with split_values all of them have the same 64
+  int keys;  // per block of the mainloop
+  int stages;  // buffers of values, and of keys unless these come in parts
+  int query_stages;  // buffers of 64 queries each
+
+  // Queries are the left operand of Q K^T in registers: their shared memory is free after the first product of a tile.
+  bool query_in_registers = false;
+  bool staged_out = false;  // results leave through shared memory of their own and TMA, not from registers
+  bool ping_pong = false;  // warpgroups issue their products in turn
+  // All warpgroups have the same 64 queries: each computes all of their scores, but only its share of the columns of the
+  // results. Keys come in parts of the head dim.
+  bool split_values = false;
+  // How many tiles each CTA takes from the heads of a section, under a causal mask.
+  int section_rounds = 1;
+  int ctas_per_sm = 1;
+
+  // An entry for little work takes sequences of at most max_queries queries, windows of at most max_window keys, and whatever
+  // would leave half of the SMs without a tile of the next entry. 0: the entry takes everything.
+  int max_queries = 0, max_window = 0;
+
+  int dropout_warps = 0;  // they generate the bits of dropout
+  int registers, producer_registers, dropout_registers = 0;  // per thread, claimed by setmaxnreg
+
+  constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * dropout_warps; }
+  constexpr int row_blocks() const { return split_values ? 1 : warpgroups; }  // of 64 queries
+  constexpr int queries() const { return 64 * row_blocks(); }
+  constexpr int key_parts() const { return split_values ? 2 : 1; }
+  constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of one part each
+};
+
+// clang-format off
+
+// Plain attention. For each head dim the entry for little work stands before the one that takes everything.
+inline constexpr ForwardSm90Tile kForwardSm90Plain[] = {
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 1, .keys = 64, .stages = 3, .query_stages = 2,
+     .staged_out = true,
+     .section_rounds = 8, .ctas_per_sm = 3, .max_queries = 256, .max_window = 512,
+     .registers = 128, .producer_registers = 32},
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 128, .stages = 3, .query_stages = 6,
+     .staged_out = true, .ping_pong = true,
+     .section_rounds = 8,
+     .registers = 160, .producer_registers = 32},
+    {.head_dim = 96, .head_dim_v = 96, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true, .ping_pong = true,
+     .registers = 232, .producer_registers = 40},
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 1, .keys = 64, .stages = 2, .query_stages = 1,
+     .query_in_registers = true, .staged_out = true,
+     .ctas_per_sm = 2, .max_queries = 64, .max_window = 128,
+     .registers = 208, .producer_registers = 40},
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true, .ping_pong = true,
+     .registers = 232, .producer_registers = 40},
+    {.head_dim = 192, .head_dim_v = 128, .warpgroups = 2, .keys = 96, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true, .ping_pong = true,
+     .registers = 232, .producer_registers = 40},
+    {.head_dim = 192, .head_dim_v = 192, .warpgroups = 2, .keys = 96, .stages = 2, .query_stages = 3,
+     .ping_pong = true,
+     .registers = 232, .producer_registers = 40},
+    {.head_dim = 256, .head_dim_v = 256, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 3,
+     .ping_pong = true,
+     .registers = 232, .producer_registers = 40},
+    {.head_dim = 512, .head_dim_v = 512, .warpgroups = 2, .keys = 64, .stages = 1, .query_stages = 1,
+     .split_values = true,
+     .registers = 232, .producer_registers = 40},
+};
+
+// Plain attention over packed sequences: there is more to schedule, so the producer warps need more registers.
+inline constexpr ForwardSm90Tile kForwardSm90Packed[] = {
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 1, .keys = 64, .stages = 3, .query_stages = 2,
+     .staged_out = true,
+     .section_rounds = 8, .ctas_per_sm = 2, .max_queries = 256, .max_window = 512,
+     .registers = 200, .producer_registers = 56},
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 96, .stages = 3, .query_stages = 6,
+     .staged_out = true, .ping_pong = true,
+     .section_rounds = 8,
+     .registers = 152, .producer_registers = 56},
+    {.head_dim = 96, .head_dim_v = 96, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true, .ping_pong = true,
+     .registers = 224, .producer_registers = 56},
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 1, .keys = 64, .stages = 2, .query_stages = 1,
+     .query_in_registers = true, .staged_out = true,
+     .ctas_per_sm = 2, .max_queries = 64, .max_window = 128,
+     .registers = 200, .producer_registers = 56},
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true, .ping_pong = true,
+     .registers = 224, .producer_registers = 56},
+    {.head_dim = 192, .head_dim_v = 128, .warpgroups = 2, .keys = 96, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true, .ping_pong = true,
+     .registers = 224, .producer_registers = 56},
+    {.head_dim = 192, .head_dim_v = 192, .warpgroups = 2, .keys = 96, .stages = 2, .query_stages = 3,
+     .ping_pong = true,
+     .registers = 224, .producer_registers = 56},
+    {.head_dim = 256, .head_dim_v = 256, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 3,
+     .ping_pong = true,
+     .registers = 232, .producer_registers = 40},
+};
+
+// kOptions, dense or packed. Blocks are the 64 keys of a tile of the mask map, so that a block is read or skipped as a whole.
+inline constexpr ForwardSm90Tile kForwardSm90Options[] = {
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 64, .stages = 6, .query_stages = 6,
+     .staged_out = true,
+     .section_rounds = 8,
+     .dropout_warps = 8, .registers = 120, .producer_registers = 48, .dropout_registers = 32},
+    {.head_dim = 96, .head_dim_v = 96, .warpgroups = 2, .keys = 64, .stages = 4, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true,
+     .dropout_warps = 8, .registers = 184, .producer_registers = 48, .dropout_registers = 32},
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 64, .stages = 4, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true,
+     .dropout_warps = 8, .registers = 184, .producer_registers = 48, .dropout_registers = 32},
+    {.head_dim = 192, .head_dim_v = 128, .warpgroups = 2, .keys = 64, .stages = 3, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true,
+     .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
+    {.head_dim = 192, .head_dim_v = 192, .warpgroups = 2, .keys = 64, .stages = 3, .query_stages = 3,
+     .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
+};
+
+// kOptionsFloatMask: tiles of the mask come with the keys, so that there is memory for fewer stages.
+inline constexpr ForwardSm90Tile kForwardSm90FloatMask[] = {
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 64, .stages = 3, .query_stages = 6,
+     .staged_out = true,
+     .section_rounds = 8,
+     .dropout_warps = 4, .registers = 128, .producer_registers = 48, .dropout_registers = 48},
+    {.head_dim = 96, .head_dim_v = 96, .warpgroups = 2, .keys = 64, .stages = 3, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true,
+     .dropout_warps = 4, .registers = 208, .producer_registers = 48, .dropout_registers = 48},
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 64, .stages = 3, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true,
+     .dropout_warps = 4, .registers = 208, .producer_registers = 48, .dropout_registers = 48},
+    {.head_dim = 192, .head_dim_v = 128, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 2,
+     .query_in_registers = true, .staged_out = true,
+     .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
+    {.head_dim = 192, .head_dim_v = 192, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 3,
+     .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
+};
+
+// clang-format on
+
+inline constexpr int kForwardSm90Entries = static_cast<int>(sizeof(kForwardSm90Plain) / sizeof(kForwardSm90Plain[0]));
+
+// The largest head dims that run with options, and over packed sequences.
+inline constexpr int kForwardSm90MaxOptionsHeadDim = 192, kForwardSm90MaxPackedHeadDim = 256;
+
+// The entry of a table that stands for an entry of kForwardSm90Plain. Called at compile time: a missing entry is an error.
+template <size_t kCount>
+constexpr ForwardSm90Tile forward_sm90_variant(const ForwardSm90Tile (&table)[kCount], const ForwardSm90Tile& plain) {
+  size_t n = 0;
+  while (table[n].head_dim != plain.head_dim || table[n].head_dim_v != plain.head_dim_v ||
+         table[n].max_queries != plain.max_queries)
+    ++n;
+  return table[n];
+}
+
+// The tile of a kernel: an entry of kForwardSm90Plain, by index, and what the kernel has.
+template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked>
+struct ForwardSm90Variant {
+  static constexpr bool kHasOptions = kFeatures != ForwardSm90Features::kPlain,
+                        kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked;
+  static constexpr ForwardSm90Tile kTile = kFloatMask ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
+                                           : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
+                                           : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
+                                                         : kForwardSm90Plain[kEntry];
+};
+
+// What every entry promises.
+constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
+  // wgmma is 16 deep. An accumulator has at most 256 columns.
+  if (t.head_dim % 16 != 0 || t.head_dim_v % 16 != 0 || t.keys % 16 != 0 || t.keys > 256) return false;
+  if (t.head_dim_v / (t.warpgroups / t.row_blocks()) > 256) return false;
+  if (t.stages < 1 || t.query_stages < t.row_blocks() || t.threads() > 1024) return false;
+  if (t.ping_pong && t.warpgroups < 2) return false;
+  if (t.split_values && (t.query_in_registers || t.staged_out || t.dropout_warps > 0)) return false;
+  // setmaxnreg takes multiples of 8 from 24 to 256, and a warpgroup as a whole.
+  const auto is_budget = [](int registers) { return registers % 8 == 0 && registers >= 24 && registers <= 256; };
+  if (!is_budget(t.registers) || !is_budget(t.producer_registers)) return false;
+  if (t.dropout_warps % 4 != 0 || (t.dropout_warps > 0 && !is_budget(t.dropout_registers))) return false;
+  // What all warps claim must be there, or they wait forever: a CTA has what its threads were launched with, in eights.
+  const int launched = 65536 / (t.threads() * t.ctas_per_sm) / 8 * 8 * (t.threads() / 128);
+  return t.warpgroups * t.registers + t.producer_registers + t.dropout_warps / 4 * t.dropout_registers <= launched;
+}
+
+template <size_t kCount>
+constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount]) {
+  for (const ForwardSm90Tile& tile : table)
+    if (!forward_sm90_is_valid(tile)) return false;
+  return true;
+}
+static_assert(forward_sm90_are_valid(kForwardSm90Plain) && forward_sm90_are_valid(kForwardSm90Packed) &&
+              forward_sm90_are_valid(kForwardSm90Options) && forward_sm90_are_valid(kForwardSm90FloatMask));
+
+// An entry for little work is followed by the one for the rest of its head dims.
+static_assert([] {
+  for (int n = 0; n < kForwardSm90Entries; ++n) {
+    const ForwardSm90Tile &tile = kForwardSm90Plain[n], &next = kForwardSm90Plain[n + 1 < kForwardSm90Entries ? n + 1 : n];
+    if (tile.max_queries > 0 && (next.max_queries > 0 || tile.head_dim != next.head_dim || tile.head_dim_v != next.head_dim_v))
+      return false;
+  }
+  return true;
+}());
+
+}  // namespace flash_online::cuda

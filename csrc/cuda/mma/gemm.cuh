@@ -1,0 +1,177 @@
+// Products of tiles in shared memory. Each warp computes some rows and columns of the result.
+#pragma once
+
+#include "compensated_accumulator.cuh"
+#include "fragments.cuh"
+#include "shared_tile.cuh"
+
+namespace flash_online::cuda {
+
+struct GemmOptions {
+  bool transposed = false;  // of floats: gives the bits that the transposed product has
+  // Of 16-bit elements: the tensor cores cut off what a sum does not hold in pairs of steps alone; float adders, which round,
+  // sum the pairs. For long sums, which lose several units in the last place otherwise.
+  bool rounded = false;
+};
+
+// One step of a product of 16-bit elements, for kCount columns from `column` of d on.
+template <class Element, int kRows, int kColumns, int kCount>
+__device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const typename Fragments<Element>::Left (&a)[kRows],
+                                         const typename Fragments<Element>::Right (&b)[kCount], int column) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) mma_16x8x16<Element>(d[i][column + j], a[i].words[0], b[j].words[0][0], b[j].words[0][1]);
+}
+
+// d[m][n] += sum over k of left[m][k] right[n][k] over the tiles' width: 16 * kRows rows from m on, all of d's columns from
+// row 0 of `right` on. Of floats the low sums stay apart, to be added to d in the end (add_low): how k is cut up among calls
+// changes no bit of them.
+template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth>
+__device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumns>& d,
+                                                      CompensatedAccumulator<Element, kRows, kColumns>& compensation,
+                                                      SharedTile<Element, kWidth> left, int m,
+                                                      SharedTile<Element, kWidth> right) {
+  using F = Fragments<Element>;
+  constexpr int kSteps = kWidth / F::kDepth, kCount = kColumns == 1 ? 1 : 2;
+  static_assert(kColumns % kCount == 0);
+  // Calls f(left fragments, right fragments, column) for the fragments of a step.
+  const auto multiply_step = [&](int step, auto&& f) {
+    typename F::Left a[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, step * F::kDepth);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += kCount) {
+      typename F::Right b[kCount];
+      F::right_rows(b, right, 8 * j, step * F::kDepth);
+      f(a, b, j);
+    }
+  };
+  if constexpr (F::kPieces == 1 && kOptions.rounded) {
+    static_assert(kSteps % 2 == 0);
+#pragma unroll 2
+    for (int step = 0; step < kSteps; step += 2) {
+      typename F::Left a[2][kRows];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) F::left_rows(a[n][i], left, m + 16 * i, (step + n) * F::kDepth);
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kCount) {
+        Accumulator<kRows, kCount> pair;
+        clear(pair);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          typename F::Right b[kCount];
+          F::right_rows(b, right, 8 * j, (step + n) * F::kDepth);
+          multiply<Element>(pair, a[n], b, 0);
+        }
+        for_each(pair, [&](float x, int i, int column, int e) { d[i][j + column][e] += x; });
+      }
+    }
+  } else if constexpr (F::kPieces == 1) {
+#pragma unroll(kSteps > 16 ? 4 : kSteps)
+    for (int step = 0; step < kSteps; ++step)
+      multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
+  } else {
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step)
+      multiply_step(step, [&](const auto& a, const auto& b, int j) {
+        compensation.template multiply<kOptions.transposed>(d, j, a, b, j);
+      });
+  }
+}
+
+// A whole product in one call: d is the result, or its leading part where results are compensated.
+template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth>
+__device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d,
+                                              CompensatedAccumulator<Element, kRows, kColumns>& compensation,
+                                              SharedTile<Element, kWidth> left, int m, SharedTile<Element, kWidth> right) {
+  multiply_rows_partial<kOptions>(d, compensation, left, m, right);
+  add_low_unless_compensated(d, compensation);
+}
+
+// d[m][n] += sum over k of left[m][k] right[k][n], k up to kSteps * Fragments::kDepth, n from column `n` of `right` on.
+// left(a, i, step) sets `a` to the left operand's fragment of the i-th sixteen rows.
+template <int kSteps, class Element, int kRows, int kColumns, int kWidth, class Left>
+__device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>& d, const Left& left,
+                                                    SharedTile<Element, kWidth> right, int n) {
+  using F = Fragments<Element>;
+  static_assert(kColumns % 2 == 0);
+  if constexpr (F::kPieces == 1) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      typename F::Left a[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) left(a[i], i, step);
+#pragma unroll
+      for (int j = 0; j < kColumns; j += 2) {
+        typename F::Right b[2];
+        F::right_columns(b, right, n + 8 * j, step * F::kDepth);
+        multiply<Element>(d, a, b, j);
+      }
+    }
+  } else {
+    constexpr int kCount = kColumns % 4 == 0 && kRows == 1 ? 4 : 2;
+    // The steps whose sums are added to d at once.
+    constexpr int kGroup = kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps % 2 == 0 ? 2 : 1;
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kGroup) {
+      typename F::Left a[kGroup][kRows];
+#pragma unroll
+      for (int step = 0; step < kGroup; ++step)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) left(a[step][i], i, first + step);
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kCount) {
+        Accumulator<kRows, kCount> leading;
+        CompensatedAccumulator<Element, kRows, kCount> compensation;
+        clear(leading);
+#pragma unroll
+        for (int step = 0; step < kGroup; ++step) {
+          typename F::Right b[kCount];
+          F::right_columns(b, right, n + 8 * j, (first + step) * F::kDepth);
+          compensation.multiply(leading, 0, a[step], b, 0);
+        }
+        for_each(leading, [&](float x, int i, int column, int e) {
+          d[i][j + column][e] += add_if_finite(x, compensation.low[i][column][e]);
+        });
+      }
+    }
+  }
+}
+
+// The left operand is in registers, and k runs over its 8 * kLeft columns.
+template <class Element, int kRows, int kColumns, int kLeft, int kWidth>
+__device__ __forceinline__ void multiply_operand(Accumulator<kRows, kColumns>& d,
+                                                 const LeftOperand<Element, kRows, kLeft>& left,
+                                                 SharedTile<Element, kWidth> right, int n = 0) {
+  using F = Fragments<Element>;
+  multiply_by_columns<kLeft * 8 / F::kDepth>(
+      d, [&](typename F::Left& a, int i, int step) { left.fragment(a, i, step); }, right, n);
+}
+template <class Element, int kRows, int kColumns, int kLeft, int kWidth>
+__device__ __forceinline__ void multiply_accumulators(Accumulator<kRows, kColumns>& d, const Accumulator<kRows, kLeft>& left,
+                                                      SharedTile<Element, kWidth> right, int n = 0) {
+  multiply_operand(d, LeftOperand<Element, kRows, kLeft>(left), right, n);
+}
+
+// The left operand's rows are in shared memory: 16 * kRows of them from m on, k up to kDepth.
+template <int kDepth, class Element, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_rows_by_columns(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left,
+                                                         int m, SharedTile<Element, kWidthRight> right, int n) {
+  using F = Fragments<Element>;
+  multiply_by_columns<kDepth / F::kDepth>(
+      d, [&](typename F::Left& a, int i, int step) { F::left_rows(a, left, m + 16 * i, step * F::kDepth); }, right, n);
+}
+
+// The left operand's columns are in shared memory, left[k][m]: 16 * kRows of them from m on, k up to kDepth.
+template <int kDepth, class Element, int kRows, int kColumns, int kWidthLeft, int kWidthRight>
+__device__ __forceinline__ void multiply_columns(Accumulator<kRows, kColumns>& d, SharedTile<Element, kWidthLeft> left, int m,
+                                                 SharedTile<Element, kWidthRight> right, int n) {
+  using F = Fragments<Element>;
+  multiply_by_columns<kDepth / F::kDepth>(
+      d, [&](typename F::Left& a, int i, int step) { F::left_columns(a, left, m + 16 * i, step * F::kDepth); }, right, n);
+}
+
+}  // namespace flash_online::cuda

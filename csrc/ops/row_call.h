@@ -1,0 +1,162 @@
+// What the row operators share: checks, a RowProblem from tensors, and the run of its kernel on the tensors' device. A tensor
+// of any strides is read as [outer, classes, inner] in place; it is copied only if the dimensions on one side of dim do not
+// share one stride.
+#pragma once
+
+#include <functional>
+#include <numeric>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "../core/row_problem.h"
+#include "../cpu/kernels.h"
+#include "../cuda/rows/rows.h"
+#include "cuda_call.h"
+#include "tensor.h"
+
+namespace flash_online::ops {
+
+// The one stride that steps through dimensions [begin, end) in row-major order, if there is one.
+inline std::optional<int64_t> common_stride(const Tensor& tensor, int64_t begin, int64_t end) {
+  int64_t stride = 0, next = 0;
+  bool found = false;
+  for (int64_t i = end - 1; i >= begin; --i) {
+    const int64_t size = tensor.size(i);
+    if (size == 1) continue;
+    if (!found)
+      stride = tensor.stride(i);
+    else if (tensor.stride(i) != next)
+      return std::nullopt;
+    next = tensor.stride(i) * size;
+    found = true;
+  }
+  return stride;
+}
+
+// Reads a tensor as [outer, classes, inner] around dim; replaces it by a contiguous copy where its strides forbid that.
+template <class View = ConstView3>
+View view_of(Tensor& tensor, int64_t dim) {
+  std::optional<int64_t> outer = common_stride(tensor, 0, dim), inner = common_stride(tensor, dim + 1, tensor.dim());
+  if (!outer || !inner) {
+    tensor = torch::stable::contiguous(tensor);
+    outer = common_stride(tensor, 0, dim);
+    inner = common_stride(tensor, dim + 1, tensor.dim());
+  }
+  View view{};
+  view.data = static_cast<decltype(view.data)>(tensor.data_ptr());
+  view.stride[0] = *outer;
+  view.stride[1] = tensor.stride(dim);
+  view.stride[2] = *inner;
+  return view;
+}
+
+inline std::string text_of(const std::vector<int64_t>& sizes) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << ']';
+  return text.str();
+}
+
+inline void check_dim(const Tensor& input, int64_t dim) {
+  check(input.dim() >= 1, "input: at least 1 dimension is needed, got a tensor of none");
+  check(dim >= 0 && dim < input.dim(), "dim: must lie in [0, ", input.dim() - 1, "] for an input of shape ", shape_of(input),
+        ", got ", dim);
+}
+
+inline void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& sizes, ScalarType type,
+                       const Tensor& other) {
+  check(sizes_of(tensor) == sizes, name, ": the shape must be ", text_of(sizes), ", got ", shape_of(tensor));
+  check(tensor.scalar_type() == type, name, ": the dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
+  check(tensor.is_cuda() == other.is_cuda() && tensor.get_device_index() == other.get_device_index(), name,
+        ": must be on the device of the other tensors");
+}
+
+inline void check_result_dtype(const char* name, ScalarType result, ScalarType input) {
+  const bool is_16_bit = input == ScalarType::Half || input == ScalarType::BFloat16;
+  check(result == input || (is_16_bit && result == ScalarType::Float), name, ": got ", name_of(result),
+        "; accepted are the input's, ", name_of(input), is_16_bit ? ", and float32" : "");
+}
+
+inline std::vector<int64_t> without_dim(std::vector<int64_t> sizes, int64_t dim) {
+  sizes.erase(sizes.begin() + dim);
+  return sizes;
+}
+
+inline std::vector<int64_t> with_dim_size(std::vector<int64_t> sizes, int64_t dim, int64_t size) {
+  sizes[dim] = size;
+  return sizes;
+}
+
+inline RowProblem row_problem(const std::vector<int64_t>& sizes, int64_t dim, ScalarType type, ScalarType result_type) {
+  RowProblem problem;
+  problem.dtype = dtype_of(type);
+  problem.result_dtype = dtype_of(result_type);
+  const auto product = [](auto begin, auto end) { return std::accumulate(begin, end, int64_t{1}, std::multiplies<>()); };
+  problem.outer = product(sizes.begin(), sizes.begin() + dim);
+  problem.classes = sizes[dim];
+  problem.inner = product(sizes.begin() + dim + 1, sizes.end());
+  return problem;
+}
+
+// Asks for large pages under a large new result. From 32 MiB on the C library maps fresh memory for every tensor, and page
+// faults of 4 KiB each then take longer than the row kernels do. It is only advice, which the operating system may ignore.
+inline void use_large_pages([[maybe_unused]] const Tensor& result) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096;
+  const int64_t bytes = result.numel() * size_of(dtype_of(result));
+  if (result.is_cuda() || bytes < int64_t{32} << 20) return;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(result.data_ptr());
+  const uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+using RowKernel = void (*)(const RowProblem&, const cpu::Executor&);
+
+inline void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like) {
+  const int64_t elements = problem.outer * problem.classes * problem.inner;
+  const cpu::Memory memory{.scratch = cpu::kernels().rows.scratch(problem)};
+  kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
+}
+
+// A CUDA row kernel and the bytes of workspace that it needs; null in a build without CUDA.
+struct CudaRowKernel {
+  void (*run)(const RowProblem&, CUstream_st*) = nullptr;
+  int64_t (*workspace)(const RowProblem&) = nullptr;
+};
+struct CudaRowKernels {
+  CudaRowKernel softmax, softmax_backward, logsumexp, logsumexp_backward, cross_entropy, cross_entropy_backward, topk_softmax,
+      topk_softmax_backward;
+};
+constexpr CudaRowKernels cuda_row_kernels() {
+  if constexpr (kBuiltWithCuda)
+    return {.softmax = {cuda::softmax, cuda::rows_workspace},
+            .softmax_backward = {cuda::softmax_backward, cuda::softmax_backward_workspace},
+            .logsumexp = {cuda::logsumexp, cuda::reduce_workspace},
+            .logsumexp_backward = {cuda::logsumexp_backward, cuda::rows_workspace},
+            .cross_entropy = {cuda::cross_entropy, cuda::reduce_workspace},
+            .cross_entropy_backward = {cuda::cross_entropy_backward, cuda::rows_workspace},
+            .topk_softmax = {cuda::topk_softmax, cuda::topk_workspace},
+            .topk_softmax_backward = {cuda::topk_softmax_backward, cuda::rows_workspace}};
+  return {};
+}
+inline constexpr CudaRowKernels kCudaRows = cuda_row_kernels();
+
+// Runs the kernel of the device that `like` is on.
+inline void run(RowKernel on_cpu, const CudaRowKernel& on_cuda, RowProblem problem, const Tensor& like) {
+  if (!like.is_cuda()) return run_on_cpu(on_cpu, problem, like);
+  if constexpr (kBuiltWithCuda) {
+    CudaCall call(like);
+    problem.workspace = call.workspace(on_cuda.workspace(problem));
+    on_cuda.run(problem, call.stream());
+  }
+}
+
+inline void check_cuda_dtype(const Tensor& tensor, const char* name) {
+  check(has_kernels(tensor), name, ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
+}
+
+}  // namespace flash_online::ops

@@ -1,0 +1,48 @@
+"""Checks of single arguments. Each raises an error whose message begins with the argument's name."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from ._ops import FLOATING, UnsupportedDtype
+
+
+def check_tensor(name: str, tensor) -> None:
+    """Raises TypeError unless `tensor` is a Tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+
+
+def check_floating(name: str, dtype: torch.dtype) -> None:
+    """Raises UnsupportedDtype unless the kernels compute on `dtype`."""
+    if dtype not in FLOATING:
+        raise UnsupportedDtype(f"{name}: dtype {dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def check_int(name: str, number) -> int:
+    """`number` as an int. Raises TypeError for a bool, a Tensor, and whatever has no __index__."""
+    if isinstance(number, int) and not isinstance(number, bool):  # tested first: under Dynamo the int may be symbolic
+        return number
+    if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
+    return operator.index(number)
+
+
+def check_float(name: str, number) -> float:
+    """`number` as a float. Raises TypeError for a string, and whatever has no __float__."""
+    if isinstance(number, float):
+        return number
+    if isinstance(number, str) or not hasattr(number, "__float__"):
+        raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
+    return float(number)
+
+
+def check_dim(dim, rank: int) -> int:
+    """`dim` counted from 0. A scalar (rank 0) counts as one dimension, as everywhere in torch. Raises IndexError."""
+    dim, rank = check_int("dim", dim), max(rank, 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"dim: {dim} is out of range, expected {-rank} to {rank - 1}")
+    return dim % rank

@@ -1,0 +1,121 @@
+"""The scripts that hold the house together: .ci/machine_code.py and .ci/house.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).resolve().parent.parent / ".ci"
+COMPILER = shutil.which("g++")
+
+
+def build(folder: Path, source: str) -> Path:
+    """A build folder with one object of CPU code, as CMake would leave it."""
+    objects = folder / "cpu_portable.dir"
+    objects.mkdir(parents=True)
+    (folder / "source.cpp").write_text(source)
+    subprocess.run([COMPILER, "-O2", "-c", folder / "source.cpp", "-o", objects / "source.cpp.o"], check=True)
+    return folder
+
+
+def compare(*arguments: Path | str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, CI / "machine_code.py", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(COMPILER is None or shutil.which("objdump") is None, reason="needs g++ and objdump")
+class TestMachineCode:
+    SOURCE = "int other(int); int first(int x) { return 3 * other(x) + 1; } double second(double x) { return x * 2.5; }"
+
+    def test_renamed_functions_are_the_same(self, tmp_path):
+        renamed = self.SOURCE.replace("first", "a_longer_name").replace("other", "callee")
+        done = compare(build(tmp_path / "before", self.SOURCE), build(tmp_path / "after", renamed))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "the same machine code" in done.stdout and "1 under another name" in done.stdout
+
+    @pytest.mark.parametrize(("old", "new"), [("+ 1", "+ 2"), ("2.5", "3.5"), ("3 *", "5 *")])
+    def test_another_number_is_seen(self, tmp_path, old, new):
+        done = compare(build(tmp_path / "before", self.SOURCE), build(tmp_path / "after", self.SOURCE.replace(old, new)))
+        assert done.returncode == 1 and "machine code DIFFERS" in done.stdout
+
+    def test_a_missing_function_is_seen(self, tmp_path):
+        shorter = self.SOURCE.partition(" double")[0]
+        builds = build(tmp_path / "before", self.SOURCE), build(tmp_path / "after", shorter)
+        assert "source.cpp.o: 2 functions differ" in compare(*builds).stdout  # the constant of `second` is gone as well
+        done = compare("--all", *builds)
+        assert done.returncode == 1 and "second" in done.stdout
+
+    def test_a_folder_without_objects_is_an_error(self, tmp_path):
+        done = compare(tmp_path, tmp_path)
+        assert done.returncode != 0 and "no objects" in done.stderr
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """The module .ci/house.py, looking at an empty tree."""
+    pytest.importorskip("tree_sitter_cuda")
+    spec = importlib.util.spec_from_file_location("house", CI / "house.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    return module
+
+
+def write(root: Path, name: str, text: str) -> Path:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+    return Path(name)
+
+
+@pytest.mark.parametrize("lines", [100, 101])
+def test_long_functions_are_found(house, tmp_path, lines):
+    body = "  ++x;\n" * (lines - 2)
+    method = f"template <class T>\n__device__ __forceinline__ void Kernel<T>::run(int x) {{\n{body}}}\n"
+    nested = f"void outer(int x) {{\n  call([&](auto y) {{\n{body}  }});\n}}\n"
+    python = f"def function(x):\n{'    x += 1' + chr(10)}{('    x += 1' + chr(10)) * (lines - 2)}"
+    files = [
+        write(tmp_path, "csrc/a.cuh", method),
+        write(tmp_path, "csrc/b.cpp", nested),
+        write(tmp_path, "flash_online/c.py", python),
+        write(tmp_path, "tests/d.py", python * 2),
+    ]
+    found = house.long_functions(files)
+    names = [line.partition(":")[0] for line in found]
+    if lines == 101:
+        assert set(names) == {"csrc/a.cuh", "csrc/b.cpp", "flash_online/c.py"}
+    else:
+        assert set(names) == {"csrc/b.cpp"}  # the function around the lambda
+
+
+def test_full_folders_are_found(house):
+    twelve = [Path(f"csrc/cpu/{n}.h") for n in range(12)]
+    assert house.full_folders(twelve) == []
+    assert house.full_folders([*twelve, Path("csrc/cpu/12.h")]) == ["csrc/cpu: 13 files, 12 are allowed"]
+    assert house.full_folders([Path(f"csrc/cuda/hw/{n}.h") for n in range(30)]) == []
+
+
+def test_the_map_is_held_against_the_tree(house, tmp_path):
+    head = "# House\n\n## 2. The rooms\n\n| folder | files | what |\n|---|---|---|\n"
+    write(tmp_path, "docs/architecture.md", head + "| `csrc/core` | `a.h` `gone.h` | x |\n| `csrc/core` | `b.h` | y |\n")
+    files = [Path("csrc/core/a.h"), Path("csrc/core/b.h"), Path("csrc/core/new.h"), Path("csrc/cpu/c.h")]
+    assert house.wrong_map(files) == [
+        "docs/architecture.md: csrc/core/gone.h does not exist",
+        "docs/architecture.md: csrc/core/new.h is not on the map",
+        "docs/architecture.md: the folder csrc/cpu is not on the map",
+    ]
+
+
+def test_words_that_were_given_up_are_found(house, tmp_path):
+    rows = "| `[Bb]ig words?` | small |\n| `\\b(old\\|older)\\b` | new |\n"
+    table = f"\n## Words that this code gave up\n\n| word | say |\n|---|---|\n{rows}"
+    write(tmp_path, "docs/glossary.md", table)
+    files = [
+        write(tmp_path, "a.py", "# a big word\nx = 1\n"),
+        write(tmp_path, "b.py", "# golden holder\n# older\n"),
+        Path("docs/glossary.md"),
+    ]
+    assert [line.partition(" is ")[0] for line in house.old_words(files)] == ["a.py:1: 'big word'", "b.py:2: 'older'"]
