@@ -1,9 +1,34 @@
-"""Set-up shared by every test: a fixed seed, one thread, and torch's modes as they were."""
+"""Set-up shared by every test: a fixed seed, one thread, torch's modes as they were; and the devices that tests run on.
+
+A test that takes the fixture `device` runs once per device, "cpu" and "cuda"; the CUDA one carries the marker `gpu` and is
+skipped where there is no GPU or this build has no kernels for it. `pytest -m gpu` and `-m "not gpu"` choose by it.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from flash_online._info import build_info
+
+
+def cuda_is_usable() -> bool:
+    """Whether a GPU is visible and this build has kernels for CUDA."""
+    return torch.cuda.is_available() and bool(build_info()["architectures"])
+
+
+def pytest_collection_modifyitems(items):
+    if cuda_is_usable():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU, or no kernels for it in this build"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """The device that a test runs on."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
