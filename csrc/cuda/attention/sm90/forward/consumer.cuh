@@ -14,6 +14,7 @@
 #include "../../../hw/vector.cuh"
 #include "../../../hw/wgmma.cuh"
 #include "../../../mma/fragments.cuh"
+#include "../../common/lowest_score.h"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -308,8 +309,12 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 values = unpair<Element>(words[i]);
-        score[8 * step + 2 * i] = fmaf(values.x, a.scores.bias_scale, score[8 * step + 2 * i]);
-        score[8 * step + 2 * i + 1] = fmaf(values.y, a.scores.bias_scale, score[8 * step + 2 * i + 1]);
+        const auto add = [&](float& x, float value) {
+          x = fmaf(value, a.scores.bias_scale, x);
+          if constexpr (std::is_same_v<Element, __nv_bfloat16>) x = max_or_nan(x, lower_bound(value, a.scores.lowest));
+        };
+        add(score[8 * step + 2 * i], values.x);
+        add(score[8 * step + 2 * i + 1], values.y);
       }
     }
   }
@@ -393,8 +398,9 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   }
   static constexpr unsigned dropout_bit(int i) { return 1u << (i / 4 % 4 * 8 + i / 16 * 4 + i % 4); }
 
-  // Updates the maxima of the rows to the block's. Returns in `factor` what was accumulated before must be multiplied by.
-  __device__ __forceinline__ void update_row_max(float (&factor)[2]) {
+  // Updates the maxima of the rows with `which` to the block's. Returns in `factor` what was accumulated before must be
+  // multiplied by.
+  __device__ __forceinline__ void update_row_max(float (&factor)[2], const bool (&which)[2] = {true, true}) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most[2] = {score[2 * r], score[2 * r + 1]};
@@ -406,8 +412,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       float row_max = fmaxf(most[0], most[1]);
       row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-      factor[r] = kSplitValues ? softmax[r].raise_max_lazily(kRescaleThreshold, row_max * a.scores.scale)
-                               : softmax[r].raise_max(row_max * a.scores.scale);
+      if constexpr (kSplitValues)
+        factor[r] = softmax[r].raise_max_lazily(kRescaleThreshold, row_max * a.scores.scale);
+      else
+        factor[r] = which[r] ? softmax[r].raise_max(row_max * a.scores.scale) : 1;
     }
   }
 
@@ -435,9 +443,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     for (int i = 0; i < kOutRegisters; ++i) out[i] *= factor[i / 2 % 2];
   }
 
-  __device__ __forceinline__ static bool overflows(const float (&sum)[2]) {
-    return !(sum[0] < kMaxWeightSum && sum[1] < kMaxWeightSum);  // or is NaN
-  }
+  __device__ __forceinline__ static bool overflows(float sum) { return !(sum < kMaxWeightSum); }  // or is NaN
 
   // Weights of the first block: measured from its maxima.
   __device__ __forceinline__ void first_softmax() {
@@ -465,17 +471,21 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     prefetch_mask();
     float sum[2];
     exp_scores(sum);
-    const bool needs_rescale = overflows(sum) || (!kHasOptions && (softmax[0].max == -INFINITY || softmax[1].max == -INFINITY));
+    const auto needs_rescale = [&](int r) { return overflows(sum[r]) || (!kHasOptions && softmax[r].max == -INFINITY); };
     // The vote stands before the wait, or the compiler moves the exponentials after it.
-    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, needs_rescale);
+    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, needs_rescale(0) || needs_rescale(1));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) [[unlikely]] {
+      bool row_needs_rescale[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) row_needs_rescale[r] = __ballot_sync(~0u, needs_rescale(r)) >> lane / 4 * 4 & 0xf;
       issue_qk();
       wgmma_wait<0>();
       finish_scores();
+      // A row's weights are measured from a maximum that it has by itself, whatever other rows of the tile need.
       float factor[2];
-      update_row_max(factor);
+      update_row_max(factor, row_needs_rescale);
       rescale_out(factor);
       exp_scores(sum);
     }
@@ -491,7 +501,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     exp_scores(sum);
     // The vote stands before the wait, and depends on the weights, or the compiler moves the exponentials after it.
     const bool any_needs_rescale =
-        any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum));
+        any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum[0]) || overflows(sum[1]));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) rescale_out(factor);
