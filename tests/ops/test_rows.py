@@ -230,7 +230,7 @@ def test_every_instruction_set(instruction_set):
     tests = "exp_over_all_exponents or strides_change_no_bit or chunks or share_a_row or topk"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", tests]
     environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
 
 

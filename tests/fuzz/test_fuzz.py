@@ -143,7 +143,7 @@ def test_fuzz():
                 problem = name
                 compare_with_reference(name, *args, **options)
         except Exception as failure:
-            again = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed} python -m pytest tests/test_fuzz.py"
+            again = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed} python -m pytest tests/fuzz/test_fuzz.py"
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
 
 
@@ -156,5 +156,5 @@ def test_fuzz_on_a_lesser_instruction_set(instruction_set):
     environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set, "FLASH_ONLINE_FUZZ": str(COUNT // 5)}
     test = f"{Path(__file__)}::test_fuzz"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
