@@ -140,10 +140,12 @@ def random_tensor(
     scale: float = 1.0,
     generator: torch.Generator | None = None,
     requires_grad: bool = False,
+    device: str = "cpu",
 ) -> Tensor:
-    """Normally distributed numbers times `scale` on the CPU, equal in every dtype up to rounding, in a layout of `lay_out`."""
+    """Normally distributed numbers times `scale`, equal on every device and in every dtype up to rounding, in a layout of
+    `lay_out`. The generator is a CPU one."""
     values = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
-    return lay_out(values.to(dtype), layout).requires_grad_(requires_grad)
+    return lay_out(values.to(device, dtype), layout).requires_grad_(requires_grad)
 
 
 def _cut_out(tensor: Tensor, steps: Sequence[int], before: int, after: int) -> Tensor:
