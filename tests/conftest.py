@@ -48,6 +48,13 @@ def device(request):
         yield request.param
 
 
+@pytest.fixture
+def ours_alone():
+    """Calls that would go to torch are errors, as under the fixture `device`."""
+    with flash_online.strict():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fixed_state():
     """Every test starts from the same random state and leaves torch's global switches as it found them.
