@@ -40,6 +40,12 @@ class CaptureRng(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def gradients_of_ones(function, *inputs, **options) -> tuple[torch.Tensor, ...]:
+    """The function's result, and the gradients of its inputs for a gradient of ones."""
+    out = function(*inputs, **options)
+    return out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
 @dataclass
 class Attention:
     """A problem of attention that is small enough to print: its repr() is all that is needed to reproduce a failure."""
