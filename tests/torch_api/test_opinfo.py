@@ -1,5 +1,5 @@
-"""torch's own samples (OpInfo) of every function that ours replace, each a test of its own: values, dtypes, shapes and gradients
-by the rule of the tolerance without any allowance (assert_close_to_float64 with bare=True); and torch's error inputs.
+"""torch's own samples (OpInfo) of every function that ours replace, each a test of its own: values, dtypes, shapes and
+gradients by the rule of the tolerance without any allowance (assert_close_to_float64 with bare=True); torch's error inputs.
 
 FLASH_ONLINE_FUZZ_SEED (0) is the seed of the samples' numbers.
 """
