@@ -1,8 +1,8 @@
 """Small calls that between them run every CUDA kernel family once: what `make sanitize` shows to compute-sanitizer.
 
 `python tests/gpu/sanitizer_calls.py [--family sm80] [--calls PATTERN]` runs those of one family that match the regular
-expression, and prints a line before and after each; a result that is not finite is an error. CALLS gives (family, callable) by name.
-The family is "any" or that which FLASH_ONLINE_KERNEL has to name; it is read once per process.
+expression, and prints a line before and after each; a result that is not finite is an error. CALLS gives (family, callable)
+by name. The family is "any" or that which FLASH_ONLINE_KERNEL has to name; it is read once per process.
 """
 
 from __future__ import annotations
