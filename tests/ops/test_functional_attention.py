@@ -1,5 +1,7 @@
-"""scaled_dot_product_attention of flash_online.functional against torch.nn.functional's, the corners line by line. test_opinfo.py has torch's own
-samples."""
+"""scaled_dot_product_attention of flash_online.functional against torch.nn.functional's, the corners line by line.
+
+test_opinfo.py has torch's own samples.
+"""
 
 from __future__ import annotations
 

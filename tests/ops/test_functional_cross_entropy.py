@@ -1,5 +1,7 @@
-"""cross_entropy of flash_online.functional against torch.nn.functional's, the corners line by line. test_opinfo.py has torch's own
-samples."""
+"""cross_entropy of flash_online.functional against torch.nn.functional's, the corners line by line.
+
+test_opinfo.py has torch's own samples.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""softmax and log_softmax of flash_online.functional against torch.nn.functional's, the corners line by line. test_opinfo.py has torch's own
-samples."""
+"""softmax and log_softmax of flash_online.functional against torch.nn.functional's, the corners line by line.
+
+test_opinfo.py has torch's own samples.
+"""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_opinfo_samples_under_override(device, name):
 
 @pytest.mark.parametrize("device, name", list(every_op(lambda op: op.error_inputs_func is not None)), indirect=["device"])
 def test_opinfo_error_inputs(device, name):
-    """Ours raise what torch raises. Few of these functions have error inputs; test_functional_attention.py and its neighbours have more."""
+    """Ours raise what torch raises. Few functions have error inputs: see test_functional_attention.py and its neighbours."""
     op = OPINFOS[name]
     cases = list(op.error_inputs(torch.device(device)))
     assert cases, "an op with error_inputs_func and without error inputs"
