@@ -50,6 +50,47 @@ def test_windows_of_more_tiles_than_sms(head_dim, window):
     Attention(dtype=torch.bfloat16, batch=(3,), **size, options={"window": window}, wanted="").check("cuda")
 
 
+LARGE_MASKS = {
+    "alone": {},
+    "-inf": {"mask": "-inf"},
+    "unaligned": {"layouts": ("contiguous",) * 3 + ("unaligned",), "lengths": (600, 611)},
+    "softcap": {"options": {"softcap": 4.0}},
+    "alibi": {"alibi": 2},
+    "dropout": {"options": {"dropout_p": 0.3}},
+    "causal": {"options": {"causal": True}},
+    "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
+    "groups": {"heads": (8, 4, 1)},
+    "narrow": {"head_dims": (40, 24)},
+    "wide": {"head_dims": (128, 96)},
+}
+
+
+@pytest.mark.parametrize("made", LARGE_MASKS.values(), ids=LARGE_MASKS)
+@pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_large_masks(made, mask_dtype):
+    """The batch shares the masks of 8 heads. They have more tiles than a GPU has SMs, which a separate kernel runs."""
+    made = {"mask": "float", "heads": (8, 2, 2), "lengths": (520, 616), "head_dims": (64, 64)} | made
+    Attention(dtype=torch.bfloat16, batch=(3,), mask_shape=(0, 1, 1, 1), mask_dtype=mask_dtype, **made).check("cuda")
+
+
+# More blocks of keys than a GPU has SMs: in the backward pass one CTA takes several. The queries make one block, two, three (an
+# odd number), or do not see the last keys.
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 9)}], ids=str)
+@pytest.mark.parametrize("lengths", [(40, 385), (128, 130), (333, 300)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_blocks_of_keys(head_dim, lengths, options):
+    made = {"dtype": torch.bfloat16, "batch": (3,), "heads": (24, 24, 24), "head_dims": (head_dim, head_dim)}
+    Attention(lengths=lengths, options=options, **made).check("cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_packed_blocks_of_keys(head_dim):
+    choose = random.Random(head_dim)
+    lengths = tuple((choose.choice([0, 1, 64, 130, 300]), choose.choice([0, 1, 65, 129, 400])) for _ in range(30))
+    made = {"dtype": torch.float16, "heads": (8, 4, 4), "head_dims": (head_dim, head_dim)}
+    Packed(lengths=lengths, options={"causal": True}, **made).check("cuda")
+
+
 def test_packed_lengths_are_not_read_by_the_host():
     """The host must read no lengths in a CUDA graph: one graph serves sequences of other lengths too."""
     query, key, value = (gpu(300, 2, 64) for _ in range(3))

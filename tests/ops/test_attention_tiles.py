@@ -67,29 +67,6 @@ def test_options_in_pairs(pair, dtype, device):
     Attention(dtype=dtype, **made).check(device)
 
 
-LARGE_MASKS = {
-    "alone": {},
-    "-inf": {"mask": "-inf"},
-    "unaligned": {"layouts": ("contiguous",) * 3 + ("unaligned",), "lengths": (600, 611)},
-    "softcap": {"options": {"softcap": 4.0}},
-    "alibi": {"alibi": 2},
-    "dropout": {"options": {"dropout_p": 0.3}},
-    "causal": {"options": {"causal": True}},
-    "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
-    "groups": {"heads": (8, 4, 1)},
-    "narrow": {"head_dims": (40, 24)},
-    "wide": {"head_dims": (128, 96)},
-}
-
-
-@pytest.mark.parametrize("made", LARGE_MASKS.values(), ids=LARGE_MASKS)
-@pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_of_large_masks(made, mask_dtype, device):
-    """The batch shares the masks of 8 heads. They have more tiles than a GPU has SMs, which a separate kernel runs."""
-    made = {"mask": "float", "heads": (8, 2, 2), "lengths": (520, 616), "head_dims": (64, 64)} | made
-    Attention(dtype=torch.bfloat16, batch=(3,), mask_shape=(0, 1, 1, 1), mask_dtype=mask_dtype, **made).check(device)
-
-
 SPARSE_MASKS = {
     "alone": {},
     "of heads": {"mask_shape": (1, 1, 1, 1)},
@@ -180,24 +157,6 @@ def test_deterministic_runs_agree(head_dim, options, device):
     for _ in range(3):
         for a, b in zip(first, run(), strict=True):
             assert torch.equal(a, b)
-
-
-# More blocks of keys than a GPU has SMs: in the backward pass one CTA takes several. The queries make one block, two, three (an
-# odd number), or do not see the last keys.
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 9)}], ids=str)
-@pytest.mark.parametrize("lengths", [(40, 385), (128, 130), (333, 300)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_blocks_of_keys(head_dim, lengths, options, device):
-    made = {"dtype": torch.bfloat16, "batch": (3,), "heads": (24, 24, 24), "head_dims": (head_dim, head_dim)}
-    Attention(lengths=lengths, options=options, **made).check(device)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_packed_blocks_of_keys(head_dim, device):
-    choose = random.Random(head_dim)
-    lengths = tuple((choose.choice([0, 1, 64, 130, 300]), choose.choice([0, 1, 65, 129, 400])) for _ in range(30))
-    made = {"dtype": torch.float16, "heads": (8, 4, 4), "head_dims": (head_dim, head_dim)}
-    Packed(lengths=lengths, options={"causal": True}, **made).check(device)
 
 
 def test_forward_and_key_gradients_repeat_anyway(device):
