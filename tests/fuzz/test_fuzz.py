@@ -162,6 +162,7 @@ def test_fuzz(device):
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_fuzz_on_a_lesser_instruction_set(instruction_set):
     """The kernels compiled for another processor have other vectors and sum in another order; the tolerance is equal."""

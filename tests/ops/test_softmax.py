@@ -345,6 +345,7 @@ def test_exp_over_all_exponents():
     assert flash_online.softmax(x, 1).isnan().all() and flash_online.softmax(x[:, :2], 1).isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_every_instruction_set(instruction_set):
     """Those of the tests above that the sets' own code decides."""
