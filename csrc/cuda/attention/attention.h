@@ -58,9 +58,8 @@ using Candidates = std::vector<std::pair<std::string, std::string>>;
 Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward);
 
 // The number of heads that dK and dV should have (gradients.kv_grad_heads): a multiple of the numbers of key and value heads,
-// to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads. With
-// `deterministic` the number of heads per key head depends on the lengths alone, so that a head's gradients do not depend on
-// the batch and the heads beside it.
+// to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads; with
+// `deterministic` there are none, since a head's gradients must not depend on the batch and on the heads beside it.
 int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic);
 
 // Writes which weights dropout keeps.

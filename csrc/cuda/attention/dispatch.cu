@@ -188,15 +188,12 @@ Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu,
 
 int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic) {
   constexpr int64_t kKeys = 128;  // roughly the keys of a CTA
-  constexpr int64_t kTilesPerHead = 16;  // deterministic: how many CTAs a key head should have, whatever else is in the call
   const int64_t least = std::lcm(problem.key_heads, problem.value_heads);
-  if (deterministic && problem.query_starts) return least;  // the lengths of a sequence are not known here
-  const int64_t tiles_per_head = deterministic          ? ceil_div(problem.keys, kKeys)
-                                 : problem.query_starts ? problem.total_keys / kKeys + problem.batch
-                                                        : problem.batch * ceil_div(problem.keys, kKeys);
-  const int64_t wanted = deterministic ? least * kTilesPerHead : sm_count();
+  if (deterministic) return least;  // the number must not depend on the batch, nor on how many heads there are
+  const int64_t tiles =
+      problem.query_starts ? problem.total_keys / kKeys + problem.batch : problem.batch * ceil_div(problem.keys, kKeys);
   int64_t kv_grad_heads = least;
-  for (int64_t more = least; kv_grad_heads * tiles_per_head < wanted && more <= problem.heads; more += least)
+  for (int64_t more = least; kv_grad_heads * tiles < sm_count() && more <= problem.heads; more += least)
     if (problem.heads % more == 0) kv_grad_heads = more;
   return kv_grad_heads;
 }
