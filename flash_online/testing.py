@@ -51,6 +51,7 @@ def assert_close_to_float64(
     *,
     name: str = "result",
     magnitude: float = 0.0,
+    bare: bool = False,
 ) -> None:
     """Raises AssertionError unless `ours` is about as close to the float64 `truth` as torch's results in the same dtype.
 
@@ -62,7 +63,8 @@ def assert_close_to_float64(
     `dtype` is the one whose rounding is allowed; ours.dtype if None. `magnitude` is the size of the terms that a result is
     summed from. It replaces max|truth| where these terms cancel (max|truth| is below a thirtieth of it, as in the gradient of
     a softmax over a single key), and in results of fewer than 64 elements. So few elements make torch's error a matter of
-    chance; the root-mean-square error is then not checked.
+    chance; the root-mean-square error is then not checked. With `bare` neither holds: the rule stands as it is, for any number
+    of elements.
     """
     torchs = [torchs] if isinstance(torchs, Tensor) else list(torchs)
     dtype = dtype or ours.dtype
@@ -82,7 +84,8 @@ def assert_close_to_float64(
     truth = torch.where(expected.isfinite(), truth, expected.double())
     finite = truth[truth.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    few = ours.numel() < 64
+    few = ours.numel() < 64 and not bare
+    magnitude = 0.0 if bare else magnitude
     magnitude = magnitude if few or 30 * largest < magnitude else 0.0
     got = error(ours, truth)
     if dtype == torch.float64:
@@ -140,10 +143,12 @@ def random_tensor(
     scale: float = 1.0,
     generator: torch.Generator | None = None,
     requires_grad: bool = False,
+    device: str = "cpu",
 ) -> Tensor:
-    """Normally distributed numbers times `scale` on the CPU, equal in every dtype up to rounding, in a layout of `lay_out`."""
+    """Normally distributed numbers times `scale`, equal on every device and in every dtype up to rounding, in a layout of
+    `lay_out`. The generator is a CPU one."""
     values = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
-    return lay_out(values.to(dtype), layout).requires_grad_(requires_grad)
+    return lay_out(values.to(device, dtype), layout).requires_grad_(requires_grad)
 
 
 def _cut_out(tensor: Tensor, steps: Sequence[int], before: int, after: int) -> Tensor:

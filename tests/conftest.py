@@ -8,27 +8,42 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import why_no_cuda
 
-from flash_online._info import build_info
-
-
-def cuda_is_usable() -> bool:
-    """Whether a GPU is visible and this build has kernels for CUDA."""
-    return torch.cuda.is_available() and bool(build_info()["architectures"])
+import flash_online
 
 
 def pytest_collection_modifyitems(items):
-    if cuda_is_usable():
+    reason = why_no_cuda()
+    if reason is None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no GPU, or no kernels for it in this build"))
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request) -> str:
-    """The device that a test runs on."""
-    return request.param
+def device(request):
+    """The device that a test runs on, by our kernels alone: a call that went to torch would pass each comparison with torch.
+
+    Float64 on CUDA goes to torch, so that its cases are skipped there. A test with the marker `forwards` is about such calls:
+    it runs with every dtype and outside of strict().
+    """
+    if request.node.get_closest_marker("forwards"):
+        yield request.param
+        return
+    parameters = getattr(request.node, "callspec", None)
+    if request.param == "cuda" and parameters and torch.float64 in parameters.params.values():
+        pytest.skip("no kernel takes float64 on CUDA; test_dispatch.py tests where it goes")
+    with flash_online.strict():
+        yield request.param
+
+
+@pytest.fixture
+def ours_alone():
+    """Calls that would go to torch are errors, as under the fixture `device`."""
+    with flash_online.strict():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,15 +13,18 @@ import flash_online
 from flash_online import reference
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 
-DEVICE = "cpu"  # where problems of attention run; tests/test_cuda_attention.py sets it
 
-
-def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Moves the tensor to DEVICE together with the storage around its elements; keeps its strides and its offset."""
-    if DEVICE == "cpu":
+def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Moves the tensor to the device together with the storage around its elements; keeps its strides and its offset."""
+    if device == "cpu":
         return tensor
     storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    return storage.to(DEVICE).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return storage.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def rng_state(device: str) -> torch.Tensor:
+    """The state of the device's default generator."""
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
 
 
 class CaptureRng(TorchDispatchMode):
@@ -36,6 +38,12 @@ class CaptureRng(TorchDispatchMode):
         if func is torch.ops.flash_online.attention_varlen_forward.default:
             self.rng = args[7]
         return func(*args, **(kwargs or {}))
+
+
+def gradients_of_ones(function, *inputs, **options) -> tuple[torch.Tensor, ...]:
+    """The function's result, and the gradients of its inputs for a gradient of ones."""
+    out = function(*inputs, **options)
+    return out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
 @dataclass
@@ -84,12 +92,15 @@ class Attention:
     def lse_shape(self) -> tuple:
         return self.out_shape()[:-1]
 
-    def arguments(self) -> tuple:
+    def arguments(self, device: str = "cpu") -> tuple:
         """The positional arguments after query, key and value."""
         return ()
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """query, key, value and those of mask, alibi_slopes and sinks that the problem has."""
+    def inputs(self, device: str = "cpu") -> dict[str, torch.Tensor]:
+        """query, key, value and those of mask, alibi_slopes and sinks that the problem has; equal numbers on every device."""
+        return {name: to_device(tensor, device) for name, tensor in self._inputs().items()}
+
+    def _inputs(self) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(self.seed)
         (queries, keys), (head_dim, head_dim_v) = self.lengths, self.head_dims
         shapes = zip(self.heads, (queries, keys, keys), (head_dim, head_dim, head_dim_v), self.layouts, strict=False)
@@ -111,9 +122,9 @@ class Attention:
                 if self.mask == "-inf":
                     mask = torch.where(torch.rand(shape, generator=g) > 0.4, mask, -math.inf)
             made["mask"] = lay_out(mask, self.layouts[3])
-        return made | self.head_inputs(g, self.batch)
+        return made | self._head_inputs(g, self.batch)
 
-    def head_inputs(self, g, batch) -> dict[str, torch.Tensor]:
+    def _head_inputs(self, g, batch) -> dict[str, torch.Tensor]:
         made = {}
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
         if self.alibi:
@@ -123,22 +134,20 @@ class Attention:
             made["sinks"] = torch.randn(self.heads[0], generator=g).to(accumulator)
         return made
 
-    def check(self, function=None) -> None:
+    def check(self, device: str = "cpu") -> None:
         """Compares out, lse and every wanted gradient with float64."""
-        if DEVICE != "cpu" and self.dtype == torch.float64:
-            pytest.skip("float64 runs on the CPU alone")
-        inputs = {n: to_device(t) for n, t in self.inputs().items()}
+        inputs = self.inputs(device)
         names = [n for n in inputs if n[0] in self.wanted and inputs[n].is_floating_point()]
         g = torch.Generator().manual_seed(self.seed + 1)
-        grad_out = torch.randn(self.out_shape(), generator=g).to(DEVICE, self.dtype)
+        grad_out = torch.randn(self.out_shape(), generator=g).to(device, self.dtype)
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
-        grad_lse = torch.randn(self.lse_shape(), generator=g).to(DEVICE, accumulator) if self.grad_lse else None
+        grad_lse = torch.randn(self.lse_shape(), generator=g).to(device, accumulator) if self.grad_lse else None
 
         def run(function, convert, narrow, **more):
             leaves = {n: convert(t).detach() for n, t in inputs.items()}
             for n in names:
                 leaves[n].requires_grad_()
-            positional = [*(leaves[n] for n in ("query", "key", "value")), *self.arguments()]
+            positional = [*(leaves[n] for n in ("query", "key", "value")), *self.arguments(device)]
             rest = {n: t for n, t in leaves.items() if n not in ("query", "key", "value")}
             out, lse = function(*positional, **rest, **self.options, **more, return_lse=True)
             results = {"out": out, "lse": lse}
@@ -157,7 +166,7 @@ class Attention:
 
         dropout = self.options.get("dropout_p", 0.0) > 0
         with CaptureRng() as capture:
-            ours = run(function or getattr(flash_online, self.name), lambda t: t, False)
+            ours = run(getattr(flash_online, self.name), lambda t: t, False)
         more = {"rng": capture.rng} if dropout else {}
         oracle = getattr(reference, self.name)
         truth = run(oracle, lambda t: t.double() if t.is_floating_point() else t, True, **more)
@@ -166,7 +175,7 @@ class Attention:
         if self.dtype in (torch.float16, torch.bfloat16):
             wide = run(oracle, lambda t: t.float() if t.is_floating_point() else t, True, **more)
 
-        fused = [run(torch_attention, lambda t: t.clone(), True)] if self._torch_has(names, grad_lse) else []
+        fused = [run(torch_attention, lambda t: t.clone(), True)] if self._torch_has(names, grad_lse, device) else []
 
         assert ours["out"].dtype == self.dtype and ours["lse"].dtype == accumulator
         magnitude = self._magnitudes(inputs, grad_out)
@@ -182,9 +191,9 @@ class Attention:
                 assert result.dtype == source.dtype and result.shape == source.shape, name
             assert_close_to_float64(result, theirs, expected, rounding, name=f"{name} of {self}", magnitude=magnitude[name])
 
-    def _torch_has(self, names, grad_lse) -> bool:
+    def _torch_has(self, names, grad_lse, device) -> bool:
         """Whether torch's own function can be asked for the same results: with a mask for what it has no option for."""
-        if DEVICE != "cpu" and names == ["mask"]:  # its backward kernel then reads an lse that its forward did not make
+        if device != "cpu" and names == ["mask"]:  # its backward kernel then reads an lse that its forward did not make
             return False
         beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
         return not (beyond or 0 in (*self.rows(), *self.head_dims) or self.dtype == torch.float64)
@@ -231,15 +240,15 @@ class Packed(Attention):
     def lse_shape(self):
         return self.heads[0], self.rows()[0]
 
-    def starts(self) -> list[torch.Tensor]:
+    def starts(self, device: str = "cpu") -> list[torch.Tensor]:
         """cu_seqlens_q, cu_seqlens_k."""
-        return [torch.tensor([0, *(pair[i] for pair in self.lengths)]).cumsum(0).to(torch.int32) for i in range(2)]
+        return [torch.tensor([0, *(pair[i] for pair in self.lengths)]).cumsum(0).to(device, torch.int32) for i in range(2)]
 
-    def arguments(self):
+    def arguments(self, device: str = "cpu"):
         longest = [max((pair[i] for pair in self.lengths), default=0) for i in range(2)]
-        return *(to_device(starts) for starts in self.starts()), *longest
+        return *self.starts(device), *longest
 
-    def inputs(self):
+    def _inputs(self):
         g = torch.Generator().manual_seed(self.seed)
         (queries, keys), (head_dim, head_dim_v) = self.rows(), self.head_dims
         shapes = zip(self.heads, (queries, keys, keys), (head_dim, head_dim, head_dim_v), self.layouts, (0, 1, 1), strict=False)
@@ -251,9 +260,9 @@ class Packed(Attention):
             # problem, not another layout.
             swap = (0, 1) if layout == "expanded" else (0, 0)
             made[name] = lay_out(tensor.transpose(*swap), layout).transpose(*swap)
-        return made | self.head_inputs(g, [len(self.lengths)])
+        return made | self._head_inputs(g, [len(self.lengths)])
 
-    def _torch_has(self, names, grad_lse):
+    def _torch_has(self, names, grad_lse, device):
         return False  # not for a comparison in one call
 
 
@@ -304,7 +313,7 @@ def compare_with_reference(name: str, *args, **kwargs) -> None:
         results = list(results) if isinstance(results, tuple) else [results]
         outputs = [t for t in results if t.is_floating_point()]
         if not grads:
-            grads += [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype) for t in outputs]
+            grads += [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.device, t.dtype) for t in outputs]
         # The gradient of a row that is ignored or not finite has no meaning, but 0 times it must be 0.
         found = torch.autograd.grad(outputs, leaves, [x.to(t.dtype) for x, t in zip(grads, outputs, strict=True)])
         return results, list(found), leaves

@@ -196,7 +196,7 @@ std::string attention_candidates(const std::string& library, const std::string& 
   problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p, problem.tf32 = tf32;
   const Api& api = api_of(library);
   const auto [major, minor, shared_bytes] = gpu;
-  return std::string(api.attention_candidates ? api.attention_candidates(problem, major, minor, shared_bytes, backward) : "");
+  return api.attention_candidates(problem, major, minor, shared_bytes, backward);
 }
 
 auto ranges(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t count) {
@@ -234,6 +234,9 @@ PYBIND11_MODULE(_introspect, m) {
       "The CUDA kernels that a call of attention may run on, the best first, one per line: its name and the reason why it does "
       "not take the call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, head_dim]; mask: "
       "(dtype, tensor) or None; gpu: compute capability and bytes of shared memory per CTA.");
+  m.def(
+      "attention_plans", [](const std::string& library) { return api_of(library).attention_plans(); }, py::arg("library"),
+      "How many passes of attention this process has planned on CUDA: one per forward or backward pass.");
   m.def(
       "ranges", ranges, py::arg("left"), py::arg("right"), py::arg("offset"), py::arg("first"), py::arg("last"),
       py::arg("count"),

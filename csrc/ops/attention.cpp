@@ -30,8 +30,8 @@ void run_forward(const Call& call, const PassTensors& tensors) {
     if constexpr (kBuiltWithCuda) {
       if (query.is_cuda()) {
         CudaCall on_cuda(query);
-        void* const workspace = on_cuda.workspace(cuda::attention_forward_workspace(problem));
-        return cuda::attention_forward(problem, workspace, on_cuda.stream());
+        const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_forward(problem);
+        return plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
       }
     }
     if (!executor) executor.emplace(count_of(call.lse_sizes()), kernels.forward_memory(problem), query);
@@ -96,15 +96,15 @@ void run_backward_on_cuda(const Call& call, PassTensors tensors, bool determinis
   if (whole.heads > 0 && !whole.query_starts)
     whole.batch = tensors.lse->numel() / whole.heads / std::max<int64_t>(whole.queries, 1);
   CudaCall on_cuda(like);
-  const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole) : 0;
+  const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole, deterministic) : 0;
   KvGradient grad_key(*tensors.grad_key, call.dims().heads, kv_grad_heads),
       grad_value(*tensors.grad_value, call.dims().heads, kv_grad_heads);
   tensors.grad_key = grad_key.written();
   tensors.grad_value = grad_value.written();
   call.for_each_problem(tensors, [&](const AttentionProblem& problem, AttentionGradients gradients) {
     gradients.kv_grad_heads = kv_grad_heads;
-    void* const workspace = on_cuda.workspace(cuda::attention_backward_workspace(problem, gradients, deterministic));
-    cuda::attention_backward(problem, gradients, deterministic, workspace, on_cuda.stream());
+    const cuda::Plan<cuda::BackwardPass> plan = cuda::plan_backward(problem, gradients, deterministic);
+    plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
   });
   grad_key.sum_into_gradient();
   grad_value.sum_into_gradient();

@@ -76,10 +76,6 @@ struct AttentionOptions {
   bool tf32 = false;
 };
 
-inline bool on_one_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
-}
-
 struct AttentionInputs {
   const Tensor &query, &key, &value;
   const std::optional<Tensor>&mask, &alibi_slopes, &sinks, &rng;

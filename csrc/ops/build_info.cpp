@@ -3,10 +3,9 @@
 #include <string>
 
 #include "../cpu/kernels.h"
-#include "../introspect/api.h"
-#ifdef FLASH_ONLINE_CUDA
 #include "../cuda/attention/attention.h"
-#endif
+#include "../introspect/api.h"
+#include "cuda_call.h"
 
 namespace flash_online::ops {
 
@@ -49,16 +48,20 @@ static int64_t row_scratch(bool float64, int64_t k) {
   return cpu::kernels().rows.scratch(problem);
 }
 
-#ifdef FLASH_ONLINE_CUDA
 static const char* attention_candidates(const AttentionProblem& problem, int major, int minor, int shared_bytes,
                                         bool backward) {
   thread_local std::string lines;
   lines.clear();
-  for (const auto& [name, reason] : cuda::attention_candidates(problem, {major, minor, shared_bytes}, backward))
-    lines += name + ' ' + reason + '\n';
+  if constexpr (kBuiltWithCuda)
+    for (const auto& [name, reason] : cuda::attention_candidates(problem, {major, minor, shared_bytes}, backward))
+      lines += name + ' ' + reason + '\n';
   return lines.c_str();
 }
-#endif
+
+static int64_t attention_plans() {
+  if constexpr (kBuiltWithCuda) return cuda::plans_made();
+  return 0;
+}
 
 }  // namespace flash_online::ops
 
@@ -66,9 +69,6 @@ extern "C" __attribute__((visibility("default"))) const flash_online::Api flash_
     .build_info = flash_online::ops::build_info,
     .attention_memory = flash_online::ops::attention_memory,
     .row_scratch = flash_online::ops::row_scratch,
-#ifdef FLASH_ONLINE_CUDA
     .attention_candidates = flash_online::ops::attention_candidates,
-#else
-    .attention_candidates = nullptr,
-#endif
+    .attention_plans = flash_online::ops::attention_plans,
 };

@@ -1,5 +1,7 @@
 // attention_merge and its backward pass: checks -> problem -> kernels.
 #include "../cpu/kernels.h"
+#include "../cuda/attention/attention.h"
+#include "cuda_call.h"
 #include "tensor.h"
 
 namespace flash_online::ops {
@@ -16,6 +18,7 @@ struct Parts {
     check(outs.size() == lses.size(), "lses: ", lses.size(), " tensors, expected one for each of the ", outs.size(), " outs");
     const Tensor& first = outs[0];
     check_floating(first, "outs");
+    check(has_kernels(first), "outs: dtype must be float16, bfloat16 or float32 on CUDA, got float64");
     check(first.dim() >= 1, "outs: expected [..., width], got ", shape_of(first));
     problem.dtype = dtype_of(first);
     problem.head_dim = first.size(first.dim() - 1);
@@ -27,6 +30,8 @@ struct Parts {
     for (size_t n = 0; n < outs.size(); ++n) {
       check(sizes_of(outs[n]) == sizes_of(first) && outs[n].scalar_type() == first.scalar_type(), "outs[", n,
             "]: expected shape ", shape_of(first), " and dtype of outs[0], got ", shape_of(outs[n]));
+      check(on_one_device(outs[n], first), "outs[", n, "]: must be on the device of outs[0]");
+      check(on_one_device(lses[n], first), "lses[", n, "]: must be on the device of outs[0]");
       check(sizes_of(lses[n]) == leading && lses[n].scalar_type() == accumulator_of(first.scalar_type()), "lses[", n,
             "]: expected outs' shape without its last dimension and float32 (float64 for float64 outs), got ",
             shape_of(lses[n]));
@@ -41,20 +46,42 @@ struct Parts {
   }
 };
 
-std::tuple<Tensor, Tensor> attention_merge_cpu(std::vector<Tensor> outs, std::vector<Tensor> lses) {
+// A merge as one device runs it: run(parts, like) and run_backward(parts, gradients, like).
+struct MergeOnCpu {
+  static void run(const MergeProblem& problem, const Tensor& like) {
+    cpu::kernels().attention.merge(problem, CpuExecutor(problem.rows, {}, like));
+  }
+  static void run_backward(const MergeProblem& problem, const MergeGradients& gradients, const Tensor& like) {
+    cpu::kernels().attention.merge_backward(problem, gradients, CpuExecutor(problem.rows, {}, like));
+  }
+};
+
+struct MergeOnCuda {
+  static void run(const MergeProblem& problem, const Tensor& like) {
+    CudaCall call(like);
+    cuda::attention_merge(problem, call.workspace(cuda::attention_merge_workspace(problem)), call.stream());
+  }
+  static void run_backward(const MergeProblem& problem, const MergeGradients& gradients, const Tensor& like) {
+    CudaCall call(like);
+    cuda::attention_merge_backward(problem, gradients, call.workspace(cuda::attention_merge_workspace(problem)), call.stream());
+  }
+};
+
+template <class Device>
+std::tuple<Tensor, Tensor> attention_merge(std::vector<Tensor> outs, std::vector<Tensor> lses) {
   Parts parts(outs, lses);
   Tensor out = empty(sizes_of(outs[0]), outs[0].scalar_type(), outs[0]),
          lse = empty(sizes_of(lses[0]), lses[0].scalar_type(), lses[0]);
   parts.problem.out = out.data_ptr();
   parts.problem.lse = lse.data_ptr();
-  cpu::kernels().attention.merge(parts.problem, CpuExecutor(parts.problem.rows, {}, out));
+  Device::run(parts.problem, out);
   return {out, lse};
 }
 
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward_cpu(const Tensor& grad_out,
-                                                                                  const Tensor& grad_lse,
-                                                                                  std::vector<Tensor> outs,
-                                                                                  std::vector<Tensor> lses) {
+template <class Device>
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward(const Tensor& grad_out, const Tensor& grad_lse,
+                                                                              std::vector<Tensor> outs,
+                                                                              std::vector<Tensor> lses) {
   Parts parts(outs, lses);
   check(sizes_of(grad_out) == sizes_of(outs[0]) && grad_out.scalar_type() == outs[0].scalar_type(),
         "grad_out: expected outs' shape ", shape_of(outs[0]), " and dtype, got ", shape_of(grad_out));
@@ -68,16 +95,21 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward_cp
     parts.part[n].grad_out = grad_outs[n].data_ptr();
     parts.part[n].grad_lse = grad_lses[n].data_ptr();
   }
-  cpu::kernels().attention.merge_backward(parts.problem,
-                                          {.grad_out = grad_out_rows.data_ptr(), .grad_lse = grad_lse_rows.data_ptr()},
-                                          CpuExecutor(parts.problem.rows, {}, grad_out));
+  Device::run_backward(parts.problem, {.grad_out = grad_out_rows.data_ptr(), .grad_lse = grad_lse_rows.data_ptr()}, grad_out);
   return {grad_outs, grad_lses};
+}
+
+template <class Device, class Library>
+void add_merge(Library& m) {
+  m.impl("attention_merge", TORCH_BOX(&attention_merge<Device>));
+  m.impl("attention_merge_backward", TORCH_BOX(&attention_merge_backward<Device>));
 }
 
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
-  m.impl("attention_merge", TORCH_BOX(&flash_online::ops::attention_merge_cpu));
-  m.impl("attention_merge_backward", TORCH_BOX(&flash_online::ops::attention_merge_backward_cpu));
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_merge<flash_online::ops::MergeOnCpu>(m); }
+
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_merge<flash_online::ops::MergeOnCuda>(m);
 }

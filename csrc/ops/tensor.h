@@ -82,6 +82,10 @@ inline void check_floating(const Tensor& tensor, const char* name) {
 // Whether there are kernels for the tensor's dtype, one of check_floating's, on its device: none on CUDA takes float64.
 inline bool has_kernels(const Tensor& tensor) { return !tensor.is_cuda() || tensor.scalar_type() != ScalarType::Double; }
 
+inline bool on_one_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                             const Tensor& like) {
   int32_t device_type = 0, device_index = 0;

@@ -19,24 +19,57 @@ struct Gpu {
   int shared_bytes = 0;      // the most shared memory of a CTA
 };
 
-// The kernel families of a forward or backward pass in order of preference, each with its reason to refuse the problem. The
-// first one without a reason runs: attention_forward and attention_backward choose by the same function.
+// What a forward or backward pass of the kernels consists of.
+struct ForwardPass {
+  AttentionProblem problem;
+};
+
+struct BackwardPass {
+  AttentionProblem problem;
+  AttentionGradients gradients;
+  bool deterministic = false;
+};
+
+// A pass about which everything is decided: which kernels run it, on which form of the problem, in how much workspace.
+template <class Pass>
+struct Plan {
+  Pass pass;  // in the form that the kernels take, which may not be the caller's
+  int64_t workspace_bytes = 0;
+  void (*launch)(const Pass& pass, void* workspace, CUstream_st* stream) = nullptr;  // null: there is nothing to launch
+
+  // Queues the kernels. `workspace` has workspace_bytes bytes and is aligned to 16.
+  void run(void* workspace, CUstream_st* stream) const {
+    if (launch) launch(pass, workspace, stream);
+  }
+};
+
+// Decides about a pass for the current device: once per pass. Throws std::runtime_error with the reason of each kernel family
+// where none takes it.
+Plan<ForwardPass> plan_forward(const AttentionProblem& problem);
+// gradients.kv_grad_heads must be set.
+Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+
+// How many passes this process has planned.
+int64_t plans_made();
+
+// The kernel families of a forward or backward pass in order of preference, each with its reason to refuse the problem, or an
+// empty string. A plan takes the first one without a reason.
 using Candidates = std::vector<std::pair<std::string, std::string>>;
 Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward);
 
-// Bytes of workspace that the forward pass needs, aligned to 16; often 0.
-int64_t attention_forward_workspace(const AttentionProblem& problem);
-void attention_forward(const AttentionProblem& problem, void* workspace, CUstream_st* stream);
-
 // The number of heads that dK and dV should have (gradients.kv_grad_heads): a multiple of the numbers of key and value heads,
-// to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads.
-int64_t attention_kv_grad_heads(const AttentionProblem& problem);
-// Bytes of workspace that the backward pass needs, aligned to 16; gradients.kv_grad_heads must be set.
-int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
-                        void* workspace, CUstream_st* stream);
+// to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads. With
+// `deterministic` the number of heads per key head depends on the lengths alone, so that a head's gradients do not depend on
+// the batch and the heads beside it.
+int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic);
 
 // Writes which weights dropout keeps.
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream);
+
+// Merges partial results. problem.part is the host's; `workspace` has attention_merge_workspace bytes, 0 for up to 32 parts.
+int64_t attention_merge_workspace(const MergeProblem& problem);
+void attention_merge(const MergeProblem& problem, void* workspace, CUstream_st* stream);
+void attention_merge_backward(const MergeProblem& problem, const MergeGradients& gradients, void* workspace,
+                              CUstream_st* stream);
 
 }  // namespace flash_online::cuda

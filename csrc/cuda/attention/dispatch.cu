@@ -1,5 +1,6 @@
 // Which kernel family runs a pass: the families in order of preference, each with its reason to refuse.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -30,35 +31,37 @@ Gpu current_gpu() {
           device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()};
 }
 
+// The functions of a kernel family's instance of one head dim (kernels.h).
+template <class Pass>
+struct Instance {
+  const char* (*refusal)(const Pass& pass, const Gpu& gpu);
+  int64_t (*workspace_bytes)(const Pass& pass);
+  void (*run)(const Pass& pass, void* workspace, CUstream_st* stream);
+};
+
 // A kernel family over all head dims of the build.
 template <class Pass>
 struct Family {
   const char* name;
-  const char* (*refusal)(const Pass& pass, const Gpu& gpu);
-  int64_t (*workspace_bytes)(const Pass& pass);
-  void (*run)(const Pass& pass, void* workspace, CUstream_st* stream);
+  bool is_built;  // whether the build has instances of it
+  const Instance<Pass>* (*instance)(const AttentionProblem& problem);  // null: no head dim of the build holds the problem's
 };
 
 template <class Pass, template <int> class Kernels, class HeadDims>
 constexpr Family<Pass> family(const char* name) {
   return {
       .name = name,
-      .refusal = [](const Pass& pass, const Gpu& gpu) -> const char* {
-        const char* reason = HeadDims::size() == 0 ? "this build has no kernels for compute capability 9.0"
-                                                   : "the head dim is larger than those of this build";
-        visit_head_dim(HeadDims{}, pass.problem, [&](auto head_dim) { reason = Kernels<head_dim()>::refusal(pass, gpu); });
-        return reason;
-      },
-      .workspace_bytes =
-          [](const Pass& pass) {
-            int64_t bytes = 0;
-            visit_head_dim(HeadDims{}, pass.problem,
-                           [&](auto head_dim) { bytes = Kernels<head_dim()>::workspace_bytes(pass); });
-            return bytes;
-          },
-      .run =
-          [](const Pass& pass, void* workspace, CUstream_st* stream) {
-            visit_head_dim(HeadDims{}, pass.problem, [&](auto head_dim) { Kernels<head_dim()>::run(pass, workspace, stream); });
+      .is_built = HeadDims::size() > 0,
+      .instance =
+          [](const AttentionProblem& problem) {
+            const Instance<Pass>* found = nullptr;
+            visit_head_dim(HeadDims{}, problem, [&](auto head_dim) {
+              using Kernel = Kernels<head_dim()>;
+              static constexpr Instance<Pass> kInstance{
+                  .refusal = Kernel::refusal, .workspace_bytes = Kernel::workspace_bytes, .run = Kernel::run};
+              found = &kInstance;
+            });
+            return found;
           },
   };
 }
@@ -71,21 +74,44 @@ constexpr Family<BackwardPass> kBackward[] = {family<BackwardPass, AttentionBack
 
 // Why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family.
 template <class Pass>
-const char* refusal(const Family<Pass>& family, const Pass& pass, const Gpu& gpu) {
+const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, const Pass& pass, const Gpu& gpu) {
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
   if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
-  return family.refusal(pass, gpu);
+  if (!family.is_built) return "this build has no kernels for compute capability 9.0";
+  if (!instance) return "the head dim is larger than those of this build";
+  return instance->refusal(pass, gpu);
 }
 
+// The first family's instance that takes the pass; null: none does. It ends there unless there is a list to fill, which then
+// gets every family with its reason.
 template <class Pass, size_t kCount>
-const Family<Pass>& choose(const Family<Pass> (&families)[kCount], const Pass& pass) {
-  const Gpu gpu = current_gpu();
-  std::string reasons;
+const Instance<Pass>* choose(const Family<Pass> (&families)[kCount], const Pass& pass, const Gpu& gpu,
+                             Candidates* candidates = nullptr) {
+  const Instance<Pass>* chosen = nullptr;
   for (const Family<Pass>& family : families) {
-    const char* const reason = refusal(family, pass, gpu);
-    if (!reason) return family;
-    reasons += std::string(reasons.empty() ? "" : "; ") + family.name + ": " + reason;
+    const Instance<Pass>* const instance = family.instance(pass.problem);
+    const char* const reason = refusal(family, instance, pass, gpu);
+    if (!reason && !chosen) chosen = instance;
+    if (candidates)
+      candidates->emplace_back(family.name, reason ? reason : "");
+    else if (chosen)
+      break;
   }
+  return chosen;
+}
+
+std::atomic<int64_t> plan_count = 0;
+
+template <class Pass, size_t kCount>
+Plan<Pass> plan(const Family<Pass> (&families)[kCount], const Pass& pass) {
+  plan_count.fetch_add(1, std::memory_order_relaxed);
+  const Gpu gpu = current_gpu();
+  if (const Instance<Pass>* const instance = choose(families, pass, gpu))
+    return {.pass = pass, .workspace_bytes = instance->workspace_bytes(pass), .launch = instance->run};
+  Candidates candidates;
+  choose(families, pass, gpu, &candidates);
+  std::string reasons;
+  for (const auto& [name, reason] : candidates) reasons += (reasons.empty() ? "" : "; ") + name + ": " + reason;
   throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
 }
 
@@ -139,54 +165,40 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 }  // namespace
 
-Candidates attention_candidates(const AttentionProblem& given, const Gpu& gpu, bool backward) {
-  const AttentionProblem problem = backward ? given : with_groups_as_rows(given);
+Plan<ForwardPass> plan_forward(const AttentionProblem& problem) {
+  if (has_no_queries(problem)) return {};
+  return plan(kForward, ForwardPass{with_groups_as_rows(problem)});
+}
+
+Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
+  if (problem.batch == 0 && !problem.query_starts) return {};
+  return plan(kBackward, BackwardPass{problem, gradients, deterministic});
+}
+
+int64_t plans_made() { return plan_count.load(std::memory_order_relaxed); }
+
+Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
   Candidates list;
-  const auto ask = [&](const auto& families, const auto& pass) {
-    for (const auto& family : families) {
-      const char* const reason = refusal(family, pass, gpu);
-      list.emplace_back(family.name, reason ? reason : "");
-    }
-  };
   if (backward)
-    ask(kBackward, BackwardPass{problem, AttentionGradients{}});
+    choose(kBackward, BackwardPass{problem, AttentionGradients{}}, gpu, &list);
   else
-    ask(kForward, ForwardPass{problem});
+    choose(kForward, ForwardPass{with_groups_as_rows(problem)}, gpu, &list);
   return list;
 }
 
-int64_t attention_forward_workspace(const AttentionProblem& given) {
-  const AttentionProblem problem = with_groups_as_rows(given);
-  const ForwardPass pass{problem};
-  return has_no_queries(problem) ? 0 : choose(kForward, pass).workspace_bytes(pass);
-}
-
-void attention_forward(const AttentionProblem& given, void* workspace, CUstream_st* stream) {
-  const AttentionProblem problem = with_groups_as_rows(given);
-  const ForwardPass pass{problem};
-  if (!has_no_queries(problem)) choose(kForward, pass).run(pass, workspace, stream);
-}
-
-int64_t attention_kv_grad_heads(const AttentionProblem& problem) {
+int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic) {
   constexpr int64_t kKeys = 128;  // roughly the keys of a CTA
-  const int64_t least = std::lcm(problem.key_heads, problem.value_heads),
-                tiles = problem.query_starts ? problem.total_keys / kKeys + problem.batch
-                                             : problem.batch * ceil_div(problem.keys, kKeys);
+  constexpr int64_t kTilesPerHead = 16;  // deterministic: how many CTAs a key head should have, whatever else is in the call
+  const int64_t least = std::lcm(problem.key_heads, problem.value_heads);
+  if (deterministic && problem.query_starts) return least;  // the lengths of a sequence are not known here
+  const int64_t tiles_per_head = deterministic          ? ceil_div(problem.keys, kKeys)
+                                 : problem.query_starts ? problem.total_keys / kKeys + problem.batch
+                                                        : problem.batch * ceil_div(problem.keys, kKeys);
+  const int64_t wanted = deterministic ? least * kTilesPerHead : sm_count();
   int64_t kv_grad_heads = least;
-  for (int64_t more = least; kv_grad_heads * tiles < sm_count() && more <= problem.heads; more += least)
+  for (int64_t more = least; kv_grad_heads * tiles_per_head < wanted && more <= problem.heads; more += least)
     if (problem.heads % more == 0) kv_grad_heads = more;
   return kv_grad_heads;
-}
-
-int64_t attention_backward_workspace(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
-  const BackwardPass pass{problem, gradients, deterministic};
-  return choose(kBackward, pass).workspace_bytes(pass);
-}
-
-void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic,
-                        void* workspace, CUstream_st* stream) {
-  const BackwardPass pass{problem, gradients, deterministic};
-  if (problem.batch > 0 || problem.query_starts) choose(kBackward, pass).run(pass, workspace, stream);
 }
 
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream) {

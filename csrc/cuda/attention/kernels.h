@@ -3,7 +3,7 @@
 //
 // All families have three functions: refusal() says why the family does not take a pass (null: it does), workspace_bytes() how
 // much workspace the pass needs, aligned to 16 bytes, and run() queues the kernels. What a pass consists of is said once, in
-// ForwardPass and BackwardPass: a new parameter of the kernels is a new member there.
+// ForwardPass and BackwardPass of attention.h: a new parameter of the kernels is a new member there.
 #pragma once
 
 #include "../../core/problem.h"
@@ -14,16 +14,6 @@ namespace flash_online::cuda {
 struct BackwardSm90Call;
 enum class BackwardSm90Features;
 struct BackwardWorkspace;
-
-struct ForwardPass {
-  const AttentionProblem& problem;
-};
-
-struct BackwardPass {
-  const AttentionProblem& problem;
-  const AttentionGradients& gradients;
-  bool deterministic = false;
-};
 
 // sm90/forward: TMA and wgmma, for compute capability 9.0.
 template <int kHeadDim>

@@ -38,6 +38,13 @@ __device__ __forceinline__ float divide(float x, float factor, float by, float i
   return fabsf(near) < INFINITY ? fmaf(error, inverse, near) : near;
 }
 
+// The larger one; NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // tanh(x) / u for u = 2 x log2(e) and |u| < log2(e), as a polynomial in u^2 of least relative error, 2^-26.
 constexpr int kTanhTerms = 5;
 constexpr float kTanhTerm[kTanhTerms] = {0.346573591f, -0.0138759175f, 0.000666250184f, -3.18221755e-05f, 1.2360706e-06f};

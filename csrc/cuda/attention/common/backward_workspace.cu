@@ -15,6 +15,7 @@ struct WorkspaceArguments {
   AttentionGradients gradients;
   BackwardWorkspace space;
   unsigned* counter;  // to be zeroed; or null
+  float lowest_score;  // ScoreMod's
 };
 
 constexpr int kRowThreads = 256;
@@ -164,9 +165,11 @@ __device__ __forceinline__ void multiply_rows(const HeadRows<Element>& grad_out,
 // sums of grad_out * out; of float32 problems, precise_products are these as sums of two floats. Low parts of infinities and
 // NaN are 0.
 template <bool kFloat32, class Sum>
-__device__ __forceinline__ double store_row_stats(const AttentionProblem& problem, const BackwardWorkspace& space, int64_t tile,
-                                                  int64_t head, const LseInputs& inputs, const Sum* products,
+__device__ __forceinline__ double store_row_stats(const WorkspaceArguments& arguments, int64_t tile, int64_t head,
+                                                  const LseInputs& inputs, const Sum* products,
                                                   const float2* precise_products) {
+  const AttentionProblem& problem = arguments.problem;
+  const BackwardWorkspace& space = arguments.space;
   const int thread = static_cast<int>(threadIdx.x);
   double sink = 0;
   float delta = 0, delta_low = 0;
@@ -184,6 +187,8 @@ __device__ __forceinline__ double store_row_stats(const AttentionProblem& proble
     high = static_cast<float>(lse_base2);
     const float rounding = static_cast<float>(lse_base2 - high);
     low = rounding - rounding == 0 ? rounding : 0;
+    if (inputs.lse <= kLowestBFloat16)  // see lowest_lse()
+      high = arguments.lowest_score, low = inputs.lse_low * kLog2E;
     if (space.sink_parts)
       sink = -::exp(static_cast<const float*>(problem.sinks)[head] - lse_base2 * kLn2) *
              (static_cast<double>(products[thread]) - inputs.grad_lse);
@@ -245,7 +250,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
       multiply_rows_precisely(out, grad_out, first + r, queries, precise_products + r);
   __syncthreads();
   double sink = 0;
-  if (thread < kStatsRows) sink = store_row_stats<kFloat32>(problem, space, tile, head, inputs, products, precise_products);
+  if (thread < kStatsRows) sink = store_row_stats<kFloat32>(arguments, tile, head, inputs, products, precise_products);
   if (space.sink_parts) {
     __shared__ double parts[kStatsRows];
     store_sink_part(space.sink_parts + tile, sink, parts);
@@ -316,9 +321,12 @@ void prepare_backward(const AttentionProblem& problem, const AttentionGradients&
                       CUstream_st* stream, unsigned* counter) {
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
-    launch<prepare_backward_kernel<Element>>(
-        WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = counter}, space.list.count(),
-        kRowThreads, 0, stream);
+    launch<prepare_backward_kernel<Element>>(WorkspaceArguments{.problem = problem,
+                                                                .gradients = gradients,
+                                                                .space = space,
+                                                                .counter = counter,
+                                                                .lowest_score = ScoreMod(problem).lowest_score},
+                                             space.list.count(), kRowThreads, 0, stream);
   });
 }
 
@@ -327,8 +335,8 @@ void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients&
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
     launch<convert_dq_accum_kernel<Element>>(
-        WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr}, space.list.count(),
-        kRowThreads, 0, stream, true);
+        WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr, .lowest_score = 0},
+        space.list.count(), kRowThreads, 0, stream, true);
   });
 }
 
@@ -337,7 +345,7 @@ void reduce_sink_parts(const AttentionProblem& problem, const AttentionGradients
   const int64_t planes = problem.batch * problem.heads;
   if (planes == 0) return;
   launch<reduce_sink_parts_kernel>(
-      WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr},
+      WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr, .lowest_score = 0},
       ceil_div(planes, kRowThreads / kWarpSize), kRowThreads, 0, stream);
 }
 

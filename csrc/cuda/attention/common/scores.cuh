@@ -7,6 +7,7 @@
 #include "../../hw/math.cuh"
 #include "../../mma/compensated_accumulator.cuh"
 #include "../../mma/fragments.cuh"
+#include "lowest_score.h"
 #include "mask_tile.cuh"
 
 namespace flash_online::cuda {
@@ -52,10 +53,11 @@ __device__ __forceinline__ void add_in_two_floats(float& x, float& low, float bi
 
 // How scores follow from products: scale, softcap and ALiBi, each with its derivative.
 struct ScoreMod {
-  float scale;         // what a product is multiplied by: scale * log2(e), or scale / softcap
-  float cap;           // softcap * log2(e); 0: none
-  float slope;         // ALiBi's slope * log2(e); 0: none
+  float scale;  // what a product is multiplied by: scale * log2(e), or scale / softcap
+  float cap;  // softcap * log2(e); 0: none
+  float slope;  // ALiBi's slope * log2(e); 0: none
   bool has_score_mod;  // false: products stand for scores, and the exponential multiplies them by `scale` > 0
+  float lowest_product, lowest_score;  // where the mask is floating; the latter in base 2
 
   // What all heads share. The host computes it, in double.
   explicit ScoreMod(const AttentionProblem& problem)
@@ -64,7 +66,11 @@ struct ScoreMod {
         slope(0),
         // A product's order is its score's only under a scale above 0.
         has_score_mod(problem.softcap > 0 || problem.alibi_slopes ||
-                      (problem.mask.data && problem.mask_dtype != DType::kBool) || !(scale > 0 && scale < 1e30f)) {}
+                      (problem.mask.data && problem.mask_dtype != DType::kBool) || !(scale > 0 && scale < 1e30f)) {
+    const bool scores_are_products = problem.softcap == 0 && scale > 0 && scale < 1e30f;
+    lowest_product = cuda::lowest_product(scores_are_products ? scale : 1);
+    lowest_score = lowest_product * (scores_are_products ? scale : 1);
+  }
 
   __device__ ScoreMod of_head(const AttentionProblem& problem, int64_t batch, int64_t head) const {
     ScoreMod score_mod = *this;
@@ -133,9 +139,9 @@ __device__ __forceinline__ HeadScoreMod<Element> score_mod_of_head(const ScoreMo
 
 // Where a block of scores lies in its sequence.
 struct ScoreBlock {
-  int query, key;     // the first of the block
+  int query, key;  // the first of the block
   int queries, keys;  // the sequence's length
-  bool whole;         // all queries and keys of the block exist, and by position every query sees every key
+  bool whole;  // all queries and keys of the block exist, and by position every query sees every key
 };
 
 // Makes scores of products: scale, softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative
@@ -172,10 +178,10 @@ __device__ __forceinline__ void apply_score_mod(Accumulator<kRows, kColumns>& d,
   }
 }
 
-// Adds a float mask, or hides the scores that a bool mask does not show.
+// Adds a float mask, or hides the scores that a bool mask does not show. `lowest_score`: ScoreMod's.
 template <bool kTransposed, int kRows, int kColumns, class Mask, class Compensation = NotCompensated>
-__device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, const Mask& mask,
-                                            Compensation* compensation = nullptr) {
+__device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, float lowest_score,
+                                            const Mask& mask, Compensation* compensation = nullptr) {
   visit_mask(dtype, [&]<class T>(T) {
     using Value = std::conditional_t<std::is_same_v<T, bool>, unsigned char, T>;
     const auto apply = [&](int i, int j, int e, Value value) {
@@ -183,9 +189,15 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
       if constexpr (std::is_same_v<T, bool>) {
         x = value ? x : lowest<float>();
       } else if constexpr (Compensation::kCompensated) {
-        add_in_two_floats(x, compensation->low[i][j][e], widen(value), kLog2E, kLog2ELow);
+        float& low = compensation->low[i][j][e];
+        add_in_two_floats(x, low, widen(value), kLog2E, kLog2ELow);
+        if constexpr (!std::is_same_v<T, __half>) {
+          x = max_or_nan(x, lower_bound(widen(value), lowest_score));
+          low = x > lowest_score ? low : 0;
+        }
       } else {
         x = fmaf(widen(value), kLog2E, x);
+        if constexpr (!std::is_same_v<T, __half>) x = max_or_nan(x, lower_bound(widen(value), lowest_score));
       }
     };
     if constexpr (!kTransposed) {

@@ -431,8 +431,8 @@ class BackwardSm80Kernel {
     if (kHasOptions && head.score_mod.has_score_mod)
       apply_score_mod<true>(scores, score_row, head.score_mod, here, sequence.visible, &grads, &compensation);
     if (masked)
-      mask_scores<true>(scores, score_row, head.mask.dtype, LaterQueries<decltype(mask_tile)>{mask_tile, score_query},
-                        &compensation);
+      mask_scores<true>(scores, score_row, head.mask.dtype, head.score_mod.lowest_score,
+                        LaterQueries<decltype(mask_tile)>{mask_tile, score_query}, &compensation);
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
   }

@@ -196,7 +196,8 @@ class BackwardDqSm80Kernel {
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads,
                                               const ScoreBlock& here) const {
     if (score_mod.has_score_mod) apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, &grads, &compensation);
-    if (mask.data && !mask_is_clear) mask_scores<false>(scores, row, mask.dtype, mask_tile, &compensation);
+    if (mask.data && !mask_is_clear)
+      mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, &compensation);
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
   }

@@ -109,13 +109,14 @@ class ForwardSm80Kernel {
       }
   }
 
-  // Divides the outputs of row (i, half) by the sum of its weights and the sink's.
-  __device__ __forceinline__ static void finish_row(const ForwardSm80Arguments& arguments, int64_t head, Outputs& out,
+  // Divides the outputs of row (i, half) by the sum of its weights and the sink's. Returns whether the row sees no key.
+  __device__ __forceinline__ static bool finish_row(const ForwardSm80Arguments& arguments, int64_t head, Outputs& out,
                                                     RowStates& states, int i, int half) {
     const AttentionProblem& problem = arguments.problem;
     ScoreState& state = states[i][half];
     state.sum += __shfl_xor_sync(~0u, state.sum, 1);
     state.sum += __shfl_xor_sync(~0u, state.sum, 2);
+    const bool is_empty = state.sum == 0;
     const float factor = problem.sinks ? state.absorb(static_cast<const float*>(problem.sinks)[head] * kLog2E) : 1.0f;
     const float inverse = state.inverse_sum_or_zero(), last = factor * inverse * arguments.keep_scale;
 #pragma unroll
@@ -129,13 +130,20 @@ class ForwardSm80Kernel {
         else
           x *= last;
       }
+    return is_empty;
   }
 
-  // Stores lse as two floats. The state is in base 2 and lse in base e: the sum of maximum and logarithm is made in double, so
-  // that the product with ln 2 loses nothing that the two floats would hold.
-  __device__ __forceinline__ static void store_lse(const AttentionProblem& problem, const ScoreState& state, int64_t index) {
+  // Stores lse of the row as two floats: the sink's where the row is empty besides. The state is in base 2 and lse in base e:
+  // the sum of maximum and logarithm is made in double, so that the product with ln 2 loses nothing that the two floats would
+  // hold.
+  __device__ __forceinline__ static void store_lse(const ForwardSm80Arguments& arguments, const ScoreState& state,
+                                                   bool is_empty, int64_t head, int64_t index) {
+    const AttentionProblem& problem = arguments.problem;
     const double lse = OnlineSoftmax<double, Binary>{state.max, state.sum}.lse() * kLn2;
-    const float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
+    float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
+    if (problem.sinks && is_empty) high = static_cast<const float*>(problem.sinks)[head], low = 0;
+    if (kHasOptions && problem.mask.data && state.max == arguments.score_mod.lowest_score)
+      high = lowest_lse(problem.mask_dtype), low = static_cast<float>(log2f(state.sum) * kLn2);
     static_cast<float*>(problem.lse)[index] = high;
     static_cast<float*>(problem.lse_low)[index] = low - low == 0 ? low : 0;
   }
@@ -212,7 +220,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
     if (kHasOptions && score_mod.has_score_mod)
       apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, nullptr, &compensation);
-    if (masked) mask_scores<false>(scores, row, mask.dtype, mask_tile, &compensation);
+    if (masked) mask_scores<false>(scores, row, mask.dtype, arguments.score_mod.lowest_score, mask_tile, &compensation);
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
     softmax_step(scores, compensation, out, states, scale);
@@ -227,10 +235,10 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
   for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      finish_row(arguments, head, out, states, i, half);
+      const bool is_empty = finish_row(arguments, head, out, states, i, half);
       const int at = query + row + 16 * i + 8 * half + quad();
       if (value_piece == 0 && lane_in_quad() == 0 && at < queries && problem.lse)
-        store_lse(problem, states[i][half],
+        store_lse(arguments, states[i][half], is_empty, head,
                   batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + at);
     }
   Element* const to = static_cast<Element*>(problem.out.data) + batch * problem.out.stride[0] + head * problem.out.stride[1] +

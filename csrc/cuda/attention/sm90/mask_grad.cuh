@@ -224,13 +224,13 @@ struct MaskGradSm90Kernel {
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][j][e] = fmaf(scores[0][j][e], scale, -high[e / 2]);
-    mask_scores<false>(scores, row, problem.mask_dtype, mask);
+      for (int e = 0; e < 4; ++e) scores[0][j][e] *= scale;
+    mask_scores<false>(scores, row, problem.mask_dtype, score_mod.lowest_score, mask);
     if (!tile.all_visible) hide_scores<false>(scores, row, here, problem.visible);
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp(scores[0][j][e] - low[e / 2]);
+      for (int e = 0; e < 4; ++e) scores[0][j][e] = FastBinary::exp((scores[0][j][e] - high[e / 2]) - low[e / 2]);
     wgmma_wait<0>();
     fence_registers(flat(dp));
     __syncwarp();  // all lanes have read their row statistics

@@ -293,6 +293,11 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
 
+  __device__ __forceinline__ float add_mask(float product, float value) const {
+    const float sum = fmaf(value, a.bias_scale, product);
+    if constexpr (std::is_same_v<T, __half>) return sum;  // far from overflow
+    return max_or_nan(sum, lower_bound(value, a.score_mod.lowest_product));
+  }
   // Adds ALiBi and a 16-bit mask to the scores.
   __device__ __forceinline__ void add_alibi_and_mask(ScoreAccumulator& score, const Prefetch& now) {
     if (a.problem.alibi_slopes) {
@@ -326,8 +331,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
             for (int n = 0; n < 4; ++n) {
               float* const x = &score[0][2 * t + n % 2][n / 2 * 2];
               const float2 values = unpair<T>(words[n]);
-              x[0] = fmaf(values.x, a.bias_scale, x[0]);
-              x[1] = fmaf(values.y, a.bias_scale, x[1]);
+              x[0] = add_mask(x[0], values.x);
+              x[1] = add_mask(x[1], values.y);
             }
           }
         }

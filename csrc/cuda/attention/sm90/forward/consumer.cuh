@@ -14,6 +14,7 @@
 #include "../../../hw/vector.cuh"
 #include "../../../hw/wgmma.cuh"
 #include "../../../mma/fragments.cuh"
+#include "../../common/lowest_score.h"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -327,8 +328,12 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 values = unpair<Element>(words[i]);
-        score[8 * step + 2 * i] = fmaf(values.x, a.scores.bias_scale, score[8 * step + 2 * i]);
-        score[8 * step + 2 * i + 1] = fmaf(values.y, a.scores.bias_scale, score[8 * step + 2 * i + 1]);
+        const auto add = [&](float& x, float value) {
+          x = fmaf(value, a.scores.bias_scale, x);
+          if constexpr (std::is_same_v<Element, __nv_bfloat16>) x = max_or_nan(x, lower_bound(value, a.scores.lowest));
+        };
+        add(score[8 * step + 2 * i], values.x);
+        add(score[8 * step + 2 * i + 1], values.y);
       }
     }
   }
@@ -465,9 +470,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     for (int i = 0; i < kOutRegisters; ++i) out[i] *= factor[i / 2 % 2];
   }
 
-  __device__ __forceinline__ static bool overflows(const float (&sum)[2]) {
-    return !(sum[0] < kMaxWeightSum && sum[1] < kMaxWeightSum);  // or is NaN
-  }
+  __device__ __forceinline__ static bool overflows(float sum) { return !(sum < kMaxWeightSum); }  // or is NaN
 
   // Whether a row's weights of a part of the block would be too large; its scores stay.
   __device__ __forceinline__ bool needs_rescale(int part, int r) const {
@@ -476,7 +479,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 #pragma unroll
     for (int i = 0; i < kPartRegisters; ++i)
       if (i / 2 % 2 == r) sum += exp2_flushed(fmaf(score[part * kPartRegisters + i], a.scores.scale, -pivot));
-    const bool own = softmax[r].max == -INFINITY || !(sum < kMaxWeightSum);
+    const bool own = softmax[r].max == -INFINITY || overflows(sum);
     return __ballot_sync(~0u, own) >> lane / 4 * 4 & 0xf;  // of the row's four lanes
   }
 
@@ -534,7 +537,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     }
     float sum[2], total[2];
     exp_scores(sum, total);
-    if (kParts > 1 && any_named(kVoteBarrier + row_block, 128, overflows(sum))) [[unlikely]]
+    if (kParts > 1 && any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]))) [[unlikely]]
       repeat_block();
     else
       softmax[0].sum = total[0], softmax[1].sum = total[1];
@@ -550,9 +553,9 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     float sum[2], total[2];
     exp_scores(sum, total);
     // The sum over a block is no smaller than that over any of its parts.
-    const bool needs_rescale = overflows(sum) || (!kHasOptions && (softmax[0].max == -INFINITY || softmax[1].max == -INFINITY));
+    const auto may_need_rescale = [&](int r) { return overflows(sum[r]) || (!kHasOptions && softmax[r].max == -INFINITY); };
     // The vote stands before the wait, or the compiler moves the exponentials after it.
-    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, needs_rescale);
+    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, may_need_rescale(0) || may_need_rescale(1));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) [[unlikely]]
@@ -570,7 +573,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     exp_scores(sum, total);
     // The vote stands before the wait, and depends on the weights, or the compiler moves the exponentials after it.
     const bool any_needs_rescale =
-        any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum));
+        any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum[0]) || overflows(sum[1]));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) rescale_out(factor);

@@ -9,10 +9,12 @@ namespace flash_online::cuda {
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::finish_rows(int stage, float (&inverse)[2]) {
   const WorkTile& tile = shared.tile[stage];
+  bool is_empty[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 1);
     softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 2);
+    is_empty[r] = softmax[r].sum == 0;
     float factor = 1;
     if (a.scores.sinks) {
       const float sink = a.scores.sinks[tile.head] * kLog2E;
@@ -32,8 +34,11 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     const int64_t at = (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + row;
     // From base 2 to the natural logarithm, in two floats.
     constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
-    const float high = own.lse(), lse = high * kLn2;
-    const float low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, own.lse_low() * kLn2);
+    const float high = own.lse();
+    float lse = high * kLn2, low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, own.lse_low() * kLn2);
+    if (a.scores.sinks && (second ? is_empty[1] : is_empty[0])) lse = a.scores.sinks[tile.head], low = 0;
+    if constexpr (kFloatMask)
+      if (own.max == a.scores.lowest * a.scores.scale) lse = kLowestBFloat16, low = log2f(own.sum) * kLn2;
     a.lse[at] = lse;
     a.lse_low[at] = low - low == 0 ? low : 0;
   }

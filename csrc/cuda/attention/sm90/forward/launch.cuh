@@ -7,6 +7,7 @@
 
 #include "../../../../core/integer.h"
 #include "../../../../core/philox.h"
+#include "../../common/lowest_score.h"
 #include "../../common/tile_list.cuh"
 #include "../../kernels.h"
 #include "../tma_tensor.cuh"
@@ -19,6 +20,7 @@ inline ScoreArguments make_score_arguments(const AttentionProblem& p) {
   constexpr double kToBase2 = 1.4426950408889634;
   ScoreArguments a{.scale = p.softcap > 0 ? 1 : static_cast<float>(p.scale * kToBase2),
                    .bias_scale = static_cast<float>(p.softcap > 0 ? kToBase2 : 1 / p.scale),
+                   .lowest = lowest_product(p.softcap > 0 ? 1 : static_cast<float>(p.scale * kToBase2)),
                    .softcap = static_cast<float>(p.softcap * kToBase2),
                    .softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0,
                    .sinks = static_cast<const float*>(p.sinks),

@@ -13,7 +13,7 @@ import pytest
 from flash_online import _info
 from flash_online.__main__ import main
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def trace(capsys, *words):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import BATCHES, DTYPES, EDGE_LENGTHS, HEAD_DIMS, HEADS, MASK_RANKS, MASK_SHAPES, OPTIONS
-from oracle import Attention, CaptureRng
+from oracle import Attention, CaptureRng, rng_state
 
 import flash_online
 from flash_online import reference
@@ -18,84 +18,87 @@ INF = math.inf
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_options(options, dtype):
-    Attention.of(options, dtype=dtype, heads=(4, 2, 2), lengths=(13, 21)).check()
-    Attention.of(options, dtype=dtype, heads=(2, 2, 2), lengths=(37, 19), head_dims=(16, 12)).check()
+def test_options(options, dtype, device):
+    Attention.of(options, dtype=dtype, heads=(4, 2, 2), lengths=(13, 21)).check(device)
+    Attention.of(options, dtype=dtype, heads=(2, 2, 2), lengths=(37, 19), head_dims=(16, 12)).check(device)
 
 
 @pytest.mark.parametrize("lengths", EDGE_LENGTHS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_block_edges(lengths, dtype, causal):
-    Attention(dtype=dtype, batch=(), heads=(2, 1, 1), lengths=lengths, head_dims=(24, 24), options={"causal": causal}).check()
+def test_block_edges(lengths, dtype, causal, device):
+    Attention(dtype=dtype, batch=(), heads=(2, 1, 1), lengths=lengths, head_dims=(24, 24), options={"causal": causal}).check(
+        device
+    )
 
 
 @pytest.mark.parametrize(
     "mask_shape", [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 1, 0)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_spans_of_keys(mask_shape, dtype):
+def test_several_spans_of_keys(mask_shape, dtype, device):
     """Gradients of queries and masks that several work items add to, with keys and whole items that some queries do not see."""
     for options in ({}, {"causal": True, "alignment": "lower_right"}, {"window": (70, 130), "softcap": 3.0}):
         problem = Attention(
             dtype=dtype, heads=(4, 2, 2), lengths=(140, 530), mask="float", mask_shape=mask_shape, options=options, sinks=True
         )
-        problem.check()
+        problem.check(device)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (15, 0), (64, 0), (0, 64), (127, 3), (None, 128)], ids=str)
 @pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
 @pytest.mark.parametrize("lengths", [(257, 129), (129, 257), (65, 300)], ids=str)
-def test_windows_across_blocks(window, alignment, lengths):
+def test_windows_across_blocks(window, alignment, lengths, device):
     options = {"window": window, "alignment": alignment}
-    Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options).check()
-    Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options | {"causal": True}, sinks=True, alibi=1).check()
+    Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options).check(device)
+    Attention(batch=(), heads=(1, 1, 1), lengths=lengths, options=options | {"causal": True}, sinks=True, alibi=1).check(device)
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_widths(head_dims, dtype):
-    Attention(dtype=dtype, batch=(1,), heads=(2, 2, 2), lengths=(19, 35), head_dims=head_dims).check()
+def test_widths(head_dims, dtype, device):
+    Attention(dtype=dtype, batch=(1,), heads=(2, 2, 2), lengths=(19, 35), head_dims=head_dims).check(device)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_heads_and_batches(heads, batch):
-    Attention(batch=batch, heads=heads, lengths=(9, 11), head_dims=(8, 6), mask="float", mask_rank=3).check()
+def test_heads_and_batches(heads, batch, device):
+    Attention(batch=batch, heads=heads, lengths=(9, 11), head_dims=(8, 6), mask="float", mask_rank=3).check(device)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts(layout, dtype):
+def test_layouts(layout, dtype, device):
     """Strides of every kind, with NaN in the memory between and around the elements."""
     for which in range(4):
         layouts = tuple(layout if i == which else "contiguous" for i in range(4))
-        Attention(dtype=dtype, heads=(4, 2, 2), lengths=(20, 33), layouts=layouts, mask="float").check()
-    Attention(dtype=dtype, lengths=(65, 70), layouts=(layout,) * 4, mask="bool", options={"causal": True}).check()
+        Attention(dtype=dtype, heads=(4, 2, 2), lengths=(20, 33), layouts=layouts, mask="float").check(device)
+    Attention(dtype=dtype, lengths=(65, 70), layouts=(layout,) * 4, mask="bool", options={"causal": True}).check(device)
 
 
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 @pytest.mark.parametrize("rank", MASK_RANKS)
 @pytest.mark.parametrize("kind", ["bool", "float", "-inf"])
-def test_mask_shapes(shape, rank, kind):
-    Attention(heads=(4, 2, 2), lengths=(70, 67), mask=kind, mask_shape=shape, mask_rank=rank).check()
+def test_mask_shapes(shape, rank, kind, device):
+    Attention(heads=(4, 2, 2), lengths=(70, 67), mask=kind, mask_shape=shape, mask_rank=rank).check(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["float", "-inf"])
-def test_float32_mask_beside_16_bit_query(dtype, kind):
-    Attention(dtype=dtype, mask=kind, mask_dtype=torch.float32).check()
+def test_float32_mask_beside_16_bit_query(dtype, kind, device):
+    Attention(dtype=dtype, mask=kind, mask_dtype=torch.float32).check(device)
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "m", "s", "qm", "kv", ""], ids=lambda w: w or "nothing")
 @pytest.mark.parametrize("grad_lse", [False, True])
-def test_subsets_of_gradients(wanted, grad_lse):
+def test_subsets_of_gradients(wanted, grad_lse, device):
     """Any subset of gradients: that of the mask, for one, is right also when no other tensor requires grad."""
-    Attention(mask="float", mask_shape=(0, 1, 1, 1), sinks=True, wanted=wanted, grad_lse=grad_lse).check()
+    Attention(mask="float", mask_shape=(0, 1, 1, 1), sinks=True, wanted=wanted, grad_lse=grad_lse).check(device)
 
 
-def test_gradient_of_lse_alone():
-    query, key, value = (torch.randn(2, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (7, 9, 9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradient_of_lse_alone(dtype, device):
+    query, key, value = (torch.randn(2, 2, n, 8, dtype=dtype, requires_grad=True, device=device) for n in (7, 9, 9))
     _, lse = flash_online.attention(query, key, value, causal=True, return_lse=True)
     _, expected = reference.attention(query, key, value, causal=True, return_lse=True)
     grad = torch.randn_like(lse)
@@ -107,15 +110,15 @@ def test_gradient_of_lse_alone():
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("options", ["plain", "causal lower right", "sinks", "float mask"])
-def test_empty_lengths(lengths, options):
-    Attention.of(OPTIONS[options], lengths=lengths).check()
+def test_empty_lengths(lengths, options, device):
+    Attention.of(OPTIONS[options], lengths=lengths).check(device)
 
 
 @pytest.mark.parametrize(
     "batch, heads, head_dims", [((0,), (2, 2, 2), (8, 8)), ((2,), (2, 2, 2), (8, 0)), ((2,), (2, 2, 2), (0, 0))]
 )
-def test_other_empty_dimensions(batch, heads, head_dims):
-    Attention(batch=batch, heads=heads, head_dims=head_dims).check()
+def test_other_empty_dimensions(batch, heads, head_dims, device):
+    Attention(batch=batch, heads=heads, head_dims=head_dims).check(device)
 
 
 # --- Rows with nothing to attend to, and what is not a number -----------------------------------------------------------
@@ -123,16 +126,16 @@ def test_other_empty_dimensions(batch, heads, head_dims):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask_kind", ["bool", "float", "window", "causal"])
-def test_row_without_keys_is_zero(dtype, mask_kind):
-    query, key, value = (torch.randn(2, 2, n, 8).to(dtype).requires_grad_() for n in (9, 6, 6))
+def test_row_without_keys_is_zero(dtype, mask_kind, device):
+    query, key, value = (torch.randn(2, 2, n, 8, device=device).to(dtype).requires_grad_() for n in (9, 6, 6))
     mask, options = None, {}
-    empty = torch.zeros(9, dtype=torch.bool)
+    empty = torch.zeros(9, dtype=torch.bool, device=device)
     if mask_kind == "window":
         options, empty[8:] = {"window": (2, 0)}, True  # position 8 sees keys 6..8, of which there are none
     elif mask_kind == "causal":
         options, empty[:3] = {"causal": True, "alignment": "lower_right"}, True
     else:
-        keep = torch.ones(9, 6, dtype=torch.bool)
+        keep = torch.ones(9, 6, dtype=torch.bool, device=device)
         keep[4], empty[4] = False, True
         mask = keep if mask_kind == "bool" else torch.where(keep, 0.0, -INF).to(dtype).requires_grad_()
     out, lse = flash_online.attention(query, key, value, mask=mask, **options, return_lse=True)
@@ -149,30 +152,30 @@ def test_row_without_keys_is_zero(dtype, mask_kind):
     assert all(g.isfinite().all() for g in torch.autograd.grad(lse.sum(), inputs, allow_unused=True) if g is not None)
 
 
-def test_row_with_only_a_sink():
-    sinks = torch.tensor([0.5, -2.0], requires_grad=True)
-    query, key, value = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
-    mask = torch.zeros(3, 3, dtype=torch.bool)
+def test_row_with_only_a_sink(device):
+    sinks = torch.tensor([0.5, -2.0], requires_grad=True, device=device)
+    query, key, value = (torch.randn(1, 2, 3, 4, requires_grad=True, device=device) for _ in range(3))
+    mask = torch.zeros(3, 3, dtype=torch.bool, device=device)
     out, lse = flash_online.attention(query, key, value, mask=mask, sinks=sinks, return_lse=True)
     assert (out == 0).all()
     torch.testing.assert_close(lse, sinks.detach()[None, :, None].expand(1, 2, 3))
     grads = torch.autograd.grad(lse.sum(), [query, key, sinks])
     assert (grads[0] == 0).all() and (grads[1] == 0).all()
-    torch.testing.assert_close(grads[2], torch.full((2,), 3.0))
+    torch.testing.assert_close(grads[2], torch.full((2,), 3.0, device=device))
 
 
-def test_sink_of_minus_infinity_is_no_sink():
-    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+def test_sink_of_minus_infinity_is_no_sink(device):
+    query, key, value = (torch.randn(1, 2, 5, 4, device=device) for _ in range(3))
     expected = flash_online.attention(query, key, value, return_lse=True)
-    found = flash_online.attention(query, key, value, sinks=torch.full((2,), -INF), return_lse=True)
+    found = flash_online.attention(query, key, value, sinks=torch.full((2,), -INF, device=device), return_lse=True)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, INF])
-def test_nan_and_infinity_reach_their_rows(dtype, bad):
+def test_nan_and_infinity_reach_their_rows(dtype, bad, device):
     """NaN in a query poisons its row alone; +inf as a score does too; NaN in a value poisons every row that sees it."""
-    query, key, value = (torch.rand(1, 2, 40, 8).to(dtype) + 0.5 for _ in range(3))
+    query, key, value = (torch.rand(1, 2, 40, 8, device=device).to(dtype) + 0.5 for _ in range(3))
     clean = flash_online.attention(query, key, value)
     poisoned = query.clone()
     poisoned[0, 1, 33, 2] = bad  # keys are positive, so +inf here makes scores of +inf
@@ -186,37 +189,34 @@ def test_nan_and_infinity_reach_their_rows(dtype, bad):
     assert not out[0, 0, 35:, 1].isfinite().any() and out[0, 1].isfinite().all()
 
 
-def test_what_is_hidden_stays_finite():
+def test_what_is_hidden_stays_finite(device):
     """Huge but finite keys and values that a mask hides change nothing, whatever their scores would have been."""
-    query, key, value = (torch.randn(1, 2, 20, 8) for _ in range(3))
-    mask = torch.ones(20, 20, dtype=torch.bool)
+    query, key, value = (torch.randn(1, 2, 20, 8, device=device) for _ in range(3))
+    mask = torch.ones(20, 20, dtype=torch.bool, device=device)
     mask[:, 7] = False
     expected = flash_online.attention(query, key, value, mask=mask)
     key[:, :, 7], value[:, :, 7] = 1e30, 1e30
     torch.testing.assert_close(flash_online.attention(query, key, value, mask=mask), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e3, 1e15])
-def test_extreme_scores(size):
+def test_extreme_scores(size, dtype, device):
     """Scores of 1e30 and more: the softmax is one-hot, lse is the largest score, nothing overflows."""
-    query, key, value = (torch.randn(1, 2, 33, 16, dtype=torch.float64) for _ in range(3))
+    query, key, value = (random_tensor(1, 2, 33, 16, dtype=dtype, device=device) for _ in range(3))
     query, key = query * size, key * size
-    expected, lse = reference.attention(query, key, value, return_lse=True)
-    out, found = flash_online.attention(query, key, value, return_lse=True)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(found, lse)
-    narrow = flash_online.attention(query.float(), key.float(), value.float(), return_lse=True)
-    plain = reference.attention(query.float(), key.float(), value.float(), return_lse=True)
-    for ours, theirs in zip(narrow, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    plain = reference.attention(query, key, value, return_lse=True)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+    for ours, theirs in zip(flash_online.attention(query, key, value, return_lse=True), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
 
 
 @pytest.mark.parametrize("shift", [-10000.0, -200.0, -89.0, 89.0, 200.0, 10000.0, 1000000.0])
-def test_lse_far_from_zero(shift):
+def test_lse_far_from_zero(shift, device):
     """Scores of whole numbers have no rounding error, however large; a lse there has few digits left after its point. The
     weights that the backward pass takes from it, exp(score - lse), have all of float32's digits nonetheless."""
-    query, key = (torch.randint(-1, 2, (1, 2, n, 8)).float() for n in (9, 130))
-    value, mask = torch.randn(1, 2, 130, 8), torch.randint(-2, 3, (9, 130)).float() + shift
+    query, key = (torch.randint(-1, 2, (1, 2, n, 8), device=device).float() for n in (9, 130))
+    value, mask = torch.randn(1, 2, 130, 8, device=device), torch.randint(-2, 3, (9, 130), device=device).float() + shift
 
     def run(function, dtype):
         leaves = [t.to(dtype).requires_grad_() for t in (query, key, value, mask)]
@@ -229,10 +229,10 @@ def test_lse_far_from_zero(shift):
         assert_close_to_float64(a, b, c, name=f"{name}, shift {shift}")
 
 
-def test_mask_of_the_smallest_number_is_not_minus_infinity():
+def test_mask_of_the_smallest_number_is_not_minus_infinity(device):
     """finfo.min hides keys beside others, as transformers' masks do; alone it leaves a plain mean."""
-    query, key, value = (torch.randn(1, 1, 4, 8) for _ in range(3))
-    mask = torch.full((4, 4), torch.finfo(torch.float32).min)
+    query, key, value = (torch.randn(1, 1, 4, 8, device=device) for _ in range(3))
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min, device=device)
     out = flash_online.attention(query, key, value, mask=mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
     torch.testing.assert_close(out, expected)
@@ -244,10 +244,10 @@ def test_mask_of_the_smallest_number_is_not_minus_infinity():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3)], ids=str)
-def test_out_and_gradients_keep_the_order_of_strides(order):
+def test_out_and_gradients_keep_the_order_of_strides(order, device):
     def make(*shape):
         inverse = sorted(range(4), key=order.__getitem__)
-        return torch.randn([shape[i] for i in order]).permute(inverse)
+        return torch.randn([shape[i] for i in order], device=device).permute(inverse)
 
     query, key, value = make(2, 4, 5, 8), make(2, 2, 7, 8), make(2, 2, 7, 6)
     for t in (query, key, value):
@@ -278,23 +278,24 @@ def test_same_bits_for_any_number_of_threads(problem):
     results = []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
-        results.append(_forward_and_backward(problem, deterministic=True))
+        results.append(_forward_and_backward(problem, deterministic=True, device="cpu"))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", "causal", "window"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_hidden_blocks_are_not_computed(kind, dtype):
+def test_hidden_blocks_are_not_computed(kind, dtype, device):
     """Keys and values that a whole tile of queries does not see may hold NaN: 0 * NaN would show that they were read."""
     length, block = 512, 256
-    query, key, value = (random_tensor(1, 2, length, 16, dtype=dtype).requires_grad_() for _ in range(3))
-    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    query, key, value = (random_tensor(1, 2, length, 16, dtype=dtype, device=device).requires_grad_() for _ in range(3))
+    rows, columns = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
     seen = {"causal": rows >= columns, "window": (rows - columns).abs() <= 32}.get(kind, rows // block == columns // block)
     options = {"causal": {"causal": True}, "window": {"window": (32, 32)}}.get(kind)
     if options is None:
         options = {"mask": seen if kind == "bool" else torch.where(seen, 0.0, -INF).to(dtype)}
-    poisoned = torch.arange(length) >= block  # what the first 128 queries are far from
+    options["deterministic"] = True
+    poisoned = torch.arange(length, device=device) >= block  # what the first 128 queries are far from
     first = slice(0, 128)
     spoilt_key, spoilt_value = (t.detach().masked_fill(poisoned[:, None], math.nan) for t in (key, value))
     expected = flash_online.attention(query, key, value, **options)[:, :, first]
@@ -304,21 +305,24 @@ def test_hidden_blocks_are_not_computed(kind, dtype):
     assert torch.equal(grad, torch.autograd.grad(expected.sum(), query)[0][:, :, first])
 
 
-def test_same_bits_run_to_run():
+def test_same_bits_run_to_run(device):
     problem = Attention(heads=(4, 2, 2), lengths=(150, 140), mask="float", mask_shape=(0, 0, 1, 1), sinks=True)
-    first = _forward_and_backward(problem, deterministic=True)
+    first = _forward_and_backward(problem, deterministic=True, device=device)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, _forward_and_backward(problem, deterministic=True), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first, _forward_and_backward(problem, deterministic=True, device=device), strict=True)
+        )
     torch.use_deterministic_algorithms(True)
-    for a, b in zip(first, _forward_and_backward(problem, deterministic=None), strict=True):
+    for a, b in zip(first, _forward_and_backward(problem, deterministic=None, device=device), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("size", [1.0, 2.0, 4.0])  # scores up to 4, 16, 64
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_alone_and_in_a_batch(dtype, size):
+def test_same_bits_alone_and_in_a_batch(dtype, size, device):
     """A row's result does not depend on the batch that it sits in, nor on the rows beside it."""
-    query, key, value = (random_tensor(5, 3, n, 16, dtype=dtype, scale=size) for n in (70, 90, 90))
+    query, key, value = (random_tensor(5, 3, n, 16, dtype=dtype, scale=size, device=device) for n in (70, 90, 90))
     together = flash_online.attention(query, key, value, return_lse=True)
     for b in range(5):
         alone = flash_online.attention(query[b : b + 1], key[b : b + 1], value[b : b + 1], return_lse=True)
@@ -328,8 +332,8 @@ def test_same_bits_alone_and_in_a_batch(dtype, size):
         assert torch.equal(part, together[0][:, :, rows])
 
 
-def _forward_and_backward(problem, deterministic):
-    inputs = {n: t.detach().requires_grad_() for n, t in problem.inputs().items()}
+def _forward_and_backward(problem, deterministic, *, device):
+    inputs = {n: t.detach().requires_grad_() for n, t in problem.inputs(device).items()}
     tensors = dict(inputs)
     positional = [tensors.pop(n) for n in ("query", "key", "value")]
     out, lse = flash_online.attention(*positional, **tensors, **problem.options, deterministic=deterministic, return_lse=True)
@@ -341,15 +345,17 @@ def _forward_and_backward(problem, deterministic):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.999, 1.0])
-def test_dropout_drops_what_the_rule_says(dtype, dropout_p):
+def test_dropout_drops_what_the_rule_says(dtype, dropout_p, device):
     """Beside the reference with the same (seed, offset): the mask is Philox of the position and nothing else."""
     options = {"dropout_p": dropout_p}
-    Attention(dtype=dtype, heads=(4, 2, 2), lengths=(33, 70), options=options).check()
-    Attention(dtype=dtype, batch=(2, 2), lengths=(5, 6), options=options | {"causal": True}, mask="float", sinks=True).check()
+    Attention(dtype=dtype, heads=(4, 2, 2), lengths=(33, 70), options=options).check(device)
+    Attention(dtype=dtype, batch=(2, 2), lengths=(5, 6), options=options | {"causal": True}, mask="float", sinks=True).check(
+        device
+    )
 
 
-def test_dropout_follows_the_default_generator():
-    query, key, value = (torch.randn(2, 2, 30, 8) for _ in range(3))
+def test_dropout_follows_the_default_generator(device):
+    query, key, value = (torch.randn(2, 2, 30, 8, device=device) for _ in range(3))
 
     def run():
         return flash_online.attention(query, key, value, dropout_p=0.3)
@@ -359,18 +365,18 @@ def test_dropout_follows_the_default_generator():
     torch.manual_seed(1)
     again = run()
     assert torch.equal(first, again) and not torch.equal(first, second)
-    before = torch.get_rng_state()
+    before = rng_state(device)
     flash_online.attention(query, key, value)
-    assert torch.equal(before, torch.get_rng_state()), "a call without dropout must not draw"
+    assert torch.equal(before, rng_state(device)), "a call without dropout must not draw"
 
 
-def test_dropout_does_not_depend_on_the_tiles():
+def test_dropout_does_not_depend_on_the_tiles(device):
     """The weights dropped among the first 20 keys and 9 queries are the same whatever the lengths are."""
 
     def dropped(queries, keys):
         torch.manual_seed(5)
-        value = torch.eye(keys)[None, None].expand(1, 3, keys, keys)
-        query, key = torch.zeros(1, 3, queries, 4), torch.zeros(1, 3, keys, 4)
+        value = torch.eye(keys, device=device)[None, None].expand(1, 3, keys, keys)
+        query, key = torch.zeros(1, 3, queries, 4, device=device), torch.zeros(1, 3, keys, 4, device=device)
         return flash_online.attention(query, key, value, dropout_p=0.4)[:, :, :9, :20] == 0
 
     expected = dropped(9, 20)
@@ -379,31 +385,36 @@ def test_dropout_does_not_depend_on_the_tiles():
         assert torch.equal(dropped(queries, keys), expected)
 
 
-def test_dropout_keeps_the_mean():
-    query, key = torch.zeros(1, 1, 1000, 4), torch.zeros(1, 1, 50, 4)
-    out = flash_online.attention(query, key, torch.ones(1, 1, 50, 1), dropout_p=0.25)
+def test_dropout_keeps_the_mean(device):
+    query, key = torch.zeros(1, 1, 1000, 4, device=device), torch.zeros(1, 1, 50, 4, device=device)
+    out = flash_online.attention(query, key, torch.ones(1, 1, 50, 1, device=device), dropout_p=0.25)
     # A row is a mean of 50 Bernoulli trials over 0.75: its standard deviation is sqrt(0.25 / 0.75 / 50) = 0.082.
     assert abs(out.mean().item() - 1) < 5 * 0.082 / math.sqrt(1000)
     assert abs(out.std().item() - 0.082) < 0.01
 
 
-def test_dropout_of_keys_that_share_a_draw_is_independent():
+def test_dropout_of_keys_that_share_a_draw_is_independent(device):
     """Eight neighbouring keys are decided about by four words: no two of them are dropped together too often or too seldom."""
     for dropout_p in (0.1, 0.5):
-        rng = torch.tensor([3, 4])
+        rng = torch.tensor([3, 4], device=device)
         kept = torch.ops.flash_online.attention_dropout_mask(rng, 0, 2, 4, 0, 1024, 512, dropout_p).reshape(-1, 8).double()
         mean = kept.mean(0)
         assert (mean - (1 - dropout_p)).abs().max() < 5 * math.sqrt(dropout_p * (1 - dropout_p) / len(kept))
-        correlation = torch.corrcoef(kept.T) - torch.eye(8)
+        correlation = torch.corrcoef(kept.T) - torch.eye(8, device=device)
         assert correlation.abs().max() < 5 / math.sqrt(len(kept))
 
 
-def test_dropout_differs_between_rows_heads_and_batches():
+def test_dropout_differs_between_rows_heads_and_batches(device):
     with CaptureRng() as capture:
-        flash_online.attention(*(torch.randn(1, 1, 2, 2) for _ in range(3)), dropout_p=0.5)
+        flash_online.attention(*(torch.randn(1, 1, 2, 2, device=device) for _ in range(3)), dropout_p=0.5)
     assert capture.rng.dtype == torch.int64 and capture.rng.shape == (2,)
-    value = torch.eye(64).expand(2, 2, 64, 64)
-    kept = flash_online.attention(torch.zeros(2, 2, 8, 4), torch.zeros(2, 2, 64, 4), value, dropout_p=0.5) != 0
+    value = torch.eye(64, device=device).expand(2, 2, 64, 64)
+    kept = (
+        flash_online.attention(
+            torch.zeros(2, 2, 8, 4, device=device), torch.zeros(2, 2, 64, 4, device=device), value, dropout_p=0.5
+        )
+        != 0
+    )
     rows = kept.reshape(-1, 64)
     assert len(torch.unique(rows, dim=0)) == len(rows)
 
@@ -414,8 +425,8 @@ def test_dropout_differs_between_rows_heads_and_batches():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cuts", [(), (7,), (0, 3, 3, 20, 31), tuple(range(1, 31))], ids=str)
 @pytest.mark.parametrize("stacked", [False, True])
-def test_merge_of_disjoint_keys_is_the_whole(dtype, cuts, stacked):
-    query, key, value = (torch.randn(2, 3, n, 8).to(dtype) for n in (5, 31, 31))
+def test_merge_of_disjoint_keys_is_the_whole(dtype, cuts, stacked, device):
+    query, key, value = (torch.randn(2, 3, n, 8, device=device).to(dtype) for n in (5, 31, 31))
     bounds = [0, *cuts, 31]
     parts = [
         flash_online.attention(query, key[:, :, a:b], value[:, :, a:b], return_lse=True)
@@ -433,14 +444,17 @@ def test_merge_of_disjoint_keys_is_the_whole(dtype, cuts, stacked):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "strided"])
-def test_merge_gradients(dtype, stacked, layout):
+def test_merge_gradients(dtype, stacked, layout, device):
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    outs = [random_tensor(2, 3, 5, 8, dtype=dtype, layout=layout, requires_grad=True) for _ in range(3)]
-    lses = [torch.randn(2, 3, 5, dtype=accumulator) for _ in range(3)]
+    outs = [random_tensor(2, 3, 5, 8, dtype=dtype, layout=layout, requires_grad=True, device=device) for _ in range(3)]
+    lses = [torch.randn(2, 3, 5, dtype=accumulator, device=device) for _ in range(3)]
     lses[1][0, 1] = -INF
     for lse in lses:
         lse.requires_grad_()
-    grad_out, grad_lse = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 5, dtype=accumulator)
+    grad_out, grad_lse = (
+        torch.randn(2, 3, 5, 8, device=device).to(dtype),
+        torch.randn(2, 3, 5, dtype=accumulator, device=device),
+    )
 
     def run(function, convert):
         leaves = [convert(t).detach().requires_grad_() for t in (*outs, *lses)]
@@ -456,25 +470,27 @@ def test_merge_gradients(dtype, stacked, layout):
         assert_close_to_float64(a, b, c, rounding, name=f"result {i}", magnitude=1.0)
 
 
-def test_merge_of_nothing():
-    outs = torch.zeros(2, 3, 4, requires_grad=True)
-    lses = torch.full((2, 3), -INF, requires_grad=True)
+def test_merge_of_nothing(device):
+    outs = torch.zeros(2, 3, 4, requires_grad=True, device=device)
+    lses = torch.full((2, 3), -INF, requires_grad=True, device=device)
     out, lse = flash_online.merge_attention(outs, lses)
     assert (out == 0).all() and (lse == -INF).all()
     for grad in torch.autograd.grad(out.sum() + torch.where(lse == -INF, 0, lse).sum(), (outs, lses)):
         assert (grad == 0).all()
 
 
-def test_merge_with_an_empty_part_changes_nothing():
-    out, lse = torch.randn(3, 4), torch.randn(3)
-    merged = flash_online.merge_attention([out, torch.zeros(3, 4)], [lse, torch.full((3,), -INF)])
+def test_merge_with_an_empty_part_changes_nothing(device):
+    out, lse = torch.randn(3, 4, device=device), torch.randn(3, device=device)
+    merged = flash_online.merge_attention([out, torch.zeros(3, 4, device=device)], [lse, torch.full((3,), -INF, device=device)])
     assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
     single = flash_online.merge_attention([out], [lse])
     assert torch.equal(single[0], out) and torch.equal(single[1], lse)
 
 
-def test_merge_of_far_apart_lses():
-    out, lse = flash_online.merge_attention(torch.tensor([[[1.0]], [[2.0]], [[3.0]]]), torch.tensor([[1e30], [-1e30], [0.0]]))
+def test_merge_of_far_apart_lses(device):
+    out, lse = flash_online.merge_attention(
+        torch.tensor([[[1.0]], [[2.0]], [[3.0]]], device=device), torch.tensor([[1e30], [-1e30], [0.0]], device=device)
+    )
     assert out.item() == 1 and lse.item() == torch.tensor(1e30).item()
 
 
@@ -482,19 +498,19 @@ def test_merge_of_far_apart_lses():
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "all options"])
-def test_a_long_sequence(options):
-    Attention.of(OPTIONS[options], batch=(1,), heads=(2, 1, 1), lengths=(700, 1100), head_dims=(64, 64)).check()
+def test_a_long_sequence(options, device):
+    Attention.of(OPTIONS[options], batch=(1,), heads=(2, 1, 1), lengths=(700, 1100), head_dims=(64, 64)).check(device)
 
 
-def test_mask_expanded_by_hand():
+def test_mask_expanded_by_hand(device):
     """A mask given with strides of 0 has a gradient of its own shape, and the same result as one that broadcasts."""
-    query, key, value = (torch.randn(2, 3, 6, 8) for _ in range(3))
-    small = torch.randn(6, 6, requires_grad=True)
+    query, key, value = (torch.randn(2, 3, 6, 8, device=device) for _ in range(3))
+    small = torch.randn(6, 6, requires_grad=True, device=device)
     out = flash_online.attention(query, key, value, mask=small.expand(2, 3, 6, 6))
     (ours,) = torch.autograd.grad(out.square().sum(), small)
     out = flash_online.attention(query, key, value, mask=small)
     (theirs,) = torch.autograd.grad(out.square().sum(), small)
     torch.testing.assert_close(ours, theirs)
-    leaf = lay_out(torch.randn(6, 6), "sliced").expand(2, 3, 6, 6).requires_grad_()
+    leaf = lay_out(torch.randn(6, 6, device=device), "sliced").expand(2, 3, 6, 6).requires_grad_()
     (grad,) = torch.autograd.grad(flash_online.attention(query, key, value, mask=leaf).square().sum(), leaf)
     assert grad.shape == leaf.shape

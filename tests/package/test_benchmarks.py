@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 
 if not (BENCHMARKS / "run.py").is_file():

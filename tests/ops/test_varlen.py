@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cases import DTYPES, HEAD_DIMS, HEADS, OPTIONS
-from oracle import CaptureRng, Packed
+from oracle import CaptureRng, Packed, rng_state
 
 import flash_online
 from flash_online import reference
@@ -33,17 +33,17 @@ LENGTHS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", MASKLESS.values(), ids=MASKLESS.keys())
-def test_options(options, dtype):
-    Packed.of(options, dtype=dtype, heads=(4, 2, 2)).check()
-    Packed.of(options, dtype=dtype, heads=(2, 2, 2), lengths=((37, 19), (0, 4), (70, 90)), head_dims=(16, 12)).check()
+def test_options(options, dtype, device):
+    Packed.of(options, dtype=dtype, heads=(4, 2, 2)).check(device)
+    Packed.of(options, dtype=dtype, heads=(2, 2, 2), lengths=((37, 19), (0, 4), (70, 90)), head_dims=(16, 12)).check(device)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_lengths(lengths, dtype, causal):
+def test_lengths(lengths, dtype, causal, device):
     for spare in ((0, 0), (70, 3)):
-        Packed(dtype=dtype, heads=(2, 1, 1), lengths=lengths, spare=spare, options={"causal": causal}, sinks=True).check()
+        Packed(dtype=dtype, heads=(2, 1, 1), lengths=lengths, spare=spare, options={"causal": causal}, sinks=True).check(device)
 
 
 # One of each kind of thing that a kernel does to a score or a weight.
@@ -62,39 +62,40 @@ PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if pair != ("slope
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_options_in_pairs(pair):
+def test_options_in_pairs(pair, device):
     """Every two options together, each pair in one dtype and with one grouping of heads."""
+    dtypes = [dtype for dtype in DTYPES if device == "cpu" or dtype != torch.float64]
     options, number = FEATURES[pair[0]] | FEATURES[pair[1]], PAIRS.index(pair)
     lengths = ((33, 40), (0, 5), (80, 70), (6, 3))
     heads = [(4, 2, 2), (3, 3, 3), (6, 2, 3)][number % 3]
-    Packed.of(options, dtype=DTYPES[number % 4], heads=heads, lengths=lengths, seed=number).check()
+    Packed.of(options, dtype=dtypes[number % len(dtypes)], heads=heads, lengths=lengths, seed=number).check(device)
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_widths(head_dims, dtype):
-    Packed(dtype=dtype, heads=(2, 2, 2), lengths=((19, 35), (4, 4)), head_dims=head_dims).check()
+def test_widths(head_dims, dtype, device):
+    Packed(dtype=dtype, heads=(2, 2, 2), lengths=((19, 35), (4, 4)), head_dims=head_dims).check(device)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_heads(heads):
-    Packed(heads=heads, head_dims=(8, 6), options={"causal": True}, sinks=True).check()
+def test_heads(heads, device):
+    Packed(heads=heads, head_dims=(8, 6), options={"causal": True}, sinks=True).check(device)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts(layout, dtype):
+def test_layouts(layout, dtype, device):
     """Strides of every kind, with NaN in the memory between and around the elements."""
     for which in range(3):
         layouts = tuple(layout if i == which else "contiguous" for i in range(3))
-        Packed(dtype=dtype, heads=(4, 2, 2), layouts=layouts).check()
-    Packed(dtype=dtype, lengths=((65, 70), (3, 3)), layouts=(layout,) * 3, options={"causal": True}).check()
+        Packed(dtype=dtype, heads=(4, 2, 2), layouts=layouts).check(device)
+    Packed(dtype=dtype, lengths=((65, 70), (3, 3)), layouts=(layout,) * 3, options={"causal": True}).check(device)
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "s", "kv", ""], ids=lambda w: w or "nothing")
 @pytest.mark.parametrize("grad_lse", [False, True])
-def test_subsets_of_gradients(wanted, grad_lse):
-    Packed(sinks=True, wanted=wanted, grad_lse=grad_lse).check()
+def test_subsets_of_gradients(wanted, grad_lse, device):
+    Packed(sinks=True, wanted=wanted, grad_lse=grad_lse).check(device)
 
 
 # --- Beside dense calls ------------------------------------------------------------------------------------------------------
@@ -107,6 +108,7 @@ def forward_and_backward(call, tensors, cotangents):
     return [*results, *torch.autograd.grad(results, leaves, cotangents, allow_unused=True)]
 
 
+@pytest.mark.parametrize("beside", ["dense", "packed"])
 @pytest.mark.parametrize("lengths", ["edges", "mixed", "empty ones"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -118,22 +120,26 @@ def forward_and_backward(call, tensors, cotangents):
     ],
     ids=str,
 )
-def test_same_bits_as_a_dense_call_on_each_sequence(lengths, dtype, options):
-    """A sequence's results and gradients do not depend on what it is packed with."""
+def test_same_bits_as_a_call_on_each_sequence(lengths, dtype, options, beside, device):
+    """A sequence's results and gradients do not depend on what it is packed with: beside a call on the sequence alone, packed
+    too or dense. On CUDA other kernels sum the gradients of a dense call."""
     problem = Packed.of(options, dtype=dtype, heads=(4, 2, 1), lengths=LENGTHS[lengths], head_dims=(24, 17), size=2.0)
-    inputs = problem.inputs()
+    inputs = problem.inputs(device)
     tensors, slopes, sinks = [inputs[n] for n in ("query", "key", "value")], inputs.get("alibi_slopes"), inputs.get("sinks")
     tensors += [] if sinks is None else [sinks]
-    options = {"alignment": "lower_right"} | problem.options | {"return_lse": True}
+    options = {"alignment": "lower_right"} | problem.options | {"return_lse": True, "deterministic": True}
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    cotangents = [torch.randn(problem.out_shape()).to(dtype), torch.randn(problem.lse_shape(), dtype=accumulator)]
+    cotangents = [
+        torch.randn(problem.out_shape(), device=device).to(dtype),
+        torch.randn(problem.lse_shape(), dtype=accumulator, device=device),
+    ]
 
     def packed(query, key, value, sinks=None):
-        starts = problem.arguments()
+        starts = problem.arguments(device)
         return flash_online.varlen_attention(query, key, value, *starts, alibi_slopes=slopes, sinks=sinks, **options)
 
     together = forward_and_backward(packed, tensors, cotangents)
-    query_starts, key_starts = (t.tolist() for t in problem.starts())
+    query_starts, key_starts = (t.tolist() for t in problem.starts(device))
     sink_grads = []
     for n in range(len(problem.lengths)):
         rows, keys = slice(*query_starts[n : n + 2]), slice(*key_starts[n : n + 2])
@@ -142,36 +148,47 @@ def test_same_bits_as_a_dense_call_on_each_sequence(lengths, dtype, options):
             own = None if slopes is None else slopes[n]
             return flash_online.attention(query, key, value, alibi_slopes=own, sinks=sinks, **options)
 
+        def packed_alone(query, key, value, sinks=None, n=n):
+            tensors, longest = [t.transpose(0, 1) for t in (query, key, value)], problem.arguments(device)[2:]
+            starts = [torch.tensor([0, len(t)], dtype=torch.int32, device=device) for t in tensors[:2]]
+            own = None if slopes is None or slopes.dim() == 1 else slopes[n : n + 1]
+            out, lse = flash_online.varlen_attention(*tensors, *starts, *longest, alibi_slopes=own, sinks=sinks, **options)
+            return out.transpose(0, 1), lse
+
         of = (rows, keys, keys)
         apart = [t[part].transpose(0, 1) for t, part in zip(tensors, of, strict=False)] + tensors[3:]
-        alone = forward_and_backward(dense, apart, [cotangents[0][rows].transpose(0, 1), cotangents[1][:, rows]])
+        call = dense if beside == "dense" else packed_alone
+        alone = forward_and_backward(call, apart, [cotangents[0][rows].transpose(0, 1), cotangents[1][:, rows]])
         found = [together[0][rows].transpose(0, 1), together[1][:, rows]]
         found += [grad[part].transpose(0, 1) for grad, part in zip(together[2:5], of, strict=True)]
-        for name, a, b in zip(("out", "lse", "query", "key", "value"), found, alone, strict=False):
+        compared = ("out", "lse") if beside == "dense" and device == "cuda" else ("out", "lse", "query", "key", "value")
+        for name, a, b in zip(compared, found, alone, strict=False):
             assert torch.equal(a, b), f"{name} of sequence {n}"
         sink_grads += alone[5:]
     if sinks is not None:
-        assert torch.equal(together[5], torch.stack(sink_grads).sum(0))
+        exact = {"rtol": 0, "atol": 0} if device == "cpu" else {}  # sequences are summed in any order of theirs on CUDA
+        torch.testing.assert_close(together[5], torch.stack(sink_grads).sum(0), **exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_drops_what_a_dense_batch_drops(dtype):
+def test_dropout_drops_what_a_dense_batch_drops(dtype, device):
     """Batch, query and key of dropout's counter are the sequence and the positions inside it."""
     problem = Packed(dtype=dtype, heads=(2, 2, 2), lengths=((40, 70), (0, 3), (66, 33)), options={"dropout_p": 0.4})
-    query, key, value = problem.inputs().values()
+    query, key, value = problem.inputs(device).values()
     with CaptureRng() as capture:
-        out = flash_online.varlen_attention(query, key, value, *problem.arguments(), **problem.options)
-    query_starts, key_starts = (t.tolist() for t in problem.starts())
+        out = flash_online.varlen_attention(query, key, value, *problem.arguments(device), **problem.options)
+    query_starts, key_starts = (t.tolist() for t in problem.starts(device))
     for n in range(3):
         rows, keys = slice(*query_starts[n : n + 2]), slice(*key_starts[n : n + 2])
         batch = [t[of].transpose(0, 1).expand(n + 1, -1, -1, -1) for t, of in ((query, rows), (key, keys), (value, keys))]
         options = (None, None, None, capture.rng, -1, -1, True, 1 / math.sqrt(8), 0.0, 0.4)
         expected = RAW.attention_forward(*batch, *options)[0][n]
-        assert torch.equal(out[rows].transpose(0, 1), expected)
+        exact = {"rtol": 0, "atol": 0} if device == "cpu" else {}
+        torch.testing.assert_close(out[rows].transpose(0, 1), expected, **exact)
 
 
-def test_dropout_mask_of_later_batches():
-    rng = torch.tensor([3, 4])
+def test_dropout_mask_of_later_batches(device):
+    rng = torch.tensor([3, 4], device=device)
     whole = RAW.attention_dropout_mask(rng, 0, 5, 2, 0, 6, 7, 0.5)
     assert torch.equal(RAW.attention_dropout_mask(rng, 2, 3, 2, 1, 4, 7, 0.5), whole[2:, :, 1:5])
     assert torch.equal(whole, reference.dropout_keep(rng, 0.5, (5, 2, 6, 7)))
@@ -181,19 +198,22 @@ def test_dropout_mask_of_later_batches():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_past_the_end(dtype):
+def test_rows_past_the_end(dtype, device):
     """Results of padding rows are 0, lse -inf, gradients 0. Their contents and their incoming gradients, here NaN, affect no
     other result."""
     problem = Packed(dtype=dtype, heads=(4, 2, 2), spare=(130, 70), sinks=True)
-    inputs = problem.inputs()
+    inputs = problem.inputs(device)
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    cotangents = [torch.randn(problem.out_shape()).to(dtype), torch.randn(problem.lse_shape(), dtype=accumulator)]
-    last_query, last_key = (int(t[-1]) for t in problem.starts())
+    cotangents = [
+        torch.randn(problem.out_shape(), device=device).to(dtype),
+        torch.randn(problem.lse_shape(), dtype=accumulator, device=device),
+    ]
+    last_query, last_key = (int(t[-1]) for t in problem.starts(device))
     for t in (cotangents[0], cotangents[1].t()):
         t[last_query:] = math.nan
 
     def call(query, key, value, sinks):
-        return flash_online.varlen_attention(query, key, value, *problem.arguments(), sinks=sinks, return_lse=True)
+        return flash_online.varlen_attention(query, key, value, *problem.arguments(device), sinks=sinks, return_lse=True)
 
     out, lse, *grads = forward_and_backward(call, inputs.values(), cotangents)
     assert (out[last_query:] == 0).all() and (lse[:, last_query:] == -INF).all()
@@ -202,13 +222,14 @@ def test_rows_past_the_end(dtype):
     assert out[:last_query].isfinite().all() and grads[3].isfinite().all()
 
 
-def test_nan_in_one_sequence_does_not_reach_its_neighbours():
+def test_nan_in_one_sequence_does_not_reach_its_neighbours(device):
     problem = Packed(lengths=((20, 30), (40, 33), (10, 10)), spare=(0, 0), options={"causal": True})
-    tensors = list(problem.inputs().values())
-    cotangents = [torch.randn(problem.out_shape()), torch.randn(problem.lse_shape())]
+    tensors = list(problem.inputs(device).values())
+    cotangents = [torch.randn(problem.out_shape(), device=device), torch.randn(problem.lse_shape(), device=device)]
 
     def call(*tensors):
-        return flash_online.varlen_attention(*tensors, *problem.arguments(), causal=True, return_lse=True)
+        options = {"causal": True, "deterministic": True, "return_lse": True}
+        return flash_online.varlen_attention(*tensors, *problem.arguments(device), **options)
 
     clean = forward_and_backward(call, tensors, cotangents)
     spoilt = [t.clone() for t in tensors]
@@ -221,10 +242,13 @@ def test_nan_in_one_sequence_does_not_reach_its_neighbours():
         assert b[first:last].isnan().any()
 
 
-def test_rows_before_the_first_sequence():
+def test_rows_before_the_first_sequence(device):
     """A first start above 0: the rows before it are padding rows, as are those past the end."""
-    query, key, value = (torch.randn(n, 2, 8, requires_grad=True) for n in (9, 12, 12))
-    starts = torch.tensor([2, 5, 9], dtype=torch.int32), torch.tensor([3, 4, 12], dtype=torch.int32)
+    query, key, value = (torch.randn(n, 2, 8, requires_grad=True, device=device) for n in (9, 12, 12))
+    starts = (
+        torch.tensor([2, 5, 9], dtype=torch.int32, device=device),
+        torch.tensor([3, 4, 12], dtype=torch.int32, device=device),
+    )
     results = []
     for module in (flash_online, reference):
         out, lse = module.varlen_attention(query, key, value, *starts, 4, 8, return_lse=True)
@@ -235,12 +259,12 @@ def test_rows_before_the_first_sequence():
     assert (results[0][0][:2] == 0).all() and (results[0][2][:2] == 0).all() and (results[0][3][:3] == 0).all()
 
 
-def test_sequences_longer_than_the_longest_are_cut():
+def test_sequences_longer_than_the_longest_are_cut(device):
     problem = Packed(lengths=((13, 17), (70, 90), (4, 5)))
-    tensors = [t.requires_grad_() for t in problem.inputs().values()]
+    tensors = [t.requires_grad_() for t in problem.inputs(device).values()]
     results = []
     for module in (flash_online, reference):
-        out, lse = module.varlen_attention(*tensors, *problem.starts(), 9, 11, return_lse=True)
+        out, lse = module.varlen_attention(*tensors, *problem.starts(device), 9, 11, return_lse=True)
         grads = torch.autograd.grad(out.square().sum() + lse.nan_to_num(neginf=0).sum(), tensors)
         results.append((out, lse, *grads))
     for ours, expected in zip(*results, strict=True):
@@ -252,19 +276,19 @@ def test_sequences_longer_than_the_longest_are_cut():
     "starts", [[-5, 3, 7], [0, 100, 120], [0, 2**31 - 1, -(2**31)], [7, 5, 0], [0, 12, 4, 12, 4, 12]], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_starts_that_are_not_starts(starts, dtype):
+def test_starts_that_are_not_starts(starts, dtype, device):
     """No error and no access out of bounds: the memory around the tensors is NaN, which reaches no result."""
-    query, key, value = (lay_out(torch.randn(12, 2, 8).to(dtype), "sliced").requires_grad_() for _ in range(3))
-    starts = torch.tensor(starts, dtype=torch.int32)
+    query, key, value = (lay_out(torch.randn(12, 2, 8, device=device).to(dtype), "sliced").requires_grad_() for _ in range(3))
+    starts = torch.tensor(starts, dtype=torch.int32, device=device)
     out, lse = flash_online.varlen_attention(query, key, value, starts, starts, 12, 12, return_lse=True)
     grads = torch.autograd.grad(out.sum(), (query, key, value))
     assert all(t.isfinite().all() for t in (out, *grads)) and not lse.isnan().any()
 
 
-def test_no_rows_and_no_heads():
-    starts = torch.zeros(4, dtype=torch.int32)
+def test_no_rows_and_no_heads(device):
+    starts = torch.zeros(4, dtype=torch.int32, device=device)
     for queries, keys, heads in ((0, 0, 2), (5, 0, 2), (0, 5, 2), (5, 5, 0)):
-        tensors = [torch.randn(n, heads, 8, requires_grad=True) for n in (queries, keys, keys)]
+        tensors = [torch.randn(n, heads, 8, requires_grad=True, device=device) for n in (queries, keys, keys)]
         out, lse = flash_online.varlen_attention(*tensors, starts, starts, 0, 0, return_lse=True)
         assert out.shape == (queries, heads, 8) and (out == 0).all() and (lse == -INF).all()
         assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), tensors))
@@ -274,13 +298,13 @@ def test_no_rows_and_no_heads():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)], ids=str)
-def test_out_and_gradients_keep_the_order_of_strides(order):
+def test_out_and_gradients_keep_the_order_of_strides(order, device):
     def make(*shape):
         inverse = sorted(range(3), key=order.__getitem__)
-        return torch.randn([shape[i] for i in order]).permute(inverse).requires_grad_()
+        return torch.randn([shape[i] for i in order], device=device).permute(inverse).requires_grad_()
 
     tensors = make(9, 4, 8), make(11, 2, 8), make(11, 2, 6)
-    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
     out, lse = flash_online.varlen_attention(*tensors, starts, starts, 5, 5, return_lse=True)
     assert out.permute(order).is_contiguous() and lse.is_contiguous()
     for grad in torch.autograd.grad(out.sum(), tensors):
@@ -331,33 +355,33 @@ def test_backward_memory_is_linear():
     assert peak_extra_bytes(step) < 16 << 20
 
 
-def test_autocast_casts_query_key_and_value():
+def test_autocast_casts_query_key_and_value(device):
     problem = Packed()
-    tensors = [t.requires_grad_() for t in problem.inputs().values()]
-    with torch.autocast("cpu", torch.bfloat16):
-        out, lse = flash_online.varlen_attention(*tensors, *problem.arguments(), return_lse=True)
-    lower = flash_online.varlen_attention(*(t.bfloat16() for t in tensors), *problem.arguments())
+    tensors = [t.requires_grad_() for t in problem.inputs(device).values()]
+    with torch.autocast(device, torch.bfloat16):
+        out, lse = flash_online.varlen_attention(*tensors, *problem.arguments(device), return_lse=True)
+    lower = flash_online.varlen_attention(*(t.bfloat16() for t in tensors), *problem.arguments(device))
     assert torch.equal(out, lower) and lse.dtype == torch.float32
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.sum(), tensors))
 
 
-def test_starts_of_any_strides():
+def test_starts_of_any_strides(device):
     problem = Packed(spare=(0, 0))
-    tensors, (starts, key_starts, *longest) = problem.inputs().values(), problem.arguments()
+    tensors, (starts, key_starts, *longest) = problem.inputs(device).values(), problem.arguments(device)
     expected = flash_online.varlen_attention(*tensors, starts, key_starts, *longest)
     given = [lay_out(t, "strided") for t in (starts, key_starts)]
     assert torch.equal(flash_online.varlen_attention(*tensors, *given, *longest), expected)
 
 
-def test_deterministic_and_the_generator():
+def test_deterministic_and_the_generator(device):
     problem = Packed()
-    tensors = list(problem.inputs().values())
-    before = torch.get_rng_state()
-    flash_online.varlen_attention(*tensors, *problem.arguments())
-    assert torch.equal(before, torch.get_rng_state()), "a call without dropout must not draw"
+    tensors = list(problem.inputs(device).values())
+    before = rng_state(device)
+    flash_online.varlen_attention(*tensors, *problem.arguments(device))
+    assert torch.equal(before, rng_state(device)), "a call without dropout must not draw"
     results = []
     for _ in range(2):
         torch.manual_seed(1)
-        results.append(flash_online.varlen_attention(*tensors, *problem.arguments(), dropout_p=0.5))
+        results.append(flash_online.varlen_attention(*tensors, *problem.arguments(device), dropout_p=0.5))
     assert torch.equal(*results)
-    assert not torch.equal(results[0], flash_online.varlen_attention(*tensors, *problem.arguments(), dropout_p=0.5))
+    assert not torch.equal(results[0], flash_online.varlen_attention(*tensors, *problem.arguments(device), dropout_p=0.5))

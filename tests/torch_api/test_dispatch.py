@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
+from oracle import rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
@@ -22,6 +23,15 @@ dense = importlib.import_module("flash_online.attention")  # the module: the pac
 packed = importlib.import_module("flash_online.varlen")
 Q, K, V = (torch.randn(2, 4, 5, 8) for _ in range(3))
 LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
+
+
+def on(device, argument):
+    """The argument with its tensors on the device; tensors of meta, quantized ones and a bias without data stay."""
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(on(device, item) for item in argument)
+    if not isinstance(argument, torch.Tensor) or isinstance(argument, CausalBias):
+        return argument
+    return argument if argument.device.type != "cpu" or argument.is_quantized else argument.to(device)
 
 
 def nested(layout):
@@ -51,10 +61,12 @@ if "linear_cross_entropy" in F.ORIGINALS:
     FORWARDED["sparse linear weight"] = SPARSE
 
 
+@pytest.mark.forwards
 @pytest.mark.parametrize("name", FORWARDED)
-def test_forwarded_with_a_reason(name, monkeypatch):
+def test_forwarded_with_a_reason(name, monkeypatch, device):
     """explain gives the reason, strict forbids the call, and the call goes where explain says."""
     function, arguments, word = FORWARDED[name]
+    arguments = on(device, arguments)
     plain = explain(function, *arguments)
     assert not plain.ours and plain.kernel == f"torch.nn.functional.{function.__name__}" and plain.extra_bytes is None
     assert word in plain.refused["flash_online"] and word in str(plain)
@@ -70,18 +82,52 @@ def test_forwarded_with_a_reason(name, monkeypatch):
     assert len(reached) == 1 and reached[0][0] is arguments[0]
 
 
-def test_nowhere_to_forward_to(monkeypatch):
+@pytest.mark.forwards
+def test_nowhere_to_forward_to(monkeypatch, device):
     """A torch without the function: call and explain raise the same, with the reason."""
     monkeypatch.delitem(F.ORIGINALS, "linear_cross_entropy", raising=False)
     function, arguments, word = SPARSE
+    arguments = on(device, arguments)
     for call in (function, lambda *args: explain(function, *args)):
         with pytest.raises(NotImplementedError, match=f"linear_cross_entropy: .*{word}"):
             call(*arguments)
 
 
-def test_forwarded_results_are_torchs():
+FLOAT64 = {
+    "softmax": (F.softmax, (LOGITS.double(), 1)),
+    "a result in float64": (F.log_softmax, (LOGITS, 1, 3, torch.float64)),
+    "cross_entropy": (F.cross_entropy, (LOGITS.double(), TARGET)),
+    "attention": (F.scaled_dot_product_attention, (Q.double(), K.double(), V.double())),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FLOAT64)
+def test_float64_on_cuda_goes_to_torch(name):
+    """With torch's results; where a function of ours is no drop-in, it raises."""
+    function, arguments = FLOAT64[name][0], on("cuda", FLOAT64[name][1])
+    explained = explain(function, *arguments)
+    assert not explained.ours and "float64" in explained.refused["flash_online"]
+    found, expected = function(*arguments), getattr(TF, function.__name__)(*arguments)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected)
+    with flash_online.strict(), pytest.raises(RuntimeError, match="float64"):
+        function(*arguments)
+
+
+@pytest.mark.gpu
+def test_float64_on_cuda_is_refused_where_torch_has_no_such_function():
+    logits, query = LOGITS.cuda().double(), Q.cuda().double()
+    for call in (lambda: flash_online.logsumexp(logits, 1), lambda: flash_online.attention(query, query, query)):
+        with pytest.raises(NotImplementedError, match="float64"):
+            call()
+
+
+@pytest.mark.forwards
+def test_forwarded_results_are_torchs(device):
     for name in ("jagged", "subclass", "mask of a subclass"):
         function, arguments, _ = FORWARDED[name]
+        arguments = on(device, arguments)
         ours, torchs = (f(*arguments) for f in (function, getattr(TF, function.__name__)))
         assert type(ours) is type(torchs)
         if name != "jagged":
@@ -123,41 +169,48 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_ours(name):
+def test_ours(name, device):
     function, arguments, options, operators, extra = OURS[name]
+    if device == "cuda" and torch.float64 in options.values():
+        pytest.skip("float64 on CUDA goes to torch")
+    arguments = on(device, arguments)
     result = explain(function, *arguments, **options)
-    assert result.ours and list(result.operators) == operators and result.device == "cpu"
+    assert result.ours and list(result.operators) == operators and result.device.startswith(device)
     scratch = result.extra.get("scratch", 0)
-    assert result.extra_bytes - scratch == extra
+    if device == "cpu":  # on CUDA what an operator allocates beside its results depends on the kernel
+        assert result.extra_bytes - scratch == extra
     assert scratch < torch.get_num_threads() * (1 << 20)
-    for word in (operators[0], "cpu", "extra memory"):
+    for word in (operators[0], device, "extra memory"):
         assert word in str(result)
     with flash_online.strict():
         function(*arguments, **options)
 
 
-def test_explain_runs_nothing():
+def test_explain_runs_nothing(device):
     """A call whose scores would be 4 TB is explained at once, and the state of the random generator does not change."""
-    query = torch.randn(1, 1, 1, 8).expand(1, 1, 1 << 20, 8)
-    state = torch.get_rng_state()
+    query = torch.randn(1, 1, 1, 8, device=device).expand(1, 1, 1 << 20, 8)
+    state = rng_state(device)
     result = explain(flash_online.attention, query, query, query, dropout_p=0.5)
     extra = {name: size for name, size in result.extra.items() if name != "scratch"}
-    assert sum(extra.values()) == 2 * 4 * (1 << 20) + 16  # lse, what its rounding dropped, and dropout's (seed, offset)
-    assert torch.equal(torch.get_rng_state(), state)
+    if device == "cpu":
+        assert sum(extra.values()) == 2 * 4 * (1 << 20) + 16  # lse, what its rounding dropped, and dropout's (seed, offset)
+    assert sum(extra.values()) < 1 << 30
+    assert torch.equal(rng_state(device), state)
 
 
-def test_explain_raises_what_the_call_raises():
+def test_explain_raises_what_the_call_raises(device):
+    query, key, value, logits = on(device, (Q, K, V, LOGITS))
     with pytest.raises(RuntimeError, match="key"):
-        explain(F.scaled_dot_product_attention, Q, K[..., :3], V)
+        explain(F.scaled_dot_product_attention, query, key[..., :3], value)
     with pytest.raises(IndexError, match="dim"):
-        explain(flash_online.softmax, LOGITS, 5)
+        explain(flash_online.softmax, logits, 5)
     with pytest.raises(flash_online.InvalidArgument, match="relu"):
-        explain(TF.relu, LOGITS)
+        explain(TF.relu, logits)
 
 
-def test_explain_under_override_and_autograd():
+def test_explain_under_override_and_autograd(device):
     with flash_online.override():
-        assert explain(TF.softmax, LOGITS.clone().requires_grad_(), 1).ours
+        assert explain(TF.softmax, LOGITS.clone().to(device).requires_grad_(), 1).ours
 
 
 def test_the_cpu_kernel_is_named():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CI = Path(__file__).resolve().parent.parent / ".ci"
+CI = Path(__file__).resolve().parents[2] / ".ci"
 COMPILER = shutil.which("g++")
 
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from cases import DTYPES
-from test_functional import compare
+from drop_in import compare
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +22,7 @@ from flash_online.testing import assert_close_to_float64, error, peak_extra_byte
 TF = torch.nn.functional
 DOUBLE = torch.float64
 NAN, INF = math.nan, math.inf
+NARROW_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def plain(
@@ -42,10 +43,10 @@ needs_torchs = pytest.mark.skipif(not hasattr(TF, "linear_cross_entropy"), reaso
 
 
 def of_rows(monkeypatch, rows, pitch=1):
-    """Makes every chunk one of `rows` rows."""
+    """Makes every chunk one of `rows` rows, whose pitch on the CPU is a multiple of `pitch` bytes."""
     monkeypatch.setattr(_linear_cross_entropy_ops, "_ROW_UNIT", rows)
-    monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1})
-    monkeypatch.setattr(_linear_cross_entropy_ops, "_PITCH_BYTES", {"cpu": pitch})
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_PITCH_BYTES", {"cpu": pitch, "cuda": 128})
 
 
 @pytest.fixture(params=["one chunk", "chunks of 4 rows", "chunks of 4 rows, padded"])
@@ -54,20 +55,26 @@ def chunks(request, monkeypatch):
         of_rows(monkeypatch, 4, 64 if "padded" in request.param else 1)
 
 
-def leaf(*shape, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape) * scale).to(dtype).requires_grad_()
+def leaf(*shape, dtype=torch.float32, scale=1.0, device="cpu"):
+    return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
 
 
-def problem(rows=13, hidden=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True):
+def problem(rows=13, hidden=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True, device="cpu"):
     """(input, linear_weight) and keywords: target, linear_bias."""
-    input, linear_weight = leaf(rows, hidden, dtype=dtype), leaf(classes, *positions, hidden, dtype=dtype)
+    input, linear_weight = (
+        leaf(rows, hidden, dtype=dtype, device=device),
+        leaf(classes, *positions, hidden, dtype=dtype, device=device),
+    )
     if soft:
-        target = torch.rand(rows, classes, *positions).softmax(1).to(dtype).requires_grad_()
+        target = torch.rand(rows, classes, *positions, device=device).softmax(1).to(dtype).requires_grad_()
     else:
-        target = torch.randint(0, classes, (rows, *positions))
+        target = torch.randint(0, classes, (rows, *positions), device=device)
         if ignored and target.numel() > 1:
             target.view(-1)[1] = -100
-    return (input, linear_weight), {"target": target, "linear_bias": leaf(classes, *positions, dtype=dtype) if bias else None}
+    return (input, linear_weight), {
+        "target": target,
+        "linear_bias": leaf(classes, *positions, dtype=dtype, device=device) if bias else None,
+    }
 
 
 # --- the drop-in ------------------------------------------------------------------------------------------------------------
@@ -77,60 +84,67 @@ def problem(rows=13, hidden=6, classes=7, dtype=torch.float32, positions=(), sof
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_options(reduction, smoothing, weighted, dtype, chunks):
-    options = {"reduction": reduction, "label_smoothing": smoothing, "weight": torch.rand(7).to(dtype) if weighted else None}
+def test_options(reduction, smoothing, weighted, dtype, chunks, device):
+    options = {
+        "reduction": reduction,
+        "label_smoothing": smoothing,
+        "weight": torch.rand(7, device=device).to(dtype) if weighted else None,
+    }
     for soft in (False, True):
         for positions in ((), (3,)):
-            args, kwargs = problem(dtype=dtype, positions=positions, soft=soft, bias=weighted)
+            args, kwargs = problem(dtype=dtype, positions=positions, soft=soft, bias=weighted, device=device)
             compare(F.linear_cross_entropy, plain, args, kwargs | options)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_edges_of_chunks(rows, reduction, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+def test_edges_of_chunks(rows, reduction, dtype, monkeypatch, device):
     of_rows(monkeypatch, 4)
-    args, kwargs = problem(rows, dtype=DOUBLE, ignored=False)
+    args, kwargs = problem(rows, dtype=dtype, ignored=False, device=device)
     compare(F.linear_cross_entropy, plain, args, kwargs | {"reduction": reduction})
 
 
 @pytest.mark.parametrize("classes", [1, 2, 17, 64, 1031])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_class_counts(classes, dtype):
-    args, kwargs = problem(rows=150, hidden=33, classes=classes, dtype=dtype)
+def test_class_counts(classes, dtype, device):
+    args, kwargs = problem(rows=150, hidden=33, classes=classes, dtype=dtype, device=device)
     compare(F.linear_cross_entropy, plain, args, kwargs)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 6, 1000])
-def test_ignore_index_may_be_any_number(ignore_index):
+def test_ignore_index_may_be_any_number(ignore_index, device):
     for reduction in ("mean", "sum", "none"):
-        args, kwargs = problem(ignored=False)
+        args, kwargs = problem(ignored=False, device=device)
         kwargs["target"][2] = ignore_index
         compare(F.linear_cross_entropy, plain, args, kwargs | {"ignore_index": ignore_index, "reduction": reduction})
 
 
-def test_one_row_without_a_batch():
-    x, w = leaf(6), leaf(7, 6)
+def test_one_row_without_a_batch(device):
+    x, w = leaf(6, device=device), leaf(7, 6, device=device)
     for reduction in ("mean", "none"):
-        for target in (torch.tensor(3), torch.rand(7, requires_grad=True)):
+        for target in (torch.tensor(3, device=device), torch.rand(7, requires_grad=True, device=device)):
             compare(F.linear_cross_entropy, plain, (x, w), {"target": target, "reduction": reduction})
         # Of a target [1] torch takes the loss, and fails on the way back.
-        ours, torchs = (f(x, w, torch.tensor([3]), reduction=reduction) for f in (F.linear_cross_entropy, plain))
+        ours, torchs = (f(x, w, torch.tensor([3], device=device), reduction=reduction) for f in (F.linear_cross_entropy, plain))
         torch.testing.assert_close(ours, torchs)
-        expected = torch.autograd.grad(F.linear_cross_entropy(x, w, torch.tensor(3), reduction=reduction), (x, w))
+        expected = torch.autograd.grad(
+            F.linear_cross_entropy(x, w, torch.tensor(3, device=device), reduction=reduction), (x, w)
+        )
         torch.testing.assert_close(torch.autograd.grad(ours, (x, w)), expected)
 
 
 @pytest.mark.parametrize("sizes", [(0, 6, 7), (3, 0, 7), (0, 0, 7)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_sizes_of_zero(sizes, reduction):
+def test_sizes_of_zero(sizes, reduction, device):
     rows, hidden, classes = sizes
-    args, kwargs = problem(rows, hidden, classes, ignored=False)
+    args, kwargs = problem(rows, hidden, classes, ignored=False, device=device)
     compare(F.linear_cross_entropy, plain, args, kwargs | {"reduction": reduction})
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
-def test_strides(layout):
-    (x, w), kwargs = problem(rows=8, hidden=6, classes=6)
+def test_strides(layout, device):
+    (x, w), kwargs = problem(rows=8, hidden=6, classes=6, device=device)
     made = {
         "transposed": lambda t: t.detach().t().contiguous().t(),
         "expanded": lambda t: t.detach()[:1].expand(t.shape),
@@ -140,10 +154,10 @@ def test_strides(layout):
     compare(F.linear_cross_entropy, plain, (x, w), kwargs)
 
 
-def test_gradients_of_a_part():
+def test_gradients_of_a_part(device):
     """Each combination of tensors that want a gradient."""
     for bits in range(1, 8):
-        (x, w), kwargs = problem()
+        (x, w), kwargs = problem(device=device)
         tensors = (x, w, kwargs["linear_bias"])
         for i, tensor in enumerate(tensors):
             tensor.requires_grad_(bool(bits >> i & 1))
@@ -151,31 +165,16 @@ def test_gradients_of_a_part():
             compare(F.linear_cross_entropy, plain, (x, w), kwargs | {"reduction": reduction})
 
 
-def test_torchs_options_are_taken():
-    args, kwargs = problem()
+def test_torchs_options_are_taken(device):
+    args, kwargs = problem(device=device)
     made = torch.nn.LinearCrossEntropyOptions() if hasattr(torch.nn, "LinearCrossEntropyOptions") else object()
     assert torch.equal(F.linear_cross_entropy(*args, **kwargs, options=made), F.linear_cross_entropy(*args, **kwargs))
 
 
-@needs_torchs
-def test_opinfo_samples():
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    for op in op_db:
-        if op.name != "nn.functional.linear_cross_entropy":
-            continue
-        for dtype in (t for t in DTYPES if t in op.dtypes):
-            for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
-                arguments = dict(zip(("linear_weight", "target"), sample.args, strict=False)) | sample.kwargs
-                arguments.pop("options", None)
-                weight = arguments.pop("linear_weight")
-                compare(F.linear_cross_entropy, plain, (sample.input, weight), arguments)
-
-
-def test_all_targets_ignored():
-    (x, w), kwargs = problem()
+def test_all_targets_ignored(device):
+    (x, w), kwargs = problem(device=device)
     kwargs["target"].fill_(-100)
-    for options in ({}, {"weight": torch.rand(7)}):
+    for options in ({}, {"weight": torch.rand(7, device=device)}):
         loss = F.linear_cross_entropy(x, w, **kwargs, **options)
         assert loss.isnan()
         assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w)))
@@ -184,9 +183,9 @@ def test_all_targets_ignored():
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_ignored_rows_may_hold_anything(bad, reduction, chunks):
-    (x, w), kwargs = problem(ignored=False)
-    target, kept = kwargs["target"], torch.ones(13, dtype=torch.bool)
+def test_ignored_rows_may_hold_anything(bad, reduction, chunks, device):
+    (x, w), kwargs = problem(ignored=False, device=device)
+    target, kept = kwargs["target"], torch.ones(13, dtype=torch.bool, device=device)
     kept[[1, 5, 12]] = False
     target[~kept] = -100
     with torch.no_grad():
@@ -236,10 +235,12 @@ WRONG = {
 }
 
 
+@pytest.mark.forwards  # float64 on CUDA
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_are_torchs(name):
+def test_errors_are_torchs(name, device):
     make, word = WRONG[name]
-    args, kwargs = make(torch.randn(3, 6), torch.randn(7, 6), torch.tensor([0, 1, 6]))
+    with torch.device(device):
+        args, kwargs = make(torch.randn(3, 6), torch.randn(7, 6), torch.tensor([0, 1, 6]))
     with pytest.raises(Exception, match=word) as ours:
         F.linear_cross_entropy(*args, **kwargs)
     if hasattr(TF, "linear_cross_entropy"):
@@ -250,14 +251,14 @@ def test_errors_are_torchs(name):
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_autocast(dtype, lower):
+def test_autocast(dtype, lower, device):
     """Dtypes and values of the result and of the gradients as torch's; products in the lower precision."""
     for soft in (False, True):
         for reduction in ("mean", "none"):
-            (x, w), kwargs = problem(rows=64, hidden=32, dtype=dtype, soft=soft)
+            (x, w), kwargs = problem(rows=64, hidden=32, dtype=dtype, soft=soft, device=device)
             leaves, results = (x, w, kwargs["linear_bias"]), []
             for function in (F.linear_cross_entropy, plain):
-                with torch.autocast("cpu", lower):
+                with torch.autocast(device, lower):
                     result = function(x, w, **kwargs, reduction=reduction)
                 results.append((result, *torch.autograd.grad(result.sum(), leaves)))
             for ours, torchs in zip(*results, strict=True):
@@ -268,24 +269,129 @@ def test_autocast(dtype, lower):
                 assert not torch.equal(results[0][0], exact)
 
 
+# --- at the size of vocabularies, beside two functions of torch -------------------------------------------------------------
+
+
+def unfused(x, w, target, linear_bias=None, **options):
+    return TF.cross_entropy(TF.linear(x, w, linear_bias), target, **options)
+
+
+def compare_with_unfused(x, w, target, linear_bias=None, **options):
+    """Loss and gradients beside those of two functions of torch in the same dtype, and in float64."""
+    leaves = [t for t in (x, w, linear_bias, target) if t is not None and t.requires_grad]
+
+    def run(function, convert):
+        made = {id(t): convert(t.detach()).requires_grad_() for t in leaves}
+        given = [made.get(id(t), t) for t in (x, w, target)]
+        more = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        bias = None if linear_bias is None else made[id(linear_bias)]
+        loss = function(*given, linear_bias=bias, **more)
+        torch.manual_seed(7)
+        cotangent = torch.randn(loss.shape, device=x.device).to(x.dtype).to(loss.dtype)
+        return loss, *torch.autograd.grad(loss, list(made.values()), cotangent)
+
+    ours, torchs = (run(f, lambda t: t.clone()) for f in (F.linear_cross_entropy, unfused))
+    truth = run(unfused, lambda t: t.double())
+    for i, (found, other, exact) in enumerate(zip(ours, torchs, truth, strict=True)):
+        assert found.dtype == other.dtype
+        assert_close_to_float64(found, other, exact, name=f"result {i}")
+
+
+@pytest.fixture(params=["one chunk", "chunks of 128 rows"])
+def long_chunks(request, monkeypatch):
+    if request.param != "one chunk":
+        monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [7, 1000, 50257])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_vocabularies(classes, reduction, dtype, long_chunks, device):
+    """A class count that no alignment likes among them; ignored rows; a bias; class weights and smoothing."""
+    few = classes > 1000 and device == "cpu"  # torch's products in float16 would take most of a minute there
+    for rows in (1, 9) if few else (1, 128, 300):
+        x, w, b = (
+            leaf(rows, 96, dtype=dtype, device=device),
+            leaf(classes, 96, dtype=dtype, scale=0.1, device=device),
+            leaf(classes, dtype=dtype, device=device),
+        )
+        target = torch.randint(0, classes, (rows,), device=device)
+        compare_with_unfused(x, w, target, reduction=reduction)
+        target[rows // 2 :: 7] = -100
+        weight = torch.rand(classes, device=device).to(dtype)
+        compare_with_unfused(
+            x, w, target, linear_bias=b, weight=weight, label_smoothing=0.1, reduction="none" if rows == 1 else reduction
+        )
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
+def test_probabilities(dtype, long_chunks, device):
+    x, w = leaf(300, 64, dtype=dtype, device=device), leaf(1003, 64, dtype=dtype, scale=0.1, device=device)
+    target = torch.randn(300, 1003, device=device).softmax(1).to(dtype).requires_grad_()
+    for reduction in ("mean", "none"):
+        compare_with_unfused(x, w, target, reduction=reduction, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
+def test_positions(dtype, long_chunks, device):
+    """The K-dimensional loss, beside the reference."""
+    x, w, b = (
+        leaf(260, 32, dtype=dtype, device=device),
+        leaf(17, 3, 32, dtype=dtype, device=device),
+        leaf(17, 3, dtype=dtype, device=device),
+    )
+    target = torch.randint(0, 17, (260, 3), device=device)
+    target[5, 1] = -100
+    results = []
+    for module in (flash_online, flash_online.reference):
+        loss, lse = module.linear_cross_entropy(x, w, target, linear_bias=b, z_loss=0.01, return_lse=True)
+        results.append((loss, lse, *torch.autograd.grad(loss, (x, w, b))))
+    for ours, expected in zip(*results, strict=True):
+        tolerance = 4 * torch.finfo(dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(ours.float(), expected.float(), rtol=0, atol=tolerance)
+
+
+def test_an_accumulator_in_float32(monkeypatch, device):
+    """More chunks than a 16-bit gradient may be rounded over: products that add to a float32 one."""
+    monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w, target = (
+            leaf(4096, 16, dtype=dtype, device=device),
+            leaf(512, 16, dtype=dtype, device=device),
+            torch.randint(0, 512, (4096,), device=device),
+        )
+        assert _linear_cross_entropy_ops.chunk_plan(4096, 512, 16, dtype, device, True) == (128, True)
+        truth = torch.autograd.grad(unfused(x.double(), w.double(), target, reduction="sum"), w)[0]
+        torchs = torch.autograd.grad(unfused(x, w, target, reduction="sum"), w)[0]
+        ours = torch.autograd.grad(F.linear_cross_entropy(x, w, target, reduction="sum"), w)[0]
+        assert_close_to_float64(ours, torchs, truth)
+        assert error(ours, truth).rms < 1.5 * error(torchs, truth).rms
+
+
 # --- the full function ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 1, 3), (2, 0)], ids=str)
-def test_everything_beside_the_reference(lead, reduction, soft, chunks):
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+def test_everything_beside_the_reference(dtype, lead, reduction, soft, chunks, device):
     """Any leading dimensions, lse and z-loss; all incoming gradients differ."""
     for positions in ((),) if not lead else ((), (2, 3)):
-        x, w, b = (leaf(*s, dtype=DOUBLE) for s in ((*lead, 6), (7, *positions, 6), (7, *positions)))
+        x, w, b = (leaf(*s, dtype=dtype, device=device) for s in ((*lead, 6), (7, *positions, 6), (7, *positions)))
         if soft:
-            target = torch.rand(*lead, 7, *positions, dtype=DOUBLE).requires_grad_()
+            target = torch.rand(*lead, 7, *positions, dtype=dtype, device=device).requires_grad_()
         else:
-            target = torch.randint(0, 7, (*lead, *positions))
+            target = torch.randint(0, 7, (*lead, *positions), device=device)
             if target.numel() > 2:
                 target.view(-1)[2] = -100
         leaves = (x, w, b, *([target] if soft else []))
-        options = {"linear_bias": b, "weight": torch.rand(7, dtype=DOUBLE), "reduction": reduction, "label_smoothing": 0.2}
+        options = {
+            "linear_bias": b,
+            "weight": torch.rand(7, dtype=dtype, device=device),
+            "reduction": reduction,
+            "label_smoothing": 0.2,
+        }
         results = []
         for module in (flash_online, reference):
             torch.manual_seed(3)
@@ -306,11 +412,11 @@ def test_everything_beside_the_reference(lead, reduction, soft, chunks):
             torch.testing.assert_close(ours, expected, equal_nan=True)
 
 
-def test_dtype_and_lse_are_the_accumulators():
+def test_dtype_and_lse_are_the_accumulators(device):
     for dtype in (torch.float16, torch.bfloat16):
-        (x, w), kwargs = problem(rows=300, hidden=64, classes=50, dtype=dtype)
+        (x, w), kwargs = problem(rows=300, hidden=64, classes=50, dtype=dtype, device=device)
         loss, lse = flash_online.linear_cross_entropy(
-            x, w, **kwargs, return_lse=True, dtype=torch.float32, weight=torch.rand(50)
+            x, w, **kwargs, return_lse=True, dtype=torch.float32, weight=torch.rand(50, device=device)
         )
         assert loss.dtype == lse.dtype == torch.float32 and lse.shape == (300,)
         logits = TF.linear(x, w, kwargs["linear_bias"])
@@ -318,10 +424,10 @@ def test_dtype_and_lse_are_the_accumulators():
         assert flash_online.linear_cross_entropy(x, w, **kwargs).dtype == dtype
 
 
-def test_second_use_and_other_incoming_gradients():
+def test_second_use_and_other_incoming_gradients(device):
     """Gradients that were returned do not change later, and those of the next backward pass are right."""
     for dtype in (torch.bfloat16, torch.float32):
-        (x, w), kwargs = problem(dtype=dtype)
+        (x, w), kwargs = problem(dtype=dtype, device=device)
         loss = flash_online.linear_cross_entropy(x, w, **kwargs, dtype=torch.float32)
         first = torch.autograd.grad(loss, (x, w), retain_graph=True)
         kept = [g.clone() for g in first]
@@ -335,9 +441,9 @@ def test_second_use_and_other_incoming_gradients():
             loss.backward()
 
 
-def test_an_incoming_gradient_is_not_rounded():
+def test_an_incoming_gradient_is_not_rounded(device):
     """0.3 is 0.26% off in bfloat16, and every gradient would be if it were rounded."""
-    (x, w), kwargs = problem(rows=64, hidden=64, classes=33, dtype=torch.bfloat16)
+    (x, w), kwargs = problem(rows=64, hidden=64, classes=33, dtype=torch.bfloat16, device=device)
     truth = torch.autograd.grad(
         plain(x.double(), w.double(), kwargs["target"], linear_bias=kwargs["linear_bias"].double()), (x, w)
     )
@@ -348,13 +454,13 @@ def test_an_incoming_gradient_is_not_rounded():
             assert abs((found * exact).sum() / exact.square().sum() - 0.3) < 0.3 * 0.001
 
 
-def test_a_loss_scale_saves_float16():
+def test_a_loss_scale_saves_float16(device):
     """In the mean of 4096 rows the gradient of each logit is below float16's smallest number, unless the loss is scaled."""
     torch.manual_seed(1)
     x, w, target = (
-        leaf(4096, 8, dtype=torch.float16),
-        leaf(512, 8, dtype=torch.float16, scale=0.02),
-        torch.randint(0, 512, (4096,)),
+        leaf(4096, 8, dtype=torch.float16, device=device),
+        leaf(512, 8, dtype=torch.float16, scale=0.02, device=device),
+        torch.randint(0, 512, (4096,), device=device),
     )
     truth = torch.autograd.grad(plain(x.double(), w.double(), target), (x, w))
     scale = 2.0**14
@@ -365,17 +471,21 @@ def test_a_loss_scale_saves_float16():
 
 
 @pytest.mark.parametrize("scale", [0.25, 30.0])
-def test_the_sum_over_chunks_keeps_its_accuracy(scale, monkeypatch):
+def test_the_sum_over_chunks_keeps_its_accuracy(scale, monkeypatch, device):
     """A 16-bit gradient of linear_weight over 8 chunks in its own dtype, over more in float32."""
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
-        x, w, target = leaf(2048, 48, dtype=dtype), leaf(160, 48, dtype=dtype, scale=0.1), torch.randint(0, 160, (2048,))
+        x, w, target = (
+            leaf(2048, 48, dtype=dtype, device=device),
+            leaf(160, 48, dtype=dtype, scale=0.1, device=device),
+            torch.randint(0, 160, (2048,), device=device),
+        )
         wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
         truth = torch.autograd.grad(plain(wide_x, wide_w, target, reduction="sum") * scale, (wide_x, wide_w))
         torchs = torch.autograd.grad(plain(x, w, target, reduction="sum").float() * scale, (x, w))
         for rows, accumulator in ((2048, False), (256, False), (16, True)):
             of_rows(monkeypatch, rows)
-            assert _linear_cross_entropy_ops.chunk_plan(2048, 160, 48, dtype, "cpu", True) == (rows, accumulator)
+            assert _linear_cross_entropy_ops.chunk_plan(2048, 160, 48, dtype, device, True) == (rows, accumulator)
             loss = flash_online.linear_cross_entropy(x, w, target, reduction="sum", dtype=torch.float32)
             ours = torch.autograd.grad(loss * scale, (x, w))
             for found, other, exact in zip(ours, torchs, truth, strict=True):
@@ -424,8 +534,8 @@ def test_memory_of_a_chunk(reduction, dtype, monkeypatch):
         assert peak_extra_bytes(lambda: flash_online.linear_cross_entropy(x, w, target)) < budget + beside
 
 
-def test_same_bits_in_every_run():
-    args, kwargs = problem(rows=600, hidden=40, classes=101, dtype=torch.bfloat16)
+def test_same_bits_in_every_run(device):
+    args, kwargs = problem(rows=600, hidden=40, classes=101, dtype=torch.bfloat16, device=device)
     runs = []
     for _ in range(2):
         loss = F.linear_cross_entropy(*args, **kwargs)
@@ -524,7 +634,7 @@ def test_compile(options, dtype, dynamic):
         torch.testing.assert_close(ours, expected, check_stride=True)
 
 
-def test_dynamic_shapes_compile_once():
+def test_dynamic_shapes_compile_once(device):
     count = 0
 
     def backend(graph, inputs):
@@ -535,15 +645,19 @@ def test_dynamic_shapes_compile_once():
     torch._dynamo.reset()
     loss = torch.compile(F.linear_cross_entropy, fullgraph=True, dynamic=True, backend=backend)
     for rows in (300, 500, 800):
-        x, w, target = torch.randn(rows, 4), torch.randn(rows + 3, 4), torch.arange(rows)
+        x, w, target = (
+            torch.randn(rows, 4, device=device),
+            torch.randn(rows + 3, 4, device=device),
+            torch.arange(rows, device=device),
+        )
         torch.testing.assert_close(loss(x, w, target), F.linear_cross_entropy(x, w, target))
     assert count == 1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler")
-def test_inductor():
-    leaves = leaf(30, 8), leaf(11, 8)
-    target = torch.arange(30) % 11
+def test_inductor(device):
+    leaves = leaf(30, 8, device=device), leaf(11, 8, device=device)
+    target = torch.arange(30, device=device) % 11
 
     def step(x, w):
         return F.linear_cross_entropy(x * 2, w, target, label_smoothing=0.1) * 0.3
@@ -554,9 +668,9 @@ def test_inductor():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_checkpoints_and_saved_tensors_elsewhere(reduction):
+def test_checkpoints_and_saved_tensors_elsewhere(reduction, device):
     """Tensors that the forward pass saves may be recomputed or lie in other memory until the backward pass."""
-    leaves, target = (leaf(30, 8), leaf(11, 8)), torch.arange(30) % 11
+    leaves, target = (leaf(30, 8, device=device), leaf(11, 8, device=device)), torch.arange(30, device=device) % 11
 
     def step(x, w):
         return F.linear_cross_entropy(x, w, target, reduction=reduction).sum() * 2
@@ -568,9 +682,9 @@ def test_checkpoints_and_saved_tensors_elsewhere(reduction):
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected)
 
 
-def test_gradients_of_several_steps_add_up():
+def test_gradients_of_several_steps_add_up(device):
     """.grad takes the tensor that the backward pass returns, without a copy, and shares it with no other tensor."""
-    x, w, target = leaf(30, 8), leaf(11, 8), torch.arange(30) % 11
+    x, w, target = leaf(30, 8, device=device), leaf(11, 8, device=device), torch.arange(30, device=device) % 11
     for _ in range(3):
         F.linear_cross_entropy(x, w, target).backward()
     expected = torch.autograd.grad(F.linear_cross_entropy(x, w, target), (x, w))
@@ -597,9 +711,9 @@ def test_export(strict):
 
 
 @needs_torchs
-def test_override_and_torchs_module():
-    module = torch.nn.LinearCrossEntropyLoss(6, 7, bias=True, label_smoothing=0.1)
-    x, target = leaf(5, 6), torch.tensor([0, 6, -100, 2, 2])
+def test_override_and_torchs_module(device):
+    module = torch.nn.LinearCrossEntropyLoss(6, 7, bias=True, label_smoothing=0.1, device=device)
+    x, target = leaf(5, 6, device=device), torch.tensor([0, 6, -100, 2, 2], device=device)
     results = []
     for ours in (False, True):
         with flash_online.override() if ours else torch.enable_grad(), Operators() as seen:
@@ -609,7 +723,7 @@ def test_override_and_torchs_module():
     torch.testing.assert_close(*results)
 
 
-def test_which_operators_run():
+def test_which_operators_run(device):
     """The forward pass computes the gradients where it may, and computes none where no tensor requires grad."""
     for dtype, options, wanted in (
         (torch.float32, {}, "step"),
@@ -617,7 +731,7 @@ def test_which_operators_run():
         (torch.float32, {"reduction": "none"}, "forward"),
         (torch.float16, {}, "forward"),
     ):
-        args, kwargs = problem(dtype=dtype)
+        args, kwargs = problem(dtype=dtype, device=device)
         with Operators() as seen:
             flash_online.linear_cross_entropy(*args, **kwargs, **options)
         assert seen.names == [f"linear_cross_entropy_{wanted}"]
@@ -644,9 +758,10 @@ def test_explain_and_strict():
         flash_online.linear_cross_entropy(rows, rows, torch.zeros(16384, dtype=torch.long, device="meta"))
 
 
-def test_where_torch_has_none(monkeypatch):
+@pytest.mark.forwards
+def test_where_torch_has_none(monkeypatch, device):
     """As before torch 2.13: our function runs, override() does not add one to torch, and no call is forwarded to torch."""
-    (x, w), kwargs = problem()
+    (x, w), kwargs = problem(device=device)
     monkeypatch.delitem(F.ORIGINALS, "linear_cross_entropy", raising=False)
     monkeypatch.delattr(TF, "linear_cross_entropy", raising=False)
     loss = F.linear_cross_entropy(x, w, **kwargs)

@@ -1,7 +1,7 @@
 """A seeded differential fuzzer: random problems of every kind against the float64 reference, forward and backward.
 
-FLASH_ONLINE_FUZZ is how many problems (300), FLASH_ONLINE_FUZZ_SEED where they start (0). Problem i of seed s is problem 0
-of seed s + i, so a failure is repeated alone by the line that it prints.
+FLASH_ONLINE_FUZZ is how many problems per device (300), FLASH_ONLINE_FUZZ_SEED where they start (0). Problem i of seed s is
+problem 0 of seed s + i, so a failure is repeated alone by the line that it prints.
 """
 
 from __future__ import annotations
@@ -93,15 +93,26 @@ def packed(choose: random.Random, seed: int) -> Packed:
     )
 
 
-def rows(choose: random.Random, seed: int):
+def on_cuda(problem: Attention, choose: random.Random) -> Attention:
+    """The problem as CUDA takes it, with head dims and lengths that fill whole tiles among them."""
+    if problem.dtype == torch.float64:
+        problem.dtype = torch.bfloat16
+    if type(problem) is Attention and choose.random() < 0.3:
+        head_dim = choose.choice([64, 72, 128, 256])
+        problem.head_dims = (head_dim, head_dim)
+        problem.lengths = (choose.choice([64, 128, 192, 300]), choose.choice([128, 257, 400]))
+    return problem
+
+
+def rows(choose: random.Random, seed: int, device: str):
     torch.manual_seed(seed)
+    dtypes = [dtype for dtype in DTYPES if device == "cpu" or dtype != torch.float64]
     rank = choose.choice([1, 2, 2, 3])
     shape = [choose.choice([1, 2, 3, 5, 8]) for _ in range(rank)]
     dim = choose.randrange(rank)
     shape[dim] = choose.choice([1, 2, 5, 8, 15, 16, 17, 33, 64, 100, 257, 1030])
-    x = random_tensor(
-        *shape, dtype=choose.choice(DTYPES), layout=choose.choice(LAYOUTS), scale=choose.choice([0.1, 1.0, 5.0, 30.0])
-    )
+    dtype, layout, scale = choose.choice(dtypes), choose.choice(LAYOUTS), choose.choice([0.1, 1.0, 5.0, 30.0])
+    x = random_tensor(*shape, dtype=dtype, layout=layout, scale=scale, device=device)
     x = (x + choose.choice([0, 0, 0, 50, -200])).requires_grad_() if choose.random() < 0.2 else x.requires_grad_()
     name = choose.choice(["softmax", "log_softmax", "logsumexp", "topk_softmax", "cross_entropy", "cross_entropy"])
     if name == "topk_softmax":
@@ -118,35 +129,40 @@ def rows(choose: random.Random, seed: int):
         "return_lse": choose.random() < 0.5,
     }
     if choose.random() < 0.3:
-        options["weight"] = lay_out(torch.rand(classes).to(x.dtype) + 0.1, choose.choice(LAYOUTS))
+        options["weight"] = lay_out(torch.rand(classes).to(device, x.dtype) + 0.1, choose.choice(LAYOUTS))
     if choose.random() < 0.3:
-        target = torch.rand(shape).to(x.dtype).requires_grad_(choose.random() < 0.5)
+        target = torch.rand(shape).to(device, x.dtype).requires_grad_(choose.random() < 0.5)
     else:
-        target = torch.randint(0, classes, shape[:1] + shape[2:] if rank > 1 else ())
+        target = torch.randint(0, classes, shape[:1] + shape[2:] if rank > 1 else ()).to(device)
         if target.dim() and target.numel() > 1 and choose.random() < 0.5:
             options["ignore_index"] = choose.choice([-100, -1, classes + 3])
             target[0] = options["ignore_index"]
     return name, (x, lay_out(target.detach(), choose.choice(LAYOUTS)).requires_grad_(target.requires_grad)), options
 
 
-def test_fuzz():
+def test_fuzz(device):
+    """A problem of 2 in 10 is of packed sequences, of 3 in 10 of rows."""
+    assert COUNT > 0
     for seed in range(SEED, SEED + COUNT):
         choose = random.Random(seed)
         try:
             kind = choose.random()
             if kind < 0.7:
                 problem = attention(choose, seed) if kind < 0.5 else packed(choose, seed)
+                problem = problem if device == "cpu" else on_cuda(problem, choose)
                 torch.manual_seed(seed)
-                problem.check()
+                problem.check(device)
             else:
-                name, args, options = rows(choose, seed)
+                name, args, options = rows(choose, seed, device)
                 problem = name
                 compare_with_reference(name, *args, **options)
         except Exception as failure:
-            again = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed} python -m pytest tests/test_fuzz.py"
+            count = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed}"
+            again = f"{count} python -m pytest tests/fuzz/test_fuzz.py -k 'test_fuzz and {device}'"
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_fuzz_on_a_lesser_instruction_set(instruction_set):
     """The kernels compiled for another processor have other vectors and sum in another order; the tolerance is equal."""
@@ -154,7 +170,7 @@ def test_fuzz_on_a_lesser_instruction_set(instruction_set):
     if instruction_set not in sets or sets.index(instruction_set) >= sets.index(build_info()["cpu"]):
         pytest.skip(f"{instruction_set} is not in this build, or no lesser set than this processor's")
     environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set, "FLASH_ONLINE_FUZZ": str(COUNT // 5)}
-    test = f"{Path(__file__)}::test_fuzz"
+    test = f"{Path(__file__)}::test_fuzz[cpu]"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"

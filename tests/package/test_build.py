@@ -17,7 +17,7 @@ import flash_online
 from flash_online import _introspect, _ops
 
 LIBRARY = _ops.LIBRARY
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def run(*command):

@@ -176,9 +176,10 @@ def test_opcheck(name):
             checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
             if dtype == torch.float32 and layout == "transposed":
                 checks.append("test_aot_dispatch_dynamic")
-            for op, arguments in calls(dtype, layout):
-                if op._qualified_op_name == f"flash_online::{name}":
-                    torch.library.opcheck(op.default, arguments, test_utils=checks)
+            mine = [call for call in calls(dtype, layout) if call[0]._qualified_op_name == f"flash_online::{name}"]
+            assert mine, f"no call of {name} in {dtype}, {layout}"
+            for op, arguments in mine:
+                torch.library.opcheck(op.default, arguments, test_utils=checks)
 
 
 def metadata(results):

@@ -1,0 +1,236 @@
+"""Small calls that between them run every CUDA kernel family once: what `make sanitize` shows to compute-sanitizer.
+
+`python tests/gpu/sanitizer_calls.py [--family sm80] [--calls PATTERN]` runs those of one family that match the regular
+expression, and prints a line before and after each; a result that is not finite is an error. CALLS gives (family, callable)
+by name. The family is "any" or that which FLASH_ONLINE_KERNEL has to name; it is read once per process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+
+import torch
+
+import flash_online
+import flash_online.functional as F
+
+
+def randn(*shape, dtype=torch.bfloat16, grad=True):
+    return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def with_gradients(function, *inputs, **options):
+    """All floating results, and the gradients of those of `inputs` and `options` that require one."""
+    results = function(*inputs, **options)
+    results = [t for t in (results if isinstance(results, tuple) else (results,)) if t.is_floating_point()]
+    given = [*inputs, *options.values()]
+    leaves = [t for given_one in given for t in (given_one if isinstance(given_one, list) else [given_one])]
+    leaves = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [*results, *torch.autograd.grad([t.float().sum() for t in results], leaves)]
+
+
+# --- attention -------------------------------------------------------------------------------------------------------------
+
+
+def attention(heads=(2, 2, 2), lengths=(150, 210), head_dims=(64, 64), dtype=torch.bfloat16, tensors=None, **options):
+    """Forward and backward. `tensors` makes options that lie on the device when the call is made."""
+    rows = (lengths[0], lengths[1], lengths[1])
+    widths = (head_dims[0], head_dims[0], head_dims[1])
+
+    def call():
+        inputs = [randn(2, h, n, e, dtype=dtype) for h, n, e in zip(heads, rows, widths, strict=True)]
+        made = {name: make() for name, make in (tensors or {}).items()}
+        return with_gradients(flash_online.attention, *inputs, **options, **made, return_lse=True)
+
+    return call
+
+
+def inference():
+    with torch.no_grad():
+        return [flash_online.attention(*(randn(2, 2, 150, 64) for _ in range(3)), causal=True)]
+
+
+def packed(lengths, heads=(4, 2, 2), head_dim=64, dtype=torch.bfloat16, spare=0, **options):
+    """Sequences of `lengths` keys and as many queries, with `spare` rows after the last."""
+
+    def call():
+        starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+        inputs = [randn(sum(lengths) + spare, h, head_dim, dtype=dtype) for h in heads]
+        longest = max(lengths)
+        return with_gradients(flash_online.varlen_attention, *inputs, starts, starts, longest, longest, **options)
+
+    return call
+
+
+def float_mask(*shape, dtype=torch.bfloat16, grad=False):
+    return lambda: randn(*shape, dtype=dtype, grad=grad)
+
+
+def bool_mask():
+    mask = torch.rand(150, 210, device="cuda") > 0.4
+    mask[:, :128] = False  # whole blocks that are passed over
+    mask[:, 200] = True
+    return mask
+
+
+ATTENTION = {
+    "plain": attention(),
+    "causal": attention(causal=True),
+    "causal, lower right": attention(causal=True, alignment="lower_right"),
+    "window": attention(window=(40, 9)),
+    "grouped heads": attention(heads=(4, 2, 2)),
+    "key and value heads that differ": attention(heads=(4, 2, 1)),
+    "sinks": attention(tensors={"sinks": lambda: randn(2, dtype=torch.float32)}),
+    "softcap": attention(softcap=4.0),
+    "alibi": attention(tensors={"alibi_slopes": lambda: torch.rand(2, 2, device="cuda")}),
+    "bool mask": attention(tensors={"mask": bool_mask}),
+    "float mask": attention(tensors={"mask": float_mask(150, 210)}),
+    "float32 mask": attention(tensors={"mask": float_mask(150, 210, dtype=torch.float32)}),
+    "gradient of a shared mask": attention(tensors={"mask": float_mask(1, 2, 150, 208, grad=True)}, lengths=(150, 208)),
+    "gradient of a full mask": attention(tensors={"mask": float_mask(2, 2, 150, 210, grad=True)}),
+    "gradient of a padding mask": attention(tensors={"mask": float_mask(2, 1, 1, 210, grad=True)}),
+    "dropout": attention(dropout_p=0.3),
+    "deterministic": attention(deterministic=True),
+    "one block of keys": attention(lengths=(70, 33)),
+    "few rows": attention(lengths=(5, 7), heads=(4, 2, 2)),
+    "one query": attention(lengths=(1, 300), heads=(8, 2, 2)),
+    "no keys": attention(lengths=(5, 0)),
+    "inference": inference,
+    "float16": attention(dtype=torch.float16),
+    "float32": attention(dtype=torch.float32, lengths=(70, 90)),
+    "float32, all options": attention(
+        dtype=torch.float32, lengths=(70, 90), causal=True, window=(50, 9), softcap=3.0, dropout_p=0.1,
+        tensors={"mask": float_mask(70, 90, dtype=torch.float32, grad=True), "sinks": lambda: randn(2, dtype=torch.float32)},
+    ),
+    **{f"head dim {e}": attention(head_dims=(e, e), lengths=(70, 130), causal=True) for e in (40, 96, 128, 192, 256, 512)},
+    "head dims 192 and 128": attention(head_dims=(192, 128), lengths=(70, 130)),
+    "packed": packed((70, 0, 130, 1)),
+    "packed causal": packed((70, 0, 130, 1), causal=True, spare=9),
+    "packed short": packed((5, 64, 33, 1), causal=True),
+    "packed head dim 128": packed((70, 130), head_dim=128, causal=True),
+    "packed dropout": packed((70, 130), dropout_p=0.3, window=(20, 0)),
+    "packed deterministic": packed((70, 130), deterministic=True),
+}  # fmt: skip
+
+
+def merge(dtype):
+    def call():
+        outs = [randn(2, 3, 40, 64, dtype=dtype) for _ in range(3)]
+        lses = [randn(2, 3, 40, dtype=torch.float32) for _ in range(3)]
+        return with_gradients(flash_online.merge_attention, outs, lses)
+
+    return call
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------------
+
+# Numbers of classes for each kind of row (csrc/cuda/rows/loops): a few lanes, a warp and a CTA that keep a row in registers; a
+# row in shared memory, in that of a cluster; one cut up among CTAs. Most are odd, so that rows start unaligned.
+WIDTHS = {"lanes": 17, "warp": 513, "CTA": 2049, "wide CTA": 4099, "shared": 16390, "cluster": 65537, "split": 1_000_003}
+
+
+def strided(classes):
+    return randn(3, 2 * classes, dtype=torch.float32, grad=False)[:, ::2].requires_grad_()
+
+
+def columns(classes):
+    return randn(2, classes, 33, dtype=torch.float32)
+
+
+INPUTS = {
+    **{kind: lambda n=n: randn(3, n, dtype=torch.float32) for kind, n in WIDTHS.items()},
+    "16 bits": lambda: randn(3, 1000),
+    "lane per row": lambda: columns(40),
+    "strided": lambda: strided(100),
+    "long strided": lambda: strided(2000),
+}
+
+
+def row_calls():
+    for kind, make in INPUTS.items():
+
+        def targets(x):
+            return torch.randint(0, x.shape[1], x.shape[:1] + x.shape[2:], device="cuda")
+
+        def loss(make=make, targets=targets, soft=False, **options):
+            x = make()
+            target = torch.rand(x.shape, device="cuda").to(x.dtype).requires_grad_() if soft else targets(x)
+            return with_gradients(flash_online.cross_entropy, x, target, **options)
+
+        for name in ("softmax", "log_softmax", "logsumexp"):
+            yield f"{name}, {kind}", lambda name=name, make=make: with_gradients(getattr(flash_online, name), make(), 1)
+        for k in (5, 40):
+            yield (
+                f"top {k}, {kind}",
+                lambda k=k, make=make: with_gradients(flash_online.topk_softmax, x := make(), min(k, x.shape[1]), 1),
+            )
+        yield f"cross_entropy, {kind}", lambda loss=loss: loss(reduction="none", return_lse=True)
+        yield f"cross_entropy, reduced, {kind}", lambda loss=loss: loss(label_smoothing=0.1)
+        yield f"cross_entropy, probabilities, {kind}", lambda loss=loss: loss(soft=True)
+
+
+def linear_cross_entropy(dtype, reduction):
+    def call():
+        target = torch.arange(200, device="cuda") % 1003
+        return with_gradients(F.linear_cross_entropy, randn(200, 64, dtype=dtype), randn(1003, 64, dtype=dtype), target,
+                              reduction=reduction)  # fmt: skip
+
+    return call
+
+
+CALLS = {
+    **{f"attention, {name}": ("any", call) for name, call in ATTENTION.items()},
+    **{f"sm80 attention, {name}": ("sm80", call) for name, call in ATTENTION.items()},
+    "merge_attention": ("any", merge(torch.bfloat16)),
+    "merge_attention, float32": ("any", merge(torch.float32)),
+    **{name: ("any", call) for name, call in row_calls()},
+    "linear_cross_entropy": ("any", linear_cross_entropy(torch.bfloat16, "mean")),
+    "linear_cross_entropy, float32": ("any", linear_cross_entropy(torch.float32, "mean")),
+    "linear_cross_entropy, no reduction": ("any", linear_cross_entropy(torch.bfloat16, "none")),
+    "dropout mask": (
+        "any",
+        lambda: [
+            torch.ops.flash_online.attention_dropout_mask(torch.tensor([3, 4], device="cuda"), 0, 2, 2, 0, 40, 70, 0.5).float()
+        ],
+    ),
+}
+
+
+def chosen(pattern: str) -> list[str]:
+    """Names of the calls that the regular expression finds something in, in the order of the table."""
+    return [name for name in CALLS if re.search(pattern, name)]
+
+
+def run(name: str) -> bool:
+    """Makes the call, waits for it and says whether all of its results are finite; lse is -inf where no key is seen."""
+    torch.manual_seed(0)
+    results = CALLS[name][1]()
+    torch.cuda.synchronize()
+    assert results, name
+    return not any(t.isnan().any() or t.isposinf().any() for t in results)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", default="", metavar="PATTERN")
+    parser.add_argument("--family", default="any", choices=("any", "sm80"))
+    options = parser.parse_args()
+    if options.family != "any":
+        os.environ["FLASH_ONLINE_KERNEL"] = options.family  # before the first call, which reads it
+    wrong = 0
+    with flash_online.strict():
+        for name in chosen(options.calls):
+            if CALLS[name][0] != options.family:
+                continue
+            print(f"call: {name}", flush=True)
+            finite = run(name)
+            print(f"done: {name}" if finite else f"not finite: {name}", flush=True)
+            wrong += not finite
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
