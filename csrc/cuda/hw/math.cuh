@@ -57,9 +57,10 @@ __device__ __forceinline__ float polynomial(const float (&term)[kTanhTerms], flo
 }
 
 // tanh(x) within 3 ulp, given u = 2 x log2(e): 1 - 2 / (1 + 2^u), and the polynomial near 0, where that formula cancels.
+__device__ __forceinline__ float large_tanh_of_exponent(float u) { return fmaf(-2, reciprocal(1 + exp2_flushed(u)), 1); }
 __device__ __forceinline__ float tanh_of_exponent(float u) {
   constexpr float kTerm[kTanhTerms] = {kTanhTerm[0], kTanhTerm[1], kTanhTerm[2], kTanhTerm[3], kTanhTerm[4]};
-  return fabsf(u) < kLog2E ? u * polynomial(kTerm, u * u) : fmaf(-2, reciprocal(1 + exp2_flushed(u)), 1);
+  return fabsf(u) < kLog2E ? u * polynomial(kTerm, u * u) : large_tanh_of_exponent(u);
 }
 
 }  // namespace flash_online::cuda

@@ -27,6 +27,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   static constexpr float kMaxWeightSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
   // With split values: weights reach 2^this before the maximum is updated.
   static constexpr float kRescaleThreshold = 8;
+  // A block has kParts parts, each of which may move a row's maximum.
+  static constexpr int kParts = kKeys / kTile.part_keys(), kPartRegisters = kScoreRegisters / kParts,
+                       kPartSteps = kKeySteps / kParts;
+  static_assert(kParts == 1 || (!kSplitValues && !kHasOptions));
 
   const ForwardSm90Arguments& a;
   Shared& shared;
@@ -110,16 +114,21 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   // ---- products
 
   // The byte offset in a box of the 16 bytes whose address this lane gives to ldmatrix_x4 and stmatrix_x4 for a 16 x 16 matrix.
-  __device__ __forceinline__ unsigned matrix_offset(int matrix_row, int matrix_chunk) const {
+  __device__ __forceinline__ static unsigned matrix_offset(int lane, int matrix_row, int matrix_chunk) {
     return swizzle128(matrix_row + lane % 16, matrix_chunk + lane / 16);
+  }
+  __device__ __forceinline__ unsigned matrix_offset(int matrix_row, int matrix_chunk) const {
+    return matrix_offset(lane, matrix_row, matrix_chunk);
   }
 
   __device__ __forceinline__ void load_query_fragments() {
     const unsigned base = shared_address(shared.query[query.stage].box);
+    int here = lane;
+    make_opaque(here);  // or the offsets take registers throughout the tiles
 #pragma unroll
     for (int step = 0; step < kHeadDimSteps; ++step)
       ldmatrix_x4(query_fragment[step],
-                  base + step / 4 * kRowsPerWarpgroup * kBoxRowBytes + matrix_offset(kRowsPerWarp * warp, step % 4 * 2));
+                  base + step / 4 * kRowsPerWarpgroup * kBoxRowBytes + matrix_offset(here, kRowsPerWarp * warp, step % 4 * 2));
   }
 
   // In 64 bits there are three times the instructions between the first products; in 32 bits one more register is live.
@@ -162,17 +171,17 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     }
   }
 
-  // O += P V.
-  __device__ __forceinline__ void issue_pv() {
+  // O += P V, or the part of it that belongs to the 16 * steps keys from first_step on.
+  __device__ __forceinline__ void issue_pv(int first_step = 0, int steps = kKeySteps) {
     const unsigned first_box = shared_address(shared.value[value.stage].box[column_part * kOutColumns / kBoxColumns]);
     uint64_t values = mn_major_descriptor(first_box, kKeys * kBoxRowBytes);
     if constexpr (kSplitValues) values = opaque(values);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) {
+    for (int step = first_step; step < first_step + steps; ++step) {
       const unsigned left[4] = {weight[4 * step], weight[4 * step + 1], weight[4 * step + 2], weight[4 * step + 3]};
       Wgmma<T, kOutColumns>::template rs<true>(out, left, advance_descriptor(values, step * 16 * kBoxRowBytes),
-                                               step > 0 || accumulate);
+                                               step > first_step || accumulate);
     }
     wgmma_commit();
     accumulate = true;
@@ -276,6 +285,16 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     if (kHasPolynomial && __all_sync(~0u, squares < a.scores.small_squares)) {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) score[i] *= polynomial(a.scores.softcap_term, score[i] * score[i]);
+    } else if (kHasPolynomial && a.scores.small_squares > 0) {
+      // A score whose square is small gets the same polynomial, or its result would depend on other rows: no square exceeds
+      // the rounded sum that it is part of.
+#pragma unroll
+      for (int i = 0; i < kScoreRegisters; ++i) {
+        const float square = score[i] * score[i];
+        score[i] = square < a.scores.small_squares
+                       ? score[i] * polynomial(a.scores.softcap_term, square)
+                       : a.scores.softcap * large_tanh_of_exponent(score[i] * a.scores.softcap_scale);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i)
@@ -398,25 +417,18 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   }
   static constexpr unsigned dropout_bit(int i) { return 1u << (i / 4 % 4 * 8 + i / 16 * 4 + i % 4); }
 
-  // Updates the maxima of the rows with `which` to the block's. Returns in `factor` what was accumulated before must be
-  // multiplied by.
-  __device__ __forceinline__ void update_row_max(float (&factor)[2], const bool (&which)[2] = {true, true}) {
+  // The largest score of a row in a part of the block.
+  __device__ __forceinline__ float max_of_row(int part, int r) const {
+    const int first = part * kPartRegisters;
+    float most[2] = {score[first + 2 * r], score[first + 2 * r + 1]};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float most[2] = {score[2 * r], score[2 * r + 1]};
-#pragma unroll
-      for (int i = 1; i < kScoreRegisters / 4; ++i) {
-        most[0] = fmaxf(most[0], score[4 * i + 2 * r]);
-        most[1] = fmaxf(most[1], score[4 * i + 2 * r + 1]);
-      }
-      float row_max = fmaxf(most[0], most[1]);
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-      if constexpr (kSplitValues)
-        factor[r] = softmax[r].raise_max_lazily(kRescaleThreshold, row_max * a.scores.scale);
-      else
-        factor[r] = which[r] ? softmax[r].raise_max(row_max * a.scores.scale) : 1;
+    for (int i = 1; i < kPartRegisters / 4; ++i) {
+      most[0] = fmaxf(most[0], score[first + 4 * i + 2 * r]);
+      most[1] = fmaxf(most[1], score[first + 4 * i + 2 * r + 1]);
     }
+    float row_max = fmaxf(most[0], most[1]);
+    row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
+    return fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
   }
 
   // What exponents are measured from. Under a mask a row may have no maximum for many blocks. It is then measured from the
@@ -426,15 +438,30 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     return pivot(max);
   }
 
-  // Scores become weights, in place; `sum` is the thread's own.
-  __device__ __forceinline__ void exp_scores(float (&sum)[2]) {
+  // Scores of a part of the block become weights, in place; `sum` is the thread's own.
+  __device__ __forceinline__ void exp_part(int part, float (&sum)[2]) {
     const float pivots[2] = {exponent_pivot(softmax[0].max), exponent_pivot(softmax[1].max)};
-    sum[0] = sum[1] = 0;
 #pragma unroll
-    for (int i = 0; i < kScoreRegisters; ++i) {
+    for (int i = 0; i < kPartRegisters; ++i) {
       const int r = i / 2 % 2;
-      score[i] = exp2_flushed(fmaf(score[i], a.scores.scale, -pivots[r]));
-      sum[r] += score[i];
+      float& x = score[part * kPartRegisters + i];
+      x = exp2_flushed(fmaf(x, a.scores.scale, -pivots[r]));
+      sum[r] = i == 2 * r ? x : sum[r] + x;
+    }
+  }
+
+  // The scores of the block become weights. Returns the thread's sums of these, and in `total` the rows' sums with them: part
+  // after part, as repeat_block() adds them.
+  __device__ __forceinline__ void exp_scores(float (&sum)[2], float (&total)[2]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float part_sum[2];
+      exp_part(part, part_sum);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum[r] = part == 0 ? part_sum[r] : sum[r] + part_sum[r];
+        total[r] = (part == 0 ? softmax[r].sum : total[r]) + part_sum[r];
+      }
     }
   }
 
@@ -445,7 +472,51 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   __device__ __forceinline__ static bool overflows(float sum) { return !(sum < kMaxWeightSum); }  // or is NaN
 
-  // Weights of the first block: measured from its maxima.
+  // Whether a row's weights of a part of the block would be too large; its scores stay.
+  __device__ __forceinline__ bool needs_rescale(int part, int r) const {
+    const float pivot = exponent_pivot(softmax[r].max);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPartRegisters; ++i)
+      if (i / 2 % 2 == r) sum += exp2_flushed(fmaf(score[part * kPartRegisters + i], a.scores.scale, -pivot));
+    const bool own = softmax[r].max == -INFINITY || overflows(sum);
+    return __ballot_sync(~0u, own) >> lane / 4 * 4 & 0xf;  // of the row's four lanes
+  }
+
+  // Weights of a block in which some row's maximum has to move: its scores are computed again, and what was accumulated for
+  // that row is rescaled. Each row decides by itself, for one part of the block after another, so that its result depends
+  // neither on its neighbours nor on how many parts a block has. O takes all parts but the last at once, and their weights
+  // become 0: the last part may move the maximum again.
+  __device__ __forceinline__ void repeat_block() {
+    issue_qk();
+    wgmma_wait<0>();
+    finish_scores();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float factor[2], sum[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool needs = needs_rescale(part, r);
+        const float most = max_of_row(part, r);
+        factor[r] = needs ? softmax[r].raise_max(most * a.scores.scale) : 1;
+      }
+      rescale_out(factor);
+      exp_part(part, sum);
+      softmax[0].add(sum[0]);
+      softmax[1].add(sum[1]);
+      if (part + 1 < kParts) {
+        pack_weights();
+        wait(&shared.value_full[value.stage], value.parity);
+        issue_pv(part * kPartSteps, kPartSteps);
+        wgmma_wait<0>();
+        fence_registers(out);
+#pragma unroll
+        for (int i = part * kPartRegisters; i < (part + 1) * kPartRegisters; ++i) score[i] = 0;
+      }
+    }
+  }
+
+  // Weights of the first block: measured from the maxima of its first part, of which a row sees something.
   __device__ __forceinline__ void first_softmax() {
     // Not right after load_query_fragments(): its loads take their time, and an arrival overtakes them. By now a product has
     // waited for them.
@@ -454,59 +525,59 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     accumulate = false;
     finish_scores();
     prefetch_mask();
-    float unused[2], sum[2];
-    update_row_max(unused);
-    exp_scores(sum);
-    softmax[0].add(sum[0]);
-    softmax[1].add(sum[1]);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const bool missing[2] = {softmax[0].max == -INFINITY, softmax[1].max == -INFINITY};
+      if (part > 0 && !__any_sync(~0u, missing[0] || missing[1])) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float most = max_of_row(part, r);
+        if (missing[r]) softmax[r].raise_max(most * a.scores.scale);
+      }
+    }
+    float sum[2], total[2];
+    exp_scores(sum, total);
+    if (kParts > 1 && any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]))) [[unlikely]]
+      repeat_block();
+    else
+      softmax[0].sum = total[0], softmax[1].sum = total[1];
     release_score_operands();
     pack_weights();
     next_block();
   }
 
   // Weights of another block, by lazy rescale: measured from the maxima so far, without a pass over the scores for their
-  // maximum, which hardly ever moves far after the first block. Where it does, the scores are computed again, and everything is
-  // rescaled to the new maximum.
+  // maximum, which hardly ever moves far after the first block.
   __device__ __forceinline__ void lazy_softmax() {
     prefetch_mask();
-    float sum[2];
-    exp_scores(sum);
-    const auto needs_rescale = [&](int r) { return overflows(sum[r]) || (!kHasOptions && softmax[r].max == -INFINITY); };
+    float sum[2], total[2];
+    exp_scores(sum, total);
+    // The sum over a block is no smaller than that over any of its parts.
+    const auto may_need_rescale = [&](int r) { return overflows(sum[r]) || (!kHasOptions && softmax[r].max == -INFINITY); };
     // The vote stands before the wait, or the compiler moves the exponentials after it.
-    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, needs_rescale(0) || needs_rescale(1));
+    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, may_need_rescale(0) || may_need_rescale(1));
     wgmma_wait<0>();
     release_value();
-    if (any_needs_rescale) [[unlikely]] {
-      bool row_needs_rescale[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) row_needs_rescale[r] = __ballot_sync(~0u, needs_rescale(r)) >> lane / 4 * 4 & 0xf;
-      issue_qk();
-      wgmma_wait<0>();
-      finish_scores();
-      // A row's weights are measured from a maximum that it has by itself, whatever other rows of the tile need.
-      float factor[2];
-      update_row_max(factor, row_needs_rescale);
-      rescale_out(factor);
-      exp_scores(sum);
-    }
-    softmax[0].add(sum[0]);
-    softmax[1].add(sum[1]);
+    if (any_needs_rescale) [[unlikely]]
+      repeat_block();
+    else
+      softmax[0].sum = total[0], softmax[1].sum = total[1];
   }
 
   // Weights of another block with split values: every block's maxima are computed, so that its keys need not be kept for a
   // second product.
   __device__ __forceinline__ void split_softmax() {
-    float factor[2], sum[2];
-    update_row_max(factor);
-    exp_scores(sum);
+    float factor[2], sum[2], total[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factor[r] = softmax[r].raise_max_lazily(kRescaleThreshold, max_of_row(0, r) * a.scores.scale);
+    exp_scores(sum, total);
     // The vote stands before the wait, and depends on the weights, or the compiler moves the exponentials after it.
     const bool any_needs_rescale =
         any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum[0]) || overflows(sum[1]));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) rescale_out(factor);
-    softmax[0].add(sum[0]);
-    softmax[1].add(sum[1]);
+    softmax[0].sum = total[0], softmax[1].sum = total[1];
   }
 
   // Weights become the left operand of P V, without those that dropout drops.

@@ -14,6 +14,9 @@ struct ForwardSm90Tile {
   int head_dim, head_dim_v;
   int warpgroups;  // math warpgroups, of 64 queries each; with split_values all of them have the same 64
   int keys;  // per block of the mainloop
+  // Keys of a block whose weights are measured from one maximum of a row, and summed together; 0: all of them. Entries that
+  // stand in for each other agree in it, so that which of them runs changes no bit of a row's result.
+  int softmax_keys = 0;
   int stages;  // buffers of values, and of keys unless these come in parts
   int query_stages;  // buffers of 64 queries each
 
@@ -38,6 +41,7 @@ struct ForwardSm90Tile {
   constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * dropout_warps; }
   constexpr int row_blocks() const { return split_values ? 1 : warpgroups; }  // of 64 queries
   constexpr int queries() const { return 64 * row_blocks(); }
+  constexpr int part_keys() const { return softmax_keys > 0 ? softmax_keys : keys; }
   constexpr int key_parts() const { return split_values ? 2 : 1; }
   constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of one part each
 };
@@ -46,22 +50,22 @@ struct ForwardSm90Tile {
 
 // Plain attention. For each head dim the entry for little work stands before the one that takes everything.
 inline constexpr ForwardSm90Tile kForwardSm90Plain[] = {
-    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 1, .keys = 64, .stages = 3, .query_stages = 2,
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 1, .keys = 64, .softmax_keys = 32, .stages = 3, .query_stages = 2,
      .staged_out = true,
      .section_rounds = 8, .ctas_per_sm = 3, .max_queries = 256, .max_window = 512,
      .registers = 128, .producer_registers = 32},
-    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 128, .stages = 3, .query_stages = 6,
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 128, .softmax_keys = 32, .stages = 3, .query_stages = 6,
      .staged_out = true, .ping_pong = true,
      .section_rounds = 8,
      .registers = 160, .producer_registers = 32},
     {.head_dim = 96, .head_dim_v = 96, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
      .query_in_registers = true, .staged_out = true, .ping_pong = true,
      .registers = 232, .producer_registers = 40},
-    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 1, .keys = 64, .stages = 2, .query_stages = 1,
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 1, .keys = 64, .softmax_keys = 64, .stages = 2, .query_stages = 1,
      .query_in_registers = true, .staged_out = true,
      .ctas_per_sm = 2, .max_queries = 64, .max_window = 128,
      .registers = 208, .producer_registers = 40},
-    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 128, .softmax_keys = 64, .stages = 2, .query_stages = 2,
      .query_in_registers = true, .staged_out = true, .ping_pong = true,
      .registers = 232, .producer_registers = 40},
     {.head_dim = 192, .head_dim_v = 128, .warpgroups = 2, .keys = 96, .stages = 2, .query_stages = 2,
@@ -80,22 +84,22 @@ inline constexpr ForwardSm90Tile kForwardSm90Plain[] = {
 
 // Plain attention over packed sequences: there is more to schedule, so the producer warps need more registers.
 inline constexpr ForwardSm90Tile kForwardSm90Packed[] = {
-    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 1, .keys = 64, .stages = 3, .query_stages = 2,
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 1, .keys = 64, .softmax_keys = 32, .stages = 3, .query_stages = 2,
      .staged_out = true,
      .section_rounds = 8, .ctas_per_sm = 2, .max_queries = 256, .max_window = 512,
      .registers = 200, .producer_registers = 56},
-    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 96, .stages = 3, .query_stages = 6,
+    {.head_dim = 64, .head_dim_v = 64, .warpgroups = 3, .keys = 96, .softmax_keys = 32, .stages = 3, .query_stages = 6,
      .staged_out = true, .ping_pong = true,
      .section_rounds = 8,
      .registers = 152, .producer_registers = 56},
     {.head_dim = 96, .head_dim_v = 96, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
      .query_in_registers = true, .staged_out = true, .ping_pong = true,
      .registers = 224, .producer_registers = 56},
-    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 1, .keys = 64, .stages = 2, .query_stages = 1,
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 1, .keys = 64, .softmax_keys = 64, .stages = 2, .query_stages = 1,
      .query_in_registers = true, .staged_out = true,
      .ctas_per_sm = 2, .max_queries = 64, .max_window = 128,
      .registers = 200, .producer_registers = 56},
-    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 128, .stages = 2, .query_stages = 2,
+    {.head_dim = 128, .head_dim_v = 128, .warpgroups = 2, .keys = 128, .softmax_keys = 64, .stages = 2, .query_stages = 2,
      .query_in_registers = true, .staged_out = true, .ping_pong = true,
      .registers = 224, .producer_registers = 56},
     {.head_dim = 192, .head_dim_v = 128, .warpgroups = 2, .keys = 96, .stages = 2, .query_stages = 2,
@@ -179,6 +183,7 @@ struct ForwardSm90Variant {
 constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
   // wgmma is 16 deep. An accumulator has at most 256 columns.
   if (t.head_dim % 16 != 0 || t.head_dim_v % 16 != 0 || t.keys % 16 != 0 || t.keys > 256) return false;
+  if (t.part_keys() % 16 != 0 || t.keys % t.part_keys() != 0) return false;
   if (t.head_dim_v / (t.warpgroups / t.row_blocks()) > 256) return false;
   if (t.stages < 1 || t.query_stages < t.row_blocks() || t.threads() > 1024) return false;
   if (t.ping_pong && t.warpgroups < 2) return false;
@@ -200,6 +205,16 @@ constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount]) {
 }
 static_assert(forward_sm90_are_valid(kForwardSm90Plain) && forward_sm90_are_valid(kForwardSm90Packed) &&
               forward_sm90_are_valid(kForwardSm90Options) && forward_sm90_are_valid(kForwardSm90FloatMask));
+
+// Plain entries of the same head dims, dense or packed, give a row the same bits.
+static_assert([] {
+  for (const ForwardSm90Tile& tile : kForwardSm90Plain)
+    for (const ForwardSm90Tile& packed : kForwardSm90Packed)
+      if (tile.head_dim == packed.head_dim && tile.head_dim_v == packed.head_dim_v &&
+          (tile.part_keys() != packed.part_keys() || tile.query_in_registers != packed.query_in_registers))
+        return false;
+  return true;
+}());
 
 // An entry for little work is followed by the one for the rest of its head dims.
 static_assert([] {
