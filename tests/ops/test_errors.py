@@ -108,7 +108,7 @@ def public_calls(device, TARGET, STARTS, Q, K, V, LOGITS, PACKED):
         "packed: starts on another device": (lambda: pack(starts=STARTS.to("meta")), "cu_seqlens_q", "meta", device),
         "packed: fewer starts of keys": (lambda: pack(key_starts=STARTS[:2]), "cu_seqlens_k", "2", "3"),
         "packed: negative longest": (lambda: pack(longest=-1), "max_seqlen_q", "-1"),
-        "packed: a longest that is no int": (lambda: pack(longest_key=torch.tensor(5)), "max_seqlen_k", "tensor(5)", "int"),
+        "packed: a longest that is no int": (lambda: pack(longest_key=torch.tensor(5)), "max_seqlen_k", "tensor(5", "int"),
         "packed: unknown alignment": (lambda: pack(alignment="left"), "alignment", "left", "upper_left"),
         "packed: negative window": (lambda: pack(window=(0, -1)), "window", "-1"),
         "packed: sinks of another count": (lambda: pack(sinks=torch.zeros(9)), "sinks", "[9]", "4"),

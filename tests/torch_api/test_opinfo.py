@@ -125,6 +125,8 @@ def test_opinfo_samples_under_override(device, name):
             args, kwargs = arguments_of(op, sample)
             if kwargs.get("dropout_p", 0) > 0:
                 continue
+            if device == "cuda" and kwargs.get("dtype") == torch.float64:
+                kwargs["dtype"] = torch.float32  # float64 on CUDA goes to torch
             expected = getattr(F, name_in_torch(op))(*args, **kwargs)
             with flash_online.override():
                 found = getattr(torch.nn.functional, name_in_torch(op))(*args, **kwargs)
