@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import plan
+from . import _policy
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable, eager_transforms_active, transforms_active
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_kinds
@@ -78,7 +78,7 @@ def attention(
     check_attention_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value, mask = autocast(query, key, value, mask)
     check_kinds(query, key, value, mask)
-    plan.require_kernel("attention", query, key, value, mask)
+    _policy.require_kernel("attention", query, key, value, mask)
     query, key, value, mask, restore = canonicalize(query, key, value, mask)
     if alibi_slopes is not None:
         if broadcast("query, alibi_slopes", query.shape[:-2], alibi_slopes.shape) != query.shape[:-2]:

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from . import plan
+from . import _policy
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_kinds, check_packed
@@ -70,7 +70,7 @@ def varlen_attention(
     check_attention_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value = autocast(query, key, value)
     check_kinds(query, key, value, None)
-    plan.require_kernel("varlen_attention", query, key, value)
+    _policy.require_kernel("varlen_attention", query, key, value)
     check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
