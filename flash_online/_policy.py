@@ -77,18 +77,29 @@ def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = 
             return f"a quantized tensor ({tensor.dtype})"
         if tensor.is_complex() or (dtype is not None and dtype.is_complex):
             return f"a complex tensor ({dtype or tensor.dtype})"
-        device = tensor.device.type
-        if device == "cpu":
-            continue
-        if device != "cuda":
-            return f"device {device}: kernels are for CPU and CUDA"
-        if function not in ON_CUDA:
-            return f"no CUDA kernel for {function} in this build"
-        if _major(tensor.device.index) < _OLDEST_GPU:
-            return f"{tensor.device} is older than compute capability {_OLDEST_GPU}.0"
-        if torch.float64 in (tensor.dtype, dtype):
-            return "float64 on CUDA"
+        reason = _device_refusal(function, tensor.dtype, tensor.device)
+        if reason is not None:
+            return reason
+        if dtype is torch.float64 and tensor.is_cuda:
+            return "dtype: float64 on CUDA"
     return None
+
+
+def has_cuda_kernel(function: str, tensor: Tensor) -> bool:
+    """Whether our kernels take a dense CUDA tensor, if its dtype is one of FLOATING."""
+    return _device_refusal(function, tensor.dtype, tensor.device) is None
+
+
+def _device_refusal(function: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"device {device.type}: kernels are for CPU and CUDA"
+    if function not in ON_CUDA:
+        return f"no CUDA kernel for {function} in this build"
+    if _major(device.index) < _OLDEST_GPU:
+        return f"{device} is older than compute capability {_OLDEST_GPU}.0"
+    return "float64 on CUDA" if dtype is torch.float64 else None
 
 
 def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
