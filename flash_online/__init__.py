@@ -11,12 +11,13 @@ import importlib
 
 from . import functional
 from ._ops import InvalidArgument, ops
+from ._policy import strict
 from .attention import attention
 from .cross_entropy import cross_entropy
+from .explain import Plan, explain
 from .linear_cross_entropy import linear_cross_entropy
 from .merge import merge_attention
 from .override import disable, enable, override
-from .plan import Plan, explain, strict
 from .softmax import log_softmax, logsumexp, softmax, topk_softmax
 from .varlen import varlen_attention
 

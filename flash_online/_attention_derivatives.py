@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
 from ._ops import accumulator_of, ops
 
 _CHUNK_SCORES = 1 << 21  # scores that a second derivative holds at a time, over all batches and heads
@@ -31,11 +32,7 @@ class _Call(NamedTuple):
     sink: Tensor | None  # [Hq, 1, 1]
     alibi_slopes: Tensor | None
     rng: Tensor | None
-    left: int
-    right: int
-    scale: float
-    softcap: float
-    dropout_p: float
+    options: AttentionOptions
     offset: int  # of a query's position over its index
     first_batch: int  # the batch index that the random bits of dropout start from
 
@@ -88,26 +85,33 @@ class _BackwardChunk(NamedTuple):
     d_grad_sinks: Tensor | None
 
 
-def gradient_jvp(inputs, grad_out, grad_lse, options, tangents, d_grad_out, d_grad_lse, first_batch=0):
-    """The tangents of (out, lse) and, with grad_out, those of the gradients of (query, key, value, mask, sinks).
+def gradient_jvp(
+    tensors: AttentionTensors,
+    options: AttentionOptions,
+    tangents: AttentionTensors,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    d_grad_out: Tensor | None = None,
+    d_grad_lse: Tensor | None = None,
+    first_batch: int = 0,
+) -> tuple[Tensor, Tensor, AttentionGradients | None]:
+    """The tangents of out and lse and, with grad_out, those of the gradients of query, key, value, mask and sinks.
 
-    inputs = (query, key, value, mask, sinks, alibi_slopes, rng) of the canonical shapes, options = those of
-    ops.attention_forward; tangents = those of (query, key, value, mask, sinks). Each tangent may be None for 0. Works through a
-    chunk of queries at a time: memory is linear in the lengths, plus one chunk of _CHUNK_SCORES scores. `first_batch` is the
-    batch index that the random bits of dropout start from.
+    The tensors have the canonical shapes. Each tangent may be None for 0; those of alibi_slopes and rng are not read. Works
+    through a chunk of queries at a time: memory is linear in the lengths, plus one chunk of _CHUNK_SCORES scores. `first_batch`
+    is the batch index that the random bits of dropout start from.
     """
-    query, key, value, mask, sinks, alibi_slopes, rng = inputs
-    d_query, d_key, d_value, d_mask, d_sinks = tangents
-    left, right, lower_right, scale, softcap, dropout_p, *_ = options
+    query, key, value, mask, alibi_slopes, sinks, rng = tensors
+    d_query, d_key, d_value, d_mask, _, d_sinks, _ = tangents
     dtype = accumulator_of(query.dtype)
     heads, queries, keys = query.shape[-3], query.shape[-2], key.shape[-2]
-    offset = keys - queries if lower_right else 0
+    offset = keys - queries if options.lower_right else 0
     k, v, d_k, d_v = (
         None if tensor is None else tensor.to(dtype).repeat_interleave(heads // like.shape[-3], -3)
         for tensor, like in ((key, key), (value, value), (d_key, key), (d_value, value))
     )
     sink, d_sink = (None if tensor is None else tensor.to(dtype)[:, None, None] for tensor in (sinks, d_sinks))
-    call = _Call(k, v, mask, sink, alibi_slopes, rng, left, right, scale, softcap, dropout_p, offset, first_batch)
+    call = _Call(k, v, mask, sink, alibi_slopes, rng, options, offset, first_batch)
     shared = _Tangents(d_k, d_v, d_mask, d_sink)
 
     forward_chunks, backward_chunks = [], _BackwardSums(mask)
@@ -123,7 +127,7 @@ def gradient_jvp(inputs, grad_out, grad_lse, options, tangents, d_grad_out, d_gr
 
     d_outs, d_lses = zip(*forward_chunks, strict=True)
     d_out, d_lse = torch.cat(d_outs, -2).to(query.dtype), torch.cat(d_lses, -1)
-    return (d_out, d_lse) if grad_out is None else (d_out, d_lse, *backward_chunks.results(query, key, value))
+    return d_out, d_lse, None if grad_out is None else backward_chunks.results(query, key, value)
 
 
 def _rows(tensor: Tensor | None, dim: int, begin: int, end: int, dtype: torch.dtype) -> Tensor | None:
@@ -137,19 +141,19 @@ def _scores(call: _Call, begin: int, end: int, products: Tensor):
     """(scores, visible, first and second derivative of the score modification) for products = scale * q k^T."""
     first = second = None
     scores = products
-    if call.softcap > 0:
-        tanh = torch.tanh(products / call.softcap)
-        scores, first = call.softcap * tanh, 1 - tanh * tanh
-        second = -2 / call.softcap * tanh * first
+    if call.options.softcap > 0:
+        tanh = torch.tanh(products / call.options.softcap)
+        scores, first = call.options.softcap * tanh, 1 - tanh * tanh
+        second = -2 / call.options.softcap * tanh * first
     position = torch.arange(begin, end, device=products.device).unsqueeze(-1) + call.offset
     columns = torch.arange(products.shape[-1], device=products.device)
     if call.alibi_slopes is not None:
         scores = scores - call.alibi_slopes[..., None, None] * (position - columns).abs()
     visible = torch.ones((), dtype=torch.bool, device=products.device)
-    if call.left >= 0:
-        visible = visible & (columns >= position - call.left)
-    if call.right >= 0:
-        visible = visible & (columns <= position + call.right)
+    if call.options.window_left >= 0:
+        visible = visible & (columns >= position - call.options.window_left)
+    if call.options.window_right >= 0:
+        visible = visible & (columns <= position + call.options.window_right)
     if call.mask is not None and call.mask.dtype == torch.bool:
         visible = visible & _rows(call.mask, -2, begin, end, torch.bool)
     elif call.mask is not None:
@@ -172,17 +176,17 @@ def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Ten
 
 
 def _dropout_scale(call: _Call, begin: int, end: int, scores: Tensor) -> Tensor | None:
-    if call.dropout_p <= 0:
+    if call.options.dropout_p <= 0:
         return None
     heads, keys = scores.shape[-3], scores.shape[-1]
     shape = (call.first_batch, math.prod(scores.shape[:-3]), heads, begin, end - begin, keys)
-    keep = ops.attention_dropout_mask.default(call.rng, *shape, call.dropout_p)
-    return keep.view(scores.shape).to(scores.dtype) * (1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0)
+    keep = ops.attention_dropout_mask.default(call.rng, *shape, call.options.dropout_p)
+    return keep.view(scores.shape).to(scores.dtype) * (1 / (1 - call.options.dropout_p) if call.options.dropout_p < 1 else 0.0)
 
 
 def _forward_chunk(call: _Call, tangents: _Tangents, chunk: _Chunk) -> _ForwardChunk:
     """The forward pass of a chunk of queries, and its derivative line by line."""
-    scores, visible, first, second = _scores(call, chunk.begin, chunk.end, (chunk.q @ call.k.mT) * call.scale)
+    scores, visible, first, second = _scores(call, chunk.begin, chunk.end, (chunk.q @ call.k.mT) * call.options.scale)
     weights, sink_weight = _softmax_with_sink(scores, call.sink)
     dropout_scale = _dropout_scale(call, chunk.begin, chunk.end, scores)
     dropped = weights if dropout_scale is None else weights * dropout_scale
@@ -192,7 +196,7 @@ def _forward_chunk(call: _Call, tangents: _Tangents, chunk: _Chunk) -> _ForwardC
         d_products = d_products + chunk.d_q @ call.k.mT
     if tangents.k is not None:
         d_products = d_products + chunk.q @ tangents.k.mT
-    d_products = d_products * call.scale
+    d_products = d_products * call.options.scale
     d_scores = d_products if first is None else first * d_products
     if tangents.mask is not None:
         d_scores = d_scores + _rows(tangents.mask, -2, chunk.begin, chunk.end, scores.dtype)
@@ -246,7 +250,7 @@ def _backward_chunk(call: _Call, tangents: _Tangents, chunk: _Chunk, forward: _F
     if forward.score_mod_first is not None:
         grad_products = grad_scores * forward.score_mod_first
         d_grad_products = d_grad_scores * forward.score_mod_first + grad_scores * forward.score_mod_second * forward.d_products
-    grad_products, d_grad_products = grad_products * call.scale, d_grad_products * call.scale
+    grad_products, d_grad_products = grad_products * call.options.scale, d_grad_products * call.options.scale
 
     d_grad_query = d_grad_products @ call.k
     if tangents.k is not None:
@@ -292,7 +296,7 @@ class _BackwardSums:
         if chunk.d_grad_sinks is not None:
             self.sinks = plus(self.sinks, chunk.d_grad_sinks)
 
-    def results(self, query: Tensor, key: Tensor, value: Tensor):
+    def results(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionGradients:
         """The tangents of the gradients of (query, key, value, mask, sinks), each in its tensor's dtype but for sinks."""
 
         def sum_groups(tensor, like):
@@ -301,7 +305,7 @@ class _BackwardSums:
             return tensor.reshape(shape).sum(-3).to(like.dtype)
 
         mask = torch.cat(self.mask_rows, -2) if self.mask_rows else self.mask_sum
-        return (
+        return AttentionGradients(
             torch.cat(self.query_rows, -2).to(query.dtype),
             sum_groups(self.key, key),
             sum_groups(self.value, value),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch.autograd import Function, forward_ad
 
+from ._ops import surfaced
+
 
 def transforms_active() -> bool:
     """Whether a torch.func transform or a forward-mode AD level is active. False while compiling: Dynamo handles its own."""
@@ -21,8 +23,27 @@ def eager_transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+class _Leaf:
+    """Holds a tuple of options that torch.func shall pass on whole: taken apart, as it takes apart every tuple among a
+    Function's inputs, the options would be counted as inputs in the jvp of a vmapped Function, and be too many."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def _packed(inputs):
+    return tuple(_Leaf(value) if isinstance(value, tuple) else value for value in inputs)
+
+
+def _unpacked(inputs):
+    return tuple(value.value if type(value) is _Leaf else value for value in inputs)
+
+
 def differentiable(description):
-    """Makes a callable `f(*inputs) -> outputs` from a class with four static methods:
+    """Makes a callable `f(*inputs) -> outputs`, with tensors, numbers and tuples of numbers for inputs, from a class with four
+    static methods:
 
     run(*inputs) -> outputs;
     save(ctx, inputs, outputs) -> the tensors (or None) that become `ctx.saved_tensors`; other values it may set on ctx;
@@ -30,10 +51,16 @@ def differentiable(description):
     jvp(ctx, *tangents) -> one tangent per output.
     """
 
+    def run(*inputs):
+        try:
+            return description.run(*inputs)
+        except RuntimeError as error:
+            raise surfaced(error, *inputs) from None
+
     class Eager(Function):
         @staticmethod
         def forward(ctx, *inputs):
-            outputs = description.run(*inputs)
+            outputs = run(*inputs)
             ctx.save_for_backward(*description.save(ctx, inputs, outputs))
             return outputs
 
@@ -41,11 +68,14 @@ def differentiable(description):
 
     class Transformable(Function):
         generate_vmap_rule = True
-        forward = staticmethod(description.run)
+
+        @staticmethod
+        def forward(*inputs):
+            return run(*_unpacked(inputs))
 
         @staticmethod
         def setup_context(ctx, inputs, outputs):
-            tensors = description.save(ctx, inputs, outputs)
+            tensors = description.save(ctx, _unpacked(inputs), outputs)
             ctx.save_for_backward(*tensors)
             if not torch.compiler.is_compiling():
                 ctx.save_for_forward(*tensors)
@@ -58,10 +88,10 @@ def differentiable(description):
 
     def call(*inputs):
         if transforms_active():
-            return Transformable.apply(*inputs)
+            return Transformable.apply(*_packed(inputs))
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
             return Eager.apply(*(_distinct(inputs) if torch.compiler.is_compiling() else inputs))
-        return description.run(*inputs)
+        return run(*inputs)
 
     call.__doc__ = description.__doc__
     call.description = description

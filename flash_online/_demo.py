@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flash_online.functional as our_functional
 
 from . import _info, testing
-from .plan import strict
+from ._policy import strict
 
 # Modules of the standard library that are a single file in every Python since 3.10: about 1.3 million characters.
 CORPUS = (

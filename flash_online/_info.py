@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import plan
+from . import _policy
 from ._ops import LIBRARY
 
 
@@ -84,7 +84,7 @@ def report() -> str:
         built_for = ", ".join(facts["architectures"])
         lines.append(f"CUDA          kernels for {built_for}" if built_for else "CUDA          not in this build")
     else:
-        lines.append(f"CUDA          {'in this build' if plan._ON_CUDA else 'not in this build'}")
+        lines.append(f"CUDA          {'in this build' if _policy.ON_CUDA else 'not in this build'}")
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         line = f"  cuda:{index}      {gpu.name}, compute capability {gpu.major}.{gpu.minor}"
@@ -95,8 +95,8 @@ def report() -> str:
     if not torch.cuda.device_count():
         lines.append("              no GPU visible to torch")
     lines += ["", f"{'function':30} {'CPU':5} CUDA"]
-    for name in plan._OPERATORS:
-        on_cuda = "yes" if name in plan._ON_CUDA else "-"
+    for name in _policy.OPERATORS:
+        on_cuda = "yes" if name in _policy.ON_CUDA else "-"
         lines.append(f"{name:30} {'yes':5} {on_cuda}")
     lines.append(
         "CUDA '-': functional forwards to torch (strict() forbids it), flash_online's own functions raise NotImplementedError"

@@ -24,6 +24,7 @@ from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 _ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
 _PITCH_BYTES = {"cpu": 1, "cuda": 128}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
+_NONE_WANTED = (False,) * 4  # of the gradients of input, linear_weight, linear_bias and target
 _MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/decisions.md
 
 
@@ -56,14 +57,14 @@ def common_dtype(dtype: torch.dtype, target: Tensor) -> torch.dtype:
     return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 
 
-def scratch_bytes(operator: str, arguments: tuple) -> int:
-    """Bytes that a raw operator allocates beside its results, without the scratch of the kernels it calls."""
-    input, linear_weight = arguments[:2]
-    target, dtype = arguments[3], arguments[7]
+def scratch_bytes(call) -> int:
+    """Bytes that a raw operator allocates beside its results, without the scratch of the kernels it calls. `call` has the
+    operator's arguments as attributes."""
+    input, linear_weight, target, dtype = call.input, call.linear_weight, call.target, call.dtype
     classes, positions, hidden = linear_weight.shape
     columns = classes * positions
-    wanted = () if operator == "linear_cross_entropy_forward" else arguments[-1]
-    grad_in_16_bits = bool(wanted) and wanted[1] and linear_weight.dtype.itemsize == 2
+    _, wants_linear_weight, *_ = getattr(call, "wanted", _NONE_WANTED)
+    grad_in_16_bits = wants_linear_weight and linear_weight.dtype.itemsize == 2
     rows, accumulate = chunk_plan(input.shape[0], columns, hidden, dtype, input.device.type, grad_in_16_bits)
     size = rows * _pitch(columns, dtype, input.device.type) * dtype.itemsize + 4 * columns * hidden * accumulate
     common = common_dtype(dtype, target)
@@ -104,7 +105,7 @@ def _empty_gradients(tensors, wanted):
 
 def _run(
     input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, forward,
-    grad_loss=None, grad_lse=None, lse_factor=None, wanted=(False,) * 4,
+    grad_loss=None, grad_lse=None, lse_factor=None, wanted=_NONE_WANTED,
 ):  # fmt: skip
     """The loop over chunks that the three operators share: (loss, lse, row_weight, the four gradients). Results that are not
     asked for have no elements: the first three without `forward`, and each gradient that is not in `wanted`."""
@@ -226,27 +227,33 @@ def _forward_fake(*arguments):
     return _fake_rows(arguments)
 
 
-def _backward_fake(*arguments):
-    *arguments, _, _, _, wanted = arguments
-    return _empty_gradients(arguments[:4], wanted)
+def _backward_fake(input, linear_weight, linear_bias, target, *others):
+    *_, wanted = others
+    return _empty_gradients((input, linear_weight, linear_bias, target), wanted)
 
 
 def _step_fake(*arguments):
-    *arguments, _, _, wanted = arguments
-    return *_fake_rows(arguments), *_empty_gradients(arguments[:4], wanted)
+    *call, _, _, wanted = arguments
+    input, linear_weight, linear_bias, target, *_ = call
+    return *_fake_rows(call), *_empty_gradients((input, linear_weight, linear_bias, target), wanted)
 
 
-def _flops(*arguments, out_shape=None, **kwargs) -> int:
-    (rows, hidden), (classes, positions, _) = arguments[:2]
-    wanted = arguments[-1] if isinstance(arguments[-1], (list, tuple)) else (False, False)
-    return 2 * rows * hidden * classes * positions * (1 + bool(wanted[0]) + bool(wanted[1]))
+def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape=None, **kwargs) -> int:
+    (rows, hidden), (classes, positions, _) = input, linear_weight
+    wants_input, wants_linear_weight, *_ = wanted
+    return 2 * rows * hidden * classes * positions * (1 + bool(wants_input) + bool(wants_linear_weight))
 
 
-def _define(name: str, schema: str, run, fake) -> None:
-    def kernel(*arguments):
+def _gradient_flops(*arguments, out_shape=None, **kwargs) -> int:
+    *call, wanted = arguments
+    return _forward_flops(*call, wanted=wanted)
+
+
+def _define(name: str, schema: str, run, fake, flops) -> None:
+    def kernel(input, *others):
         # Autocast is off: the products run in `dtype`.
-        with torch.no_grad(), torch.autocast(arguments[0].device.type, enabled=False):
-            return run(*arguments)
+        with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+            return run(input, *others)
 
     def vmap(info, in_dims, *arguments):
         return _one_by_one(getattr(ops, name).default, info, in_dims, arguments)
@@ -254,7 +261,7 @@ def _define(name: str, schema: str, run, fake) -> None:
     _fragment.define(f"{name}{schema}")
     for device in ("CPU", "CUDA"):
         _fragment.impl(name, kernel, device)
-    _register(name, fake, vmap, _flops)
+    _register(name, fake, vmap, flops)
 
 
 _define(
@@ -262,12 +269,14 @@ _define(
     f"({_ARGUMENTS}) -> (Tensor loss, Tensor lse, Tensor row_weight)",
     _forward,
     _forward_fake,
+    _forward_flops,
 )
 _define(
     "linear_cross_entropy_backward",
     f"({_ARGUMENTS}, Tensor grad_loss, Tensor? grad_lse, Tensor? lse_factor, bool[] wanted) -> ({_GRADIENTS})",
     _backward,
     _backward_fake,
+    _gradient_flops,
 )
 _define(
     "linear_cross_entropy_step",
@@ -275,6 +284,7 @@ _define(
     f"(Tensor loss, Tensor lse, Tensor row_weight, {_GRADIENTS})",
     _step,
     _step_fake,
+    _gradient_flops,
 )
 
 # tensor *= factor, where factor is one number in float32 or wider: mul_ would round it to tensor's dtype first, which biases

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from . import plan
+from . import _policy
+from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable, eager_transforms_active, transforms_active
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_kinds
-from ._ops import InvalidArgument, accumulator_of, ops
+from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
 
 
 def attention(
@@ -70,15 +71,15 @@ def attention(
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
-    if mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left":
-        if not (softcap or dropout_p or return_lse):
-            out = try_fast_path(query, key, value, bool(causal), scale, True)
+    if mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left" and return_lse is False:
+        if softcap == dropout_p == 0.0 and isinstance(causal, bool):
+            out = try_fast_path(query, key, value, causal, scale, True)
             if out is not None:
                 return out
     check_attention_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value, mask = autocast(query, key, value, mask)
     check_kinds(query, key, value, mask)
-    plan.require_kernel("attention", query, key, value, mask)
+    _policy.require_kernel("attention", query, key, value, mask)
     query, key, value, mask, restore = canonicalize(query, key, value, mask)
     if alibi_slopes is not None:
         if broadcast("query, alibi_slopes", query.shape[:-2], alibi_slopes.shape) != query.shape[:-2]:
@@ -105,27 +106,66 @@ def attention(
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
 
+# A call reaches the kernels by the first of these ways whose conditions hold. Each is a few microseconds shorter than the next.
+#
+# | way                 | tensors                    | options               | derivatives                            |
+# |---------------------|----------------------------|-----------------------|----------------------------------------|
+# | _run_inference      | those of try_fast_path     | causal, scale         | none                                   |
+# | _PlainAttention     | those of try_fast_path     | causal, scale         | by autograd, outside torch.func        |
+# | attention_inference | what canonicalize makes    | causal, scale         | none                                   |
+# | _attention          | what canonicalize makes    | all                   | all, also under torch.func and Dynamo  |
+
+
 def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, groups: bool) -> Tensor | None:
     """Attention of plain tensors without options: one operator call, which takes 1 microsecond where all checks take 20.
 
-    Returns None for any other call, and for one that the operator refuses: the caller then goes the long way, which broadcasts
-    or raises. `groups`: key and value may have fewer heads than query.
+    Plain tensors need no view and no cast: they are dense, of one floating dtype, on one device with kernels, of one rank >= 4
+    and equal batch dimensions, and autocast, torch.func and Dynamo are off. Returns None for any other call: the caller then
+    goes the long way, which broadcasts or raises. `groups`: key and value may have fewer heads than query.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
-    if torch.compiler.is_compiling() or eager_transforms_active() or torch._C._is_any_autocast_enabled():
+    if is_compiling() or eager_transforms_active() or _any_autocast_enabled():
         return None
-    if query.is_meta or key.is_meta or value.is_meta:  # the operator would return a meta tensor instead of an error
+    if query.is_nested or key.is_nested or value.is_nested:  # they have no shape
+        return None
+    dtype = query.dtype
+    if not (dtype is key.dtype is value.dtype and dtype in FLOATING and query.layout is key.layout is value.layout is _STRIDED):
+        return None
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+        if not (query.is_cuda and query.device == key.device == value.device and _policy.has_cuda_kernel("attention", query)):
+            return None
+    shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if shape == key_shape == value_shape:
+        if len(shape) < 4:
+            return None
+    elif not _shapes_fit(shape, key_shape, value_shape, groups):
+        return None
+    if scale is None:
+        scale = default_scale(shape[-1])
+    elif type(scale) is not float:
         return None
     try:
-        if not 4 <= query.dim() == key.dim() == value.dim() or not (groups or query.size(-3) == key.size(-3) == value.size(-3)):
-            return None
-        scale = default_scale(query.size(-1)) if scale is None else float(scale)
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _PlainAttention.apply(query, key, value, (-1, 0 if causal else -1, False, scale, 0.0, 0.0), tf32_for(query))
+            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32_for(query))
+            return _PlainAttention.apply(query, key, value, options)
         return _run_inference(query, key, value, causal, scale, tf32_for(query))
-    except RuntimeError:  # a nested tensor has no size(), and the device may have no kernel
-        return None
+    except RuntimeError as error:
+        raise surfaced(error, query) from None
+
+
+def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, groups: bool) -> bool:
+    """Whether query, key and value of these shapes need no broadcasting, and their heads go together."""
+    if not 4 <= len(shape) == len(key_shape) == len(value_shape):
+        return False
+    *batch, heads, _, width = shape
+    *key_batch, key_heads, keys, key_width = key_shape
+    *value_batch, value_heads, values, _ = value_shape
+    if not (batch == key_batch == value_batch and width == key_width and keys == values):
+        return False
+    if heads == key_heads == value_heads:
+        return True
+    return groups and key_heads > 0 and value_heads > 0 and heads > 0 and heads % key_heads == heads % value_heads == 0
 
 
 class _PlainAttention(torch.autograd.Function):
@@ -134,10 +174,10 @@ class _PlainAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, options, tf32):
-        out, lse, lse_low = _run(query, key, value, None, None, None, None, *options, tf32)
+    def forward(ctx, query, key, value, options):
+        out, lse, lse_low = _run(query, key, value, None, None, None, None, *options)
         ctx.save_for_backward(query, key, value, out, lse, lse_low)
-        ctx.options = (*options, False, torch.are_deterministic_algorithms_enabled(), tf32)
+        ctx.options, ctx.deterministic = options, torch.are_deterministic_algorithms_enabled()
         return out
 
     @staticmethod
@@ -145,16 +185,19 @@ class _PlainAttention(torch.autograd.Function):
         query, key, value, out, lse, lse_low = ctx.saved_tensors
         tensors = (grad_out, None, query, key, value, None, None, None, None, out, lse, lse_low)
         if torch.is_grad_enabled():
-            *options, mask_grad, deterministic, tf32 = ctx.options
-            grads = _attention_backward(*tensors, mask_grad, *options, deterministic, tf32)
+            grads = _attention_backward(*tensors, ctx.options, False, ctx.deterministic)
         else:
-            grads = _run_backward(*tensors, *ctx.options)
+            try:
+                grads = _run_backward(*tensors, *ctx.options.for_backward(False, ctx.deterministic))
+            except RuntimeError as error:
+                raise surfaced(error, query) from None
         grad_query, grad_key, grad_value, *_ = grads
-        return grad_query, grad_key, grad_value, None, None
+        return grad_query, grad_key, grad_value, None
 
 
-_run, _run_backward = ops.attention_forward.default._op, ops.attention_backward.default._op
-_run_inference = ops.attention_inference.default._op
+is_compiling, _any_autocast_enabled, _STRIDED = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled, torch.strided
+_run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
+_run_inference = boxed_call(ops.attention_inference.default)
 
 
 def attention_impl(
@@ -177,27 +220,22 @@ def attention_impl(
     """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None."""
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
+    tf32 = tf32_for(query)
     scale = default_scale(query.shape[-1]) if scale is None else float(scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
     if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):
-            return ops.attention_inference.default(query, key, value, causal, scale, tf32_for(query)), None
+            return ops.attention_inference.default(query, key, value, causal, scale, tf32), None
     out, lse, _ = _attention(
         query,
         key,
         value,
         mask,
-        None if sinks is None else sinks.to(accumulator).contiguous(),
         None if alibi_slopes is None else alibi_slopes.to(accumulator),
+        None if sinks is None else sinks.to(accumulator).contiguous(),
         draw_rng(dropout_p, query.device),
-        left,
-        0 if causal else right,
-        lower_right,
-        scale,
-        float(softcap),
-        float(dropout_p),
+        AttentionOptions(left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        tf32_for(query),
     )
     return out, lse
 
@@ -229,89 +267,110 @@ def default_scale(head_dim) -> float:
 
 
 class _AttentionOp:
-    """(query, key, value, mask, sinks, alibi_slopes, rng, *options) -> (out, lse, lse_low); csrc/ops/library.cpp documents the
-    operator, whose options these are, with `deterministic` before the last."""
+    """(*AttentionTensors, options, deterministic) -> (out, lse, lse_low); csrc/ops/library.cpp documents the operator."""
 
     @staticmethod
-    def run(query, key, value, mask, sinks, alibi_slopes, rng, *options):
-        return ops.attention_forward.default(query, key, value, mask, alibi_slopes, sinks, rng, *options[:-2], options[-1])
+    def run(query, key, value, mask, alibi_slopes, sinks, rng, options, deterministic):
+        return ops.attention_forward.default(query, key, value, mask, alibi_slopes, sinks, rng, *options)
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        *tensors, ctx.options = *inputs[:7], inputs[7:]
+        *tensors, ctx.options, ctx.deterministic = inputs
         ctx.set_materialize_grads(False)
         return *tensors, *outputs
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _):
-        query, key, value, mask, sinks, alibi_slopes, rng, out, lse, lse_low = ctx.saved_tensors
+        query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        mask_grad = ctx.needs_input_grad[3]
-        gradients = _attention_backward(
-            grad_out, grad_lse, query, key, value, mask, sinks, alibi_slopes, rng, out, lse, lse_low, mask_grad, *ctx.options
-        )
-        grad_query, grad_key, grad_value, grad_mask, grad_sinks = gradients
-        return (
-            *(grad_query, grad_key, grad_value),
-            grad_mask if mask_grad else None,
-            None if sinks is None else grad_sinks,
-            *(None for _ in range(2 + len(ctx.options))),
-        )
+        _, _, _, mask_grad, *_ = ctx.needs_input_grad
+        tensors = (query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
+        grads = _attention_backward(grad_out, grad_lse, *tensors, ctx.options, mask_grad, ctx.deterministic)
+        grad_query, grad_key, grad_value, grad_mask, grad_sinks = grads
+        grad_mask, grad_sinks = grad_mask if mask_grad else None, None if sinks is None else grad_sinks
+        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
-        d_out, d_lse = gradient_jvp(ctx.saved_tensors[:7], None, None, ctx.options, tangents[:5], None, None)
+        *tensors, _, _, _ = ctx.saved_tensors
+        *tangents, _, _ = tangents
+        d_out, d_lse, _ = gradient_jvp(AttentionTensors(*tensors), ctx.options, AttentionTensors(*tangents))
         # lse_low has no derivative. Its tangent is a 0 rather than None, which autograd accepts only after
         # mark_non_differentiable, and that mark does not survive torch.func.vmap.
         return d_out, d_lse, torch.zeros_like(d_lse)
 
 
 class _AttentionBackwardOp:
-    """The gradients of _AttentionOp's inputs, as a function of these inputs and of the gradients of out and lse.
+    """The gradients of _AttentionOp's inputs, as a function of these inputs and of the gradients of out and lse:
+    (grad_out, grad_lse, *AttentionTensors, out, lse, lse_low, options, mask_grad, deterministic) -> AttentionGradients.
 
     out, lse and lse_low are arguments only to spare the kernel their recomputation: they have no derivatives of their own.
     """
 
     @staticmethod
-    def run(grad_out, grad_lse, query, key, value, mask, sinks, alibi_slopes, rng, out, lse, lse_low, mask_grad, *options):
+    def run(
+        grad_out,
+        grad_lse,
+        query,
+        key,
+        value,
+        mask,
+        alibi_slopes,
+        sinks,
+        rng,
+        out,
+        lse,
+        lse_low,
+        options,
+        mask_grad,
+        deterministic,
+    ):
         tensors = (grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
-        return ops.attention_backward.default(*tensors, *options[:-2], mask_grad, *options[-2:])
+        return ops.attention_backward.default(*tensors, *options.for_backward(mask_grad, deterministic))
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        ctx.mask_grad, ctx.options = inputs[12], inputs[13:]
+        *tensors, _, _, _, ctx.options, ctx.mask_grad, _ = inputs
         ctx.set_materialize_grads(False)
-        return inputs[:9]
+        return tensors
 
     @staticmethod
     def backward(ctx, *cotangents):
         # The map from inputs to gradients is the gradient of F = <out, grad_out> + <lse, grad_lse>. Its Jacobian in the inputs
         # is the Hessian of F, which is symmetric, so that its product with cotangents is the derivative in their direction.
         # The Jacobian in grad_out and grad_lse is the transpose of that of (out, lse): the products are d_out and d_lse.
-        grad_out, grad_lse, *inputs = ctx.saved_tensors
-        tangents = _as_tangents(ctx, inputs, cotangents)
-        d_out, d_lse, *d_gradients = gradient_jvp(inputs, grad_out, grad_lse, ctx.options, tangents, None, None)
-        return (d_out, None if grad_lse is None else d_lse, *d_gradients, *(None for _ in range(6 + len(ctx.options))))
+        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        tensors, cotangents = AttentionTensors(*tensors), AttentionGradients(*cotangents)
+        # The operator returns an empty tensor for a gradient that is not wanted; its tangent is None.
+        tangents = AttentionTensors(
+            cotangents.query,
+            cotangents.key,
+            cotangents.value,
+            mask=cotangents.mask if ctx.mask_grad else None,
+            alibi_slopes=None,
+            sinks=None if tensors.sinks is None else cotangents.sinks,
+            rng=None,
+        )
+        d_out, d_lse, d_grads = gradient_jvp(tensors, ctx.options, tangents, grad_out, grad_lse)
+        return (
+            *(d_out, None if grad_lse is None else d_lse),
+            *(d_grads.query, d_grads.key, d_grads.value, d_grads.mask, None, d_grads.sinks, None),
+            *(None, None, None, None, None, None),  # out, lse, lse_low; options, mask_grad, deterministic
+        )
 
     @staticmethod
     def jvp(ctx, d_grad_out, d_grad_lse, *tangents):
-        grad_out, grad_lse, *inputs = ctx.saved_tensors
-        _, _, *d_gradients = gradient_jvp(inputs, grad_out, grad_lse, ctx.options, tangents[:5], d_grad_out, d_grad_lse)
-        d_grad_mask, d_grad_sinks = d_gradients[3:]
-        empty = grad_out.new_empty(0)
-        return (
-            *d_gradients[:3],
-            d_grad_mask if ctx.mask_grad else empty,
-            empty.to(accumulator_of(empty.dtype)) if d_grad_sinks is None else d_grad_sinks,
+        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        *tangents, _, _, _, _, _, _ = tangents
+        _, _, d_grads = gradient_jvp(
+            *(AttentionTensors(*tensors), ctx.options, AttentionTensors(*tangents)), grad_out, grad_lse, d_grad_out, d_grad_lse
         )
-
-
-def _as_tangents(ctx, inputs, cotangents):
-    """The cotangents of the gradients as tangents of (query, key, value, mask, sinks). The operator returns an empty tensor for
-    a gradient that is not wanted; its tangent is None."""
-    sinks = inputs[4]
-    return (*cotangents[:3], cotangents[3] if ctx.mask_grad else None, None if sinks is None else cotangents[4])
+        empty = grad_out.new_empty(0)
+        no_sinks = empty.to(accumulator_of(empty.dtype))
+        return d_grads._replace(
+            mask=d_grads.mask if ctx.mask_grad else empty, sinks=no_sinks if d_grads.sinks is None else d_grads.sinks
+        )
 
 
 _attention = differentiable(_AttentionOp)

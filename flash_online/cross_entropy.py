@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import _reduction
 
-from . import plan
+from . import _policy
 from ._autograd import differentiable, transforms_active
 from ._canonicalize import autocasts
 from ._checks import check_float, check_floating, check_int, check_tensor
@@ -372,7 +372,7 @@ def cross_entropy(
     """
     reduction = reduction_enum(reduction, size_average, reduce)
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
-    plan.require_kernel("cross_entropy", input, target, weight)
+    _policy.require_kernel("cross_entropy", input, target, weight)
     if dtype is not None:
         check_floating("cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)

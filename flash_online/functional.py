@@ -17,10 +17,10 @@ from torch import Tensor
 from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
 from ._checks import check_tensor
 from ._ops import InvalidArgument
+from ._policy import forward_to_torch, refusal, require_kernel
 from .attention import attention_impl, default_scale, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
-from .plan import forward_to_torch, refusal, require_kernel
 from .softmax import softmax_impl
 
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")

@@ -13,7 +13,7 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import plan
+from . import _policy
 from ._autograd import transforms_active
 from ._canonicalize import autocasts
 from ._checks import check_float, check_floating, check_int, check_tensor
@@ -338,7 +338,7 @@ def linear_cross_entropy(
     """
     number = reduction_enum(reduction, None, None)
     check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)
-    plan.require_kernel("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
+    _policy.require_kernel("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import plan
+from . import _policy
 from ._autograd import differentiable
 from ._ops import InvalidArgument, accumulator_of, ops
 
@@ -45,7 +45,7 @@ def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Te
                 f"lses[{n}]: got {list(lse.shape)} {lse.dtype} on {lse.device}; accepted is {list(out.shape[:-1])} "
                 f"{accumulator_of(out.dtype)} on {out.device}"
             )
-    plan.require_kernel("merge_attention", *outs)
+    _policy.require_kernel("merge_attention", *outs)
     return _merge(*outs, *lses)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import plan
+from . import _policy
 from ._autograd import differentiable
 from ._canonicalize import autocasts
 from ._checks import check_dim, check_floating, check_int, check_tensor
@@ -150,7 +150,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
     Gimelshein, arXiv 1805.02867, section 3.
     """
     check_tensor("input", input)
-    plan.require_kernel("softmax", input, dtype=dtype)
+    _policy.require_kernel("softmax", input, dtype=dtype)
     return softmax_impl("softmax", input, dim, dtype, False)
 
 
@@ -158,7 +158,7 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
     """input - log(sum(exp(input))) along `dim`: the logarithm of `softmax`, without the rounding of its result. Arguments,
     result, errors and source are those of `softmax`."""
     check_tensor("input", input)
-    plan.require_kernel("log_softmax", input, dtype=dtype)
+    _policy.require_kernel("log_softmax", input, dtype=dtype)
     return softmax_impl("log_softmax", input, dim, dtype, True)
 
 
@@ -243,7 +243,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     twice, NotImplementedError for tensors that no kernel takes. Source: arXiv 1805.02867, as `softmax`.
     """
     check_tensor("input", input)
-    plan.require_kernel("logsumexp", input)
+    _policy.require_kernel("logsumexp", input)
     if not input.is_floating_point():
         input = input.to(torch.get_default_dtype())
     check_floating("logsumexp: input", input.dtype)
@@ -381,7 +381,7 @@ def topk_softmax(
     section 4: softmax and top k in one read of the input.
     """
     check_tensor("input", input)
-    plan.require_kernel("topk_softmax", input, dtype=dtype)
+    _policy.require_kernel("topk_softmax", input, dtype=dtype)
     dim = check_dim(dim, input.dim())
     if dtype is None:
         dtype = input.dtype

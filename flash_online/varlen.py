@@ -7,7 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from . import plan
+from . import _policy
+from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_kinds, check_packed
@@ -70,7 +71,7 @@ def varlen_attention(
     check_attention_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value = autocast(query, key, value)
     check_kinds(query, key, value, None)
-    plan.require_kernel("varlen_attention", query, key, value)
+    _policy.require_kernel("varlen_attention", query, key, value)
     check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
@@ -82,100 +83,117 @@ def varlen_attention(
             )
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
     left, right = (-1 if bound is None else bound for bound in window or (None, None))
+    scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+    lower_right = alignment == "lower_right"
     out, lse, _ = _varlen_attention(
         query,
         key,
         value,
-        None if sinks is None else sinks.to(accumulator).contiguous(),
-        alibi_slopes,
         cu_seqlens_q.contiguous(),
         cu_seqlens_k.contiguous(),
+        alibi_slopes,
+        None if sinks is None else sinks.to(accumulator).contiguous(),
         draw_rng(dropout_p, query.device),
         max_seqlen_q,
         max_seqlen_k,
-        left,
-        0 if causal else right,
-        alignment == "lower_right",
-        default_scale(query.shape[-1]) if scale is None else float(scale),
-        float(softcap),
-        float(dropout_p),
+        AttentionOptions(left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32_for(query)),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        tf32_for(query),
     )
     return (out, lse) if return_lse else out
 
 
 class _VarlenOp:
-    """(query, key, value, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, rng, *options) -> (out, lse, lse_low)."""
+    """(*VarlenTensors, max_seqlen_q, max_seqlen_k, options, deterministic) -> (out, lse, lse_low)."""
 
     @staticmethod
-    def run(query, key, value, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, rng, *options):
-        tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng)
-        return ops.attention_varlen_forward.default(*tensors, *options[:-2], options[-1])
+    def run(*inputs):
+        *tensors, max_seqlen_q, max_seqlen_k, options, _ = inputs
+        return ops.attention_varlen_forward.default(*tensors, max_seqlen_q, max_seqlen_k, *options)
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        ctx.options = inputs[8:]
+        *tensors, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options, ctx.deterministic = inputs
         ctx.set_materialize_grads(False)
-        return *inputs[:8], *outputs
+        return *tensors, *outputs
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _):
-        *inputs, out, lse, lse_low = ctx.saved_tensors
+        *tensors, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        gradients = _varlen_backward(grad_out, grad_lse, *inputs, out, lse, lse_low, *ctx.options)
-        return *gradients[:3], None if inputs[3] is None else gradients[3], *(None for _ in range(4 + len(ctx.options)))
+        grad_query, grad_key, grad_value, grad_sinks = _varlen_backward(
+            *(grad_out, grad_lse, *tensors, out, lse, lse_low),
+            *(ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options, ctx.deterministic),
+        )
+        grad_sinks = None if VarlenTensors(*tensors).sinks is None else grad_sinks
+        return grad_query, grad_key, grad_value, None, None, None, grad_sinks, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
-        d_out, d_lse = _varlen_gradient_jvp(ctx.saved_tensors[:8], None, None, ctx.options, tangents[:4], None, None)
+        *tensors, _, _, _ = ctx.saved_tensors
+        *tangents, _, _, _, _ = tangents
+        d_out, d_lse, _ = _varlen_gradient_jvp(ctx, VarlenTensors(*tensors), VarlenTensors(*tangents))
         return d_out, d_lse, torch.zeros_like(d_lse)
 
 
 class _VarlenBackwardOp:
-    """The gradients of _VarlenOp's query, key, value and sinks; see _AttentionBackwardOp."""
+    """The gradients of _VarlenOp's query, key, value and sinks; see _AttentionBackwardOp. (grad_out, grad_lse, *VarlenTensors,
+    out, lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic) -> these gradients."""
 
     @staticmethod
-    def run(
-        grad_out, grad_lse, query, key, value, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, rng, out, lse, lse_low, *options
-    ):
-        tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng, out, lse, lse_low)
-        return ops.attention_varlen_backward.default(grad_out, grad_lse, *tensors, *options)
+    def run(*inputs):
+        *tensors, max_seqlen_q, max_seqlen_k, options, deterministic = inputs
+        return ops.attention_varlen_backward.default(*tensors, max_seqlen_q, max_seqlen_k, *options.for_backward(deterministic))
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        ctx.options = inputs[13:]
+        *tensors, _, _, _, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options, _ = inputs
         ctx.set_materialize_grads(False)
-        return inputs[:10]
+        return tensors
 
     @staticmethod
-    def backward(ctx, *cotangents):
-        grad_out, grad_lse, *inputs = ctx.saved_tensors
-        tangents = (*cotangents[:3], None if inputs[3] is None else cotangents[3])
-        d_out, d_lse, *d_gradients = _varlen_gradient_jvp(inputs, grad_out, grad_lse, ctx.options, tangents, None, None)
-        return (d_out, None if grad_lse is None else d_lse, *d_gradients, *(None for _ in range(7 + len(ctx.options))))
+    def backward(ctx, v_query, v_key, v_value, v_sinks):
+        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        tensors = VarlenTensors(*tensors)
+        v_sinks = None if tensors.sinks is None else v_sinks
+        tangents = VarlenTensors(v_query, v_key, v_value, None, None, None, v_sinks, None)
+        d_out, d_lse, d_grads = _varlen_gradient_jvp(ctx, tensors, tangents, grad_out, grad_lse)
+        d_grad_query, d_grad_key, d_grad_value, d_grad_sinks = d_grads
+        return (
+            *(d_out, None if grad_lse is None else d_lse),
+            *(d_grad_query, d_grad_key, d_grad_value, None, None, None, d_grad_sinks, None),
+            *(
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+            ),  # out, lse, lse_low; max_seqlen_q, max_seqlen_k, options, deterministic
+        )
 
     @staticmethod
     def jvp(ctx, d_grad_out, d_grad_lse, *tangents):
-        grad_out, grad_lse, *inputs = ctx.saved_tensors
-        d_results = _varlen_gradient_jvp(inputs, grad_out, grad_lse, ctx.options, tangents[:4], d_grad_out, d_grad_lse)
-        _, _, *d_gradients, d_grad_sinks = d_results
+        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        *tangents, _, _, _, _, _, _, _ = tangents
+        _, _, d_grads = _varlen_gradient_jvp(
+            *(ctx, VarlenTensors(*tensors), VarlenTensors(*tangents), grad_out, grad_lse, d_grad_out, d_grad_lse)
+        )
+        d_grad_query, d_grad_key, d_grad_value, d_grad_sinks = d_grads
         if d_grad_sinks is None:
             d_grad_sinks = grad_out.new_empty(0, dtype=accumulator_of(grad_out.dtype))
-        return *d_gradients, d_grad_sinks
+        return d_grad_query, d_grad_key, d_grad_value, d_grad_sinks
 
 
 _varlen_attention = differentiable(_VarlenOp)
 _varlen_backward = differentiable(_VarlenBackwardOp)
 
 
-def _varlen_gradient_jvp(inputs, grad_out, grad_lse, options, tangents, d_grad_out, d_grad_lse):
-    """`gradient_jvp` of packed sequences, one sequence after another: the tangents of (out, lse) and, with grad_out, those of
-    the gradients of (query, key, value, sinks)."""
-    query, key, value, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, rng = inputs
-    max_seqlen_q, max_seqlen_k, *options = options
-    *tangents, d_sinks = tangents
+def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d_grad_out=None, d_grad_lse=None):
+    """`gradient_jvp` of packed sequences, one sequence after another: the tangents of out and lse and, with grad_out, a tuple
+    of those of the gradients of query, key, value and sinks. `ctx` has the lengths and options of the call."""
+    query, key, value, sinks = tensors.query, tensors.key, tensors.value, tensors.sinks
 
     def dense(tensor, rows):
         """Rows of a packed tensor as [1, heads, rows, head dim]."""
@@ -184,47 +202,61 @@ def _varlen_gradient_jvp(inputs, grad_out, grad_lse, options, tangents, d_grad_o
     def dense_lse(tensor, rows):
         return None if tensor is None else tensor[:, rows].unsqueeze(0)
 
-    query_rows = _sequence_rows(cu_seqlens_q, max_seqlen_q, query.shape[0])
-    key_rows = _sequence_rows(cu_seqlens_k, max_seqlen_k, key.shape[0])
-    parts, d_grad_sinks = [], None if sinks is None or grad_out is None else torch.zeros_like(sinks)
+    def dense_tensors(packed, queries, keys, slopes, rng):
+        own = (dense(packed.query, queries), dense(packed.key, keys), dense(packed.value, keys))
+        return AttentionTensors(*own, mask=None, alibi_slopes=slopes, sinks=packed.sinks, rng=rng)
+
+    def unpadded(part):
+        return part.squeeze(0).transpose(0, 1)
+
+    query_rows = _sequence_rows(tensors.cu_seqlens_q, ctx.max_seqlen_q, query.shape[0])
+    key_rows = _sequence_rows(tensors.cu_seqlens_k, ctx.max_seqlen_k, key.shape[0])
+    outs, lses, grad_queries, grad_keys, grad_values = [], [], [], [], []
+    d_grad_sinks = None if sinks is None or grad_out is None else torch.zeros_like(sinks)
     for n, (queries, keys) in enumerate(zip(query_rows, key_rows, strict=True)):
-        d_out, d_lse, *d_gradients = gradient_jvp(
-            (
-                *(dense(query, queries), dense(key, keys), dense(value, keys)),
-                *(None, sinks, None if alibi_slopes is None else alibi_slopes[n : n + 1], rng),
-            ),
+        slopes = None if tensors.alibi_slopes is None else tensors.alibi_slopes[n : n + 1]
+        d_out, d_lse, d_grads = gradient_jvp(
+            dense_tensors(tensors, queries, keys, slopes, tensors.rng),
+            ctx.options,
+            dense_tensors(tangents, queries, keys, None, None),
             dense(grad_out, queries),
             dense_lse(grad_lse, queries),
-            options,
-            (*(dense(tensor, rows) for tensor, rows in zip(tangents, (queries, keys, keys), strict=True)), None, d_sinks),
             dense(d_grad_out, queries),
             dense_lse(d_grad_lse, queries),
             first_batch=n,
         )
-        parts.append([part.squeeze(0).transpose(0, 1) for part in (d_out, d_lse.unsqueeze(-1), *d_gradients[:3])])
-        if d_gradients and d_gradients[4] is not None:
-            d_grad_sinks = d_grad_sinks + d_gradients[4]
+        outs.append(unpadded(d_out))
+        lses.append(unpadded(d_lse.unsqueeze(-1)))
+        if d_grads is not None:
+            grad_queries.append(unpadded(d_grads.query))
+            grad_keys.append(unpadded(d_grads.key))
+            grad_values.append(unpadded(d_grads.value))
+            if d_grads.sinks is not None:
+                d_grad_sinks = d_grad_sinks + d_grads.sinks
 
-    def pack(index, rows, total):
-        """Result `index` of all sequences as one packed tensor; padding rows are 0."""
+    def pack(parts, rows, like, heads, size, dtype=query.dtype):
+        """The parts of all sequences as one packed tensor of `like`'s rows; padding rows are 0."""
+        total = like.shape[0]
         pieces, end = [], 0
-        last_size = value.shape[-1] if index in (0, 4) else 1 if index == 1 else query.shape[-1]
-        heads = (query, query, query, key, value)[index].shape[1]
-        dtype = accumulator_of(query.dtype) if index == 1 else query.dtype
-        for sequence, part in zip((*rows, slice(total, total)), (*(part[index] for part in parts), None), strict=True):
-            pieces.append(query.new_zeros(sequence.start - end, heads, last_size, dtype=dtype))
+        for sequence, part in zip((*rows, slice(total, total)), (*parts, None), strict=True):
+            pieces.append(query.new_zeros(sequence.start - end, heads, size, dtype=dtype))
             pieces += [] if part is None else [part]
             end = sequence.stop
         return torch.cat(pieces)
 
-    d_out = pack(0, query_rows, query.shape[0])
-    d_lse = pack(1, query_rows, query.shape[0]).squeeze(-1).transpose(0, 1)
+    (_, heads, width), (_, key_heads, _), (_, value_heads, value_width) = query.shape, key.shape, value.shape
+    d_out = pack(outs, query_rows, query, heads, value_width)
+    d_lse = pack(lses, query_rows, query, heads, 1, accumulator_of(query.dtype)).squeeze(-1).transpose(0, 1)
     if grad_out is None:
-        return d_out, d_lse
+        return d_out, d_lse, None
     return (
-        *(d_out, d_lse, pack(2, query_rows, query.shape[0])),
-        *(pack(index, key_rows, key.shape[0]) for index in (3, 4)),
-        d_grad_sinks,
+        *(d_out, d_lse),
+        (
+            pack(grad_queries, query_rows, query, heads, width),
+            pack(grad_keys, key_rows, key, key_heads, width),
+            pack(grad_values, key_rows, value, value_heads, value_width),
+            d_grad_sinks,
+        ),
     )
 
 

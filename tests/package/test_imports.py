@@ -18,7 +18,7 @@ import torch
 
 import flash_online
 
-SHARED_NAMES = ["attention", "cross_entropy", "linear_cross_entropy", "override", "softmax"]
+SHARED_NAMES = ["attention", "cross_entropy", "explain", "linear_cross_entropy", "override", "softmax"]
 
 # First statements of a program.
 ORDERS = [
@@ -29,7 +29,7 @@ ORDERS = [
     "import flash_online.override",
     "import flash_online.softmax",
     "import flash_online.functional",
-    "import flash_online.plan",
+    "import flash_online.explain",
     "import flash_online.testing",
     "import flash_online.varlen",
     "from flash_online.softmax import logsumexp",
@@ -89,7 +89,7 @@ def test_public_names_are_what_all_says():
     for name in flash_online.__all__:
         found = getattr(flash_online, name)
         assert isinstance(found, types.ModuleType) == (name in ("functional", "reference", "testing")), name
-    assert {"functional", "plan", "reference", "testing"} <= {
+    assert {"explain", "functional", "reference", "testing"} <= {
         module.removeprefix("flash_online.") for module in sys.modules if module.startswith("flash_online.")
     }
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
 import flash_online.functional as F
-from flash_online import explain, plan
+from flash_online import _policy, explain
+from flash_online._ops import LIBRARY
 
 TF = torch.nn.functional
 dense = importlib.import_module("flash_online.attention")  # the module: the package's attribute is the function
@@ -215,7 +216,7 @@ def test_explain_under_override_and_autograd(device):
 
 def test_the_cpu_kernel_is_named():
     introspect = pytest.importorskip("flash_online._introspect")
-    facts = introspect.build_info(str(plan.LIBRARY))
+    facts = introspect.build_info(str(LIBRARY))
     result = explain(F.softmax, LOGITS, 1)
     assert facts["cpu"] in result.kernel
     assert len(result.refused) == ("amx", "avx512_bf16", "avx512", "avx2", "portable").index(facts["cpu"])
@@ -272,25 +273,25 @@ def test_compiled_calls_are_forwarded_too():
 )
 def test_decisions_for_gpus(major, dtype, word, monkeypatch):
     """Without a GPU: on tensors that have a device but no data."""
-    monkeypatch.setitem(plan._majors, 0, major)
-    monkeypatch.setattr(plan, "_ON_CUDA", frozenset({"softmax", "log_softmax"}))
+    monkeypatch.setitem(_policy._majors, 0, major)
+    monkeypatch.setattr(_policy, "ON_CUDA", frozenset({"softmax", "log_softmax"}))
     with FakeTensorMode():
         x = torch.empty(2, 3, device="cuda:0", dtype=dtype)
-        assert "cross_entropy" in plan.refusal("cross_entropy", x)
-        reason = plan.refusal("softmax", x)
+        assert "cross_entropy" in _policy.refusal("cross_entropy", x)
+        reason = _policy.refusal("softmax", x)
         assert reason is None if word is None else word in reason
         if word is None:
-            assert "float64" in plan.refusal("softmax", x, dtype=torch.float64)
+            assert "float64" in _policy.refusal("softmax", x, dtype=torch.float64)
 
 
 def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), head_dim=64, packed=False, backward=False):
     """(name, reason to refuse) of the CUDA kernels for a call of attention, the best first."""
     introspect = pytest.importorskip("flash_online._introspect")
-    if not introspect.build_info(str(plan.LIBRARY))["architectures"]:
+    if not introspect.build_info(str(LIBRARY))["architectures"]:
         pytest.skip("a build without CUDA has no kernels to choose among")
     tensor = ((2, 4, 512, head_dim), (2048 * head_dim, 512 * head_dim, head_dim, 1), 0)
     lines = introspect.attention_candidates(
-        str(plan.LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, False, gpu, backward
+        str(LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, False, gpu, backward
     )
     return dict(line.split(" ", 1) for line in lines.splitlines())
 

@@ -1,0 +1,62 @@
+"""The arguments of the raw attention operators, in the order of csrc/ops/library.cpp. Fakes, vmap rules, autograd Functions and
+derivatives share this order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of attention_forward; also their tangents, and whether each of them is mapped or needs a gradient."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    rng: Tensor | None
+
+
+class VarlenTensors(NamedTuple):
+    """The tensors of attention_varlen_forward, or their tangents."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    rng: Tensor | None
+
+
+class AttentionOptions(NamedTuple):
+    """The options that the forward and the backward pass share; a window bound of -1 is no bound."""
+
+    window_left: int
+    window_right: int
+    lower_right: bool
+    scale: float
+    softcap: float
+    dropout_p: float
+    tf32: bool
+
+    def for_backward(self, *own):
+        """The options of a backward operator, whose `own` ones stand before the last: (mask_grad, deterministic), or
+        (deterministic,) for packed sequences."""
+        *shared, tf32 = self
+        return *shared, *own, tf32
+
+
+class AttentionGradients(NamedTuple):
+    """The results of attention_backward, or their tangents; None, or a tensor without elements, is not wanted."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    sinks: Tensor | None

@@ -1,0 +1,143 @@
+"""Decides whether our kernels or torch's own function run a call. Every call asks, and so does `explain`, so that the two
+cannot disagree; `strict` forbids torch's function. This module knows functions by their names alone and imports none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import _ops  # noqa: F401  loads the library, whose kernels decide what runs where
+
+# The raw operator of each function; a function can run on the devices for which its operator has a kernel.
+OPERATORS = {
+    "scaled_dot_product_attention": "attention_forward",
+    "attention": "attention_forward",
+    "varlen_attention": "attention_varlen_forward",
+    "merge_attention": "attention_merge",
+    "softmax": "softmax_forward",
+    "log_softmax": "softmax_forward",
+    "logsumexp": "logsumexp_forward",
+    "topk_softmax": "topk_softmax_forward",
+    "cross_entropy": "cross_entropy_forward",
+    "linear_cross_entropy": "cross_entropy_forward",
+}
+ON_CUDA = frozenset(
+    name
+    for name, operator in OPERATORS.items()
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_online::{operator}", "CUDA")
+)
+_OLDEST_GPU = 8  # major number of the compute capability
+
+_majors: dict[int, int] = {}  # major number of the compute capability per device index, as far as it was needed
+_strict_depth = 0 if os.environ.get("FLASH_ONLINE_STRICT", "0") in ("", "0") else 1
+_lock = threading.Lock()
+
+
+def _major(index: int) -> int:
+    major = _majors.get(index)
+    if major is None:
+        major = torch.cuda.get_device_properties(index).major
+        if not torch.compiler.is_compiling():
+            _majors[index] = major
+    return major
+
+
+def _subclass_refusal(kind: type) -> str | None:
+    """Why our kernels do not take a subclass of Tensor; None where they do. Parameter and torch's internal subclasses (fake and
+    functional tensors) disable __torch_function__, and are taken."""
+    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return f"{kind.__name__} is a tensor subclass with its own __torch_function__"
+    if kind.__name__ == "DTensor":
+        return "a DTensor: our operators have no sharding rules"
+    return None
+
+
+def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> str | None:
+    """Why our kernels do not take these tensors, with the result in `dtype`; None where they do."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter:
+            reason = _subclass_refusal(kind)
+            if reason is not None:
+                return reason
+        if tensor.is_nested:
+            return "a nested tensor"
+        if tensor.layout is not torch.strided:
+            return f"a sparse tensor ({tensor.layout})"
+        if tensor.is_quantized:
+            return f"a quantized tensor ({tensor.dtype})"
+        if tensor.is_complex() or (dtype is not None and dtype.is_complex):
+            return f"a complex tensor ({dtype or tensor.dtype})"
+        reason = _device_refusal(function, tensor.dtype, tensor.device)
+        if reason is not None:
+            return reason
+        if dtype is torch.float64 and tensor.is_cuda:
+            return "dtype: float64 on CUDA"
+    return None
+
+
+def has_cuda_kernel(function: str, tensor: Tensor) -> bool:
+    """Whether our kernels take a dense CUDA tensor, if its dtype is one of FLOATING."""
+    return _device_refusal(function, tensor.dtype, tensor.device) is None
+
+
+def _device_refusal(function: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"device {device.type}: kernels are for CPU and CUDA"
+    if function not in ON_CUDA:
+        return f"no CUDA kernel for {function} in this build"
+    if _major(device.index) < _OLDEST_GPU:
+        return f"{device} is older than compute capability {_OLDEST_GPU}.0"
+    return "float64 on CUDA" if dtype is torch.float64 else None
+
+
+def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
+    """Raises NotImplementedError with the reason where our kernels do not take these tensors; for functions not in torch."""
+    reason = refusal(function, *tensors, dtype=dtype)
+    if reason is not None:
+        raise no_kernel(function, reason)
+
+
+def no_kernel(function: str, reason: str) -> NotImplementedError:
+    """The error of a function that torch does not have, where our kernels refuse its tensors for `reason`."""
+    return NotImplementedError(f"flash_online.{function}: {reason}")
+
+
+def forward_to_torch(function: str, reason: str, original: Callable, *args, **kwargs):
+    """Calls torch's own function because our kernels refuse the call for `reason`; raises RuntimeError under strict()."""
+    if strict_is_active():
+        raise RuntimeError(f"{function}: would be forwarded to torch, which strict() forbids: {reason}")
+    return original(*args, **kwargs)
+
+
+def strict_is_active() -> bool:
+    """Whether a call that would be forwarded to torch is an error."""
+    return _strict_depth > 0
+
+
+@contextmanager
+def strict():
+    """Inside the block a call that would be forwarded to torch raises RuntimeError with the reason.
+
+    It holds for all threads, since any thread may make a call; blocks nest, also across threads. The environment variable
+    FLASH_ONLINE_STRICT=1, which is read once on import, has the effect of a block around the whole program.
+    """
+    global _strict_depth
+    with _lock:
+        _strict_depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _strict_depth -= 1

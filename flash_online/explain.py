@@ -1,0 +1,296 @@
+"""`explain`: what a call would run, without running it. It asks `_policy`, as the call itself does, and then makes the call on
+tensors without data and records the raw operators that it reaches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from . import functional
+from ._linear_cross_entropy_ops import scratch_bytes
+from ._ops import LIBRARY, InvalidArgument, accumulator_of
+from ._policy import no_kernel, refusal, strict_is_active
+from .attention import attention
+from .cross_entropy import cross_entropy
+from .linear_cross_entropy import linear_cross_entropy
+from .merge import merge_attention
+from .softmax import log_softmax, logsumexp, softmax, topk_softmax
+from .varlen import varlen_attention
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would run, and why.
+
+    function: its name. device: where it runs. ours: whether our kernels run it. kernel: the kernel, or torch's function.
+    operators: the raw operators of the forward pass, in order. refused: each candidate that would be preferred to `kernel`, and
+    why it does not take the call. extra: what the forward pass allocates beside the results, in bytes per item; "scratch", the
+    working space of the threads, is an upper bound. extra is None where torch's function runs.
+    """
+
+    function: str
+    device: str
+    ours: bool
+    kernel: str
+    operators: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, int] | None = None
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """The sum of `extra`, in bytes."""
+        return None if self.extra is None else sum(self.extra.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.function} on {self.device}: {self.kernel}"]
+        if self.operators:
+            lines.append(f"  runs {', '.join(self.operators)}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
+        if self.extra is None:
+            lines.append("  extra memory: whatever torch takes")
+        else:
+            parts = ", ".join(f"{name} {_bytes(size)}" for name, size in self.extra.items() if size)
+            lines.append(f"  extra memory: {_bytes(self.extra_bytes)}" + (f" ({parts})" if parts else ""))
+        return "\n".join(lines)
+
+
+def explain(function: Callable, *args, **kwargs) -> Plan:
+    """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
+
+    function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,
+    topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
+    (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
+    Raises what the call would raise, except for errors that depend on a tensor's values, such as a target out of range;
+    InvalidArgument for another function.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    name, title, ours, original = _known(function)
+    bound = inspect.signature(ours).bind(*args, **kwargs).arguments
+    tensors = [leaf for leaf in tree_leaves(bound) if isinstance(leaf, Tensor)]
+    device = str(tensors[0].device) if tensors else "no device"
+    reason = refusal(name, *tensors, dtype=bound.get("dtype"))
+    if reason is not None and original is not None:
+        if strict_is_active():
+            reason += "; strict() forbids the call"
+        return Plan(title, device, False, f"torch.nn.functional.{name}", refused={"flash_online": reason})
+    if reason is not None:
+        raise no_kernel(name, reason)
+
+    # Make the call itself on tensors without data: it runs the operators that the real call would, and raises its errors.
+    record = _record()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), fake:
+        args, kwargs = tree_map_only(Tensor, fake.from_tensor, (args, kwargs))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        with record:
+            result = ours(*args, **kwargs)
+    kept = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+    extra: dict[str, int] = {}
+    for label, tensor in record.outputs:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept | given:
+            given.add(storage._cdata)
+            extra[label] = extra.get(label, 0) + storage.nbytes()
+    kernel, refused = "flash_online's CUDA kernel", {}
+    if device != "cpu":
+        for operator, call in record.operators:
+            if operator in _ATTENTION:
+                kernel, refused = _cuda_kernel(operator, call)
+    if device == "cpu":
+        kernel, refused = _cpu_kernel()
+        scratch = sum(_scratch(operator, call) for operator, call in record.operators)
+        if scratch:
+            extra["scratch"] = scratch
+    for operator, call in record.operators:
+        if operator.startswith("linear_cross_entropy"):
+            extra["chunk of logits"] = scratch_bytes(call)
+        elif operator == "cross_entropy_loss":  # the loss and the weight of each row and, on the CPU, its lse
+            rows = call.input.numel() // call.input.shape[1]
+            extra["numbers of rows"] = (3 if device == "cpu" else 2) * rows * accumulator_of(call.input.dtype).itemsize
+    return Plan(title, device, True, kernel, tuple(operator for operator, _ in record.operators), refused, extra)
+
+
+def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
+    """(the name under which `refusal` knows a function, its title in a Plan, our function, torch's original or None)."""
+    for name in functional.NAMES:
+        ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
+        if function is ours or (original is not None and function is original):
+            return name, f"flash_online.functional.{name}", ours, original
+    attentions = (attention, varlen_attention, merge_attention)
+    for ours in (*attentions, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy):
+        if function is ours:
+            return ours.__name__, f"flash_online.{ours.__name__}", ours, None
+    raise InvalidArgument(
+        f"function: {getattr(function, '__name__', function)!r}, expected a function of flash_online or of "
+        f"flash_online.functional, or one of torch.nn.functional's {', '.join(functional.ORIGINALS)}"
+    )
+
+
+_ATTENTION = ("attention_forward", "attention_inference", "attention_varlen_forward")
+
+
+def _bind(schema, args, kwargs) -> SimpleNamespace:
+    """An operator's arguments by the names that its schema gives them."""
+    call = {argument.name: argument.default_value for argument in schema.arguments}
+    call.update(zip(call, args, strict=False))
+    return SimpleNamespace(**{**call, **kwargs})
+
+
+def _attention_call(operator: str, call: SimpleNamespace) -> SimpleNamespace:
+    """A call of one of _ATTENTION with the arguments that this operator lacks: those of the others, without effect."""
+    if operator == "attention_inference":
+        call = SimpleNamespace(**vars(call), window_left=-1, window_right=0 if call.causal else -1, softcap=0.0, dropout_p=0.0)
+    return SimpleNamespace(**{"mask": None, "alibi_slopes": None, "sinks": None, **vars(call)})
+
+
+def _record():
+    """A dispatch mode that records the names and arguments of our operators, and the output tensors of every operator with
+    their labels."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.operators: list[tuple[str, SimpleNamespace]] = []
+            self.outputs: list[tuple[str, Tensor]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            results = func(*args, **kwargs)
+            namespace, name = func._schema.name.split("::")
+            if namespace == "flash_online":
+                self.operators.append((name, _bind(func._schema, args, kwargs)))
+            for result, returned in zip(
+                results if isinstance(results, (tuple, list)) else (results,), func._schema.returns, strict=False
+            ):
+                if isinstance(result, Tensor):
+                    self.outputs.append((returned.name or name, result))
+            return results
+
+    return Record()
+
+
+def _introspection():
+    """The introspection module; None where it was not built for this Python or for the library that is loaded."""
+    try:
+        from . import _introspect
+
+        _introspect.build_info(str(LIBRARY))
+    except (ImportError, RuntimeError):
+        return None
+    return _introspect
+
+
+def _cpu_kernel() -> tuple[str, dict[str, str]]:
+    """(the CPU kernels with their instruction set, why each better instruction set is not used)."""
+    introspect = _introspection()
+    if introspect is None:
+        return "flash_online's CPU kernel", {}
+    facts = introspect.build_info(str(LIBRARY))
+    better = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+    better = better[: better.index(facts["cpu"])]
+    forced = os.environ.get("FLASH_ONLINE_CPU")
+    refused = {}
+    for name in better:
+        if name not in facts["instruction_sets"]:
+            reason = "not in this build"
+        else:
+            reason = f"FLASH_ONLINE_CPU={forced}" if forced else "the processor lacks its instructions"
+        refused[f"flash_online's CPU kernel ({name})"] = reason
+    return f"flash_online's CPU kernel ({facts['cpu']})", refused
+
+
+def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, str]]:
+    """(the CUDA kernel that runs attention's forward pass, why each kernel that would be preferred refuses the call)."""
+    introspect, packed = _introspection(), operator == "attention_varlen_forward"
+    title = "flash_online's CUDA kernel"
+    if introspect is None:
+        return title, {}
+    call = _attention_call(operator, call)
+
+    def shape(tensor):
+        if packed:  # [rows, heads, head dim]
+            tensor = tensor.unsqueeze(0).transpose(1, 2)
+        sizes, strides = tensor.shape, tensor.stride()
+        batch = math.prod(sizes[:-3])
+        return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
+
+    gpu = torch.cuda.get_device_properties(call.query.device.index)
+    out = call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
+    lines = introspect.attention_candidates(
+        str(LIBRARY),
+        _dtype_name(call.query),
+        *(shape(tensor) for tensor in (call.query, call.key, call.value)),
+        shape(out),
+        None if call.mask is None else (_dtype_name(call.mask), shape(call.mask)),
+        call.alibi_slopes is not None,
+        call.sinks is not None,
+        packed,
+        call.window_left,
+        call.window_right,
+        call.scale,
+        call.softcap,
+        call.dropout_p,
+        call.tf32,
+        (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
+        False,
+    ).splitlines()
+    refused = {}
+    for line in lines:
+        name, reason = line.split(" ", 1)
+        if not reason:
+            return f"{title} ({name})", refused
+        refused[f"{title} ({name})"] = reason
+    return title, refused
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _scratch(operator: str, call: SimpleNamespace) -> int:
+    """An upper bound of the bytes that a forward operator allocates beside its results when every thread works; 0 where that is
+    unknown, because there is no introspection module."""
+    introspect = _introspection()
+    if introspect is None or operator == "attention_merge":
+        return 0
+    threads = torch.get_num_threads()
+    if operator not in _ATTENTION:
+        double = call.input.dtype == torch.float64
+        return introspect.row_scratch(str(LIBRARY), double, getattr(call, "k", 0)) * threads
+    call = _attention_call(operator, call)
+    shapes = [tuple(tensor.shape) for tensor in (call.query, call.key, call.value)]
+    strides, tables = [tensor.stride() for tensor in (call.key, call.value)], 0
+    if operator == "attention_varlen_forward":
+        # The bound is that of one dense sequence which is long enough for any lengths of the packed ones: each of these
+        # may end in a partial block of 64 keys, and keys are copied if no length is a multiple of a block, hence the + 1.
+        # The tables hold the index of each sequence's first tile, once for queries and once for keys.
+        sequences = call.cu_seqlens_q.shape[0] - 1
+        (queries, heads, head_dim), (keys, *key_sizes), (_, *value_sizes) = shapes
+        keys = (keys + 63 * sequences + 63) // 64 * 64 + 1
+        shapes = [(heads, queries, head_dim), *((own, keys, size) for own, size in (key_sizes, value_sizes))]
+        strides = [(head, row, column) for row, head, column in strides]
+        tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)
+    mask_dtype = "" if call.mask is None else _dtype_name(call.mask)
+    return tables + introspect.attention_memory(
+        str(LIBRARY), _dtype_name(call.query), *shapes, *strides, mask_dtype, call.dropout_p, threads
+    )
