@@ -30,7 +30,8 @@ struct ClassWeights {
   template <class E>
   FLASH_ONLINE_INLINE Pair<T> weighted_targets(int64_t c, int64_t n, Pair<T> t) const {
     const Pair<T> w = weights<E>(c, n);
-    return {w.a * (target_factor * t.a + uniform_share), w.b * (target_factor * t.b + uniform_share)};
+    return {rounded_product(w.a * (target_factor * t.a + uniform_share)),
+            rounded_product(w.b * (target_factor * t.b + uniform_share))};
   }
 };
 
@@ -59,6 +60,8 @@ struct TargetSums {
     sum += other.sum;
     score_sum += other.score_sum;
   }
+  // The sum of a_c (lse - x_c).
+  double negative_log_probability(double lse) const { return rounded_product(sum * lse) - score_sum; }
 };
 
 template <class T>
@@ -142,7 +145,7 @@ struct IndexForwardOp : ForwardOp<E> {
         const double log_sum = FastNatural::log(static_cast<double>(state.sum));
         loss = static_cast<double>(this->classes.target_factor) * weight * (log_sum - (x - pivot(state.max)));
         if (this->classes.uniform_share != T(0))
-          loss += this->classes.uniform_share * (partial[r].shares.sum * (state.max + log_sum) - partial[r].shares.score_sum);
+          loss += this->classes.uniform_share * partial[r].shares.negative_log_probability(state.max + log_sum);
       }
       this->finish_row(r, partial[r], loss, weight);
     }
@@ -178,12 +181,13 @@ struct ProbabilityForwardOp : ForwardOp<E> {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
       const RowState<T>& state = partial[r].state;
       const double lse = state.max + FastNatural::log(static_cast<double>(state.sum));
-      this->finish_row(r, partial[r], partial[r].shares.sum * lse - partial[r].shares.score_sum, T(1));
+      this->finish_row(r, partial[r], partial[r].shares.negative_log_probability(lse), T(1));
     }
   }
 };
 
-// The gradient of a row's input is scale p_c - spread weight_c, less target_grad at the target.
+// The gradient of a row's input is scale p_c - (spread weight_c + target_grad at the target). The scale is the sum of what is
+// in parentheses over all classes, and of grad_lse: for one class it is the same expression, and the difference is 0.
 template <class T>
 struct RowGradient {
   T scale = T(0), spread = T(0), target_grad = T(0);
@@ -259,15 +263,18 @@ struct IndexBackwardOp : RowOp {
           const RowGradient<T>& g = gradient[r];
           E* to = grad_input.row(r);
           if (g.zero) return write_zeros(to, count);
-          if (g.spread == T(0)) return write_row(to, first, count, g, weight);
-          const auto smoothed = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-            Pair<T> pair = weight(i, n);
-            const Pair<T> w = classes.template weights<E>(first + i, n);
-            pair.a -= g.spread * w.a;
-            pair.b -= g.spread * w.b;
-            return pair;
+          const auto plain = [&](int64_t i, int64_t n, const Pair<T>& at_target) __attribute__((always_inline)) {
+            const Pair<T> pair = weight(i, n);
+            return Pair<T>{pair.a - at_target.a, pair.b - at_target.b};
           };
-          write_row(to, first, count, g, smoothed);
+          const auto smoothed = [&](int64_t i, int64_t n, const Pair<T>& at_target) __attribute__((always_inline)) {
+            const Pair<T> pair = weight(i, n), w = classes.template weights<E>(first + i, n);
+            return Pair<T>{pair.a - (g.spread * w.a + at_target.a), pair.b - (g.spread * w.b + at_target.b)};
+          };
+          if (g.spread == T(0))
+            write_row(to, first, count, g, plain);
+          else
+            write_row(to, first, count, g, smoothed);
         },
         [&](int64_t count) { grad_input.finish_write(count); });
   }
@@ -276,19 +283,18 @@ struct IndexBackwardOp : RowOp {
   static void write_zeros(E* to, int64_t count) {
     for (int64_t c = 0; c < count; ++c) to[c] = E{};
   }
-  // Writes the chunk, then the pair that holds the target once more.
+  // Writes the chunk, then the pair that holds the target once more; f(i, n, the target's gradient in its lane, else 0).
   template <class F>
   static FLASH_ONLINE_INLINE void write_row(E* to, int64_t first, int64_t count, const RowGradient<T>& g, const F& f) {
-    write_chunk<E>(count, to, f);
+    write_chunk<E>(count, to, [&](int64_t i, int64_t n) __attribute__((always_inline)) { return f(i, n, Pair<T>{}); });
     const int64_t target = g.target - first;
     if (g.target == kIgnored || target < 0 || target >= count) return;
     const int64_t i = target / kPair<E> * kPair<E>, n = count - i < kPair<E> ? count - i : kPair<E>;
     const Pair<T> lane = lane_elements<E>();
     const T here = static_cast<T>(target - i);
-    Pair<T> pair = f(i, n);
-    pair.a -= lane.a == here ? broadcast(g.target_grad) : Vector<T>{};
-    pair.b -= lane.b == here ? broadcast(g.target_grad) : Vector<T>{};
-    store_partial(to + i, n, pair);
+    const Pair<T> at_target{lane.a == here ? broadcast(g.target_grad) : Vector<T>{},
+                            lane.b == here ? broadcast(g.target_grad) : Vector<T>{}};
+    store_partial(to + i, n, f(i, n, at_target));
   }
 };
 
@@ -344,23 +350,19 @@ struct ProbabilityBackwardOp : RowOp {
     const auto grad_loss = [&](int64_t r) { return static_cast<const T*>(problem.grad_loss)[tile.first_row + r]; };
     weights.write(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r) {
-          const T scale = grad_loss(r) * static_cast<T>(partial[r].share) + grad_lse_of<T>(problem, tile.first_row + r);
-          return scale * partial[r].state.inverse_sum();
-        },
+        [&](int64_t r) { return partial[r].state.inverse_sum(); },
         [&](int64_t first) {
           target.read(first, problem.classes - first < kChunk ? problem.classes - first : kChunk);
           grad_input.begin_write(first);
         },
         [&](int64_t r, int64_t first, int64_t count, const auto& weight) {
-          const T grad = grad_loss(r);
+          const T grad = grad_loss(r), grad_lse = grad_lse_of<T>(problem, tile.first_row + r);
+          const T sum = static_cast<T>(partial[r].share);  // of the shares
           const E* t = target.row(r);
           write_chunk<E>(count, grad_input.row(r), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-            Pair<T> pair = weight(i, n);
+            const Pair<T> p = weight(i, n);
             const Pair<T> share = classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
-            pair.a -= grad * share.a;
-            pair.b -= grad * share.b;
-            return pair;
+            return Pair<T>{grad * (sum * p.a - share.a) + grad_lse * p.a, grad * (sum * p.b - share.b) + grad_lse * p.b};
           });
         },
         [&](int64_t count) { grad_input.finish_write(count); });
@@ -376,15 +378,13 @@ struct ProbabilityBackwardOp : RowOp {
       for (int64_t r = 0; r < tile.rows; ++r) {
         const RowState<T>& state = partial[r].state;
         const T grad = static_cast<const T*>(problem.grad_loss)[tile.first_row + r];
-        const double log_sum = FastNatural::log(static_cast<double>(state.sum));
         const T max = static_cast<T>(pivot(state.max));
-        // The maximum of the weights may be no number of type T; what its rounding drops is added to the logarithm.
-        const T low = static_cast<T>(log_sum + (pivot(state.max) - max));
+        const T log_sum = static_cast<T>(FastNatural::log(static_cast<double>(state.sum)));
         const E* x = weights.input().row(r);
         write_chunk<E>(count, grad_target.row(r), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
           const Pair<T> score = load_partial(x + i, n, T(0)), w = classes.template weights<E>(first + i, n);
-          return Pair<T>{grad * (classes.target_factor * w.a) * (low - (score.a - max)),
-                         grad * (classes.target_factor * w.b) * (low - (score.b - max))};
+          return Pair<T>{grad * (classes.target_factor * w.a) * (log_sum - (score.a - max)),
+                         grad * (classes.target_factor * w.b) * (log_sum - (score.b - max))};
         });
       }
       grad_target.finish_write(count);

@@ -337,6 +337,17 @@ struct DoubleSum {
   }
 };
 
+// The value x, which a compiler would otherwise not have rounded where it contracts x, a product, with an addition to one
+// operation. Where two equal products cancel, their difference is to be 0 and not what the rounding of one of them dropped.
+template <class V>
+FLASH_ONLINE_INLINE V rounded_product(V x) {
+#if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(x);
+#else
+  return x;  // clang contracts within a single expression alone
+#endif
+}
+
 // The sum of g, or of g * y, in double, as the terms may cancel. For 16-bit elements float does as well: a product is exact,
 // and a chunk is short.
 template <bool kProduct, class E>

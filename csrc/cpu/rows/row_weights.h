@@ -57,14 +57,15 @@ FLASH_ONLINE_INLINE Accumulator<E> max_of(const E* x, int64_t count) {
 }
 
 // The accuracy of weights. kExact: within 1 ulp of exp(score - max), or 1.2 without FMA. kSum: the smaller a weight, the larger
-// its relative error, by as much as the rounding of the difference causes; the largest weight is exactly 1. kRounded: within
-// 3e-6, for weights that are rounded to 16 bits.
+// its relative error, by as much as the rounding of the difference causes. kRounded: within 3e-6 of that, for results that are
+// rounded to 16 bits. In all of them the largest weight is exactly 1: a row whose other weights vanish has the probability 1,
+// and a gradient that cancels there is 0.
 enum class ExpAccuracy { kExact, kSum, kRounded };
 
 #if defined(__AVX512F__)
 // 2^x = 2^floor(x) 2^f, by instructions that extract f and scale by 2^floor(x), for any x: 0 at -inf, inf at inf, NaN at NaN.
-// 2^f is a minimax polynomial on [0, 1). Its error is 2e-9 for degree 6 and 8e-8 for degree 5, which are exactly 1 at 0, and
-// 2.6e-6 for degree 4.
+// 2^f is a minimax polynomial on [0, 1) among those that are exactly 1 at 0. Its error is 2e-9 for degree 6, 8e-8 for degree 5
+// and 3e-6 for degree 4.
 template <int kDegree>
 FLASH_ONLINE_INLINE Vector<float> power_of_2(Vector<float> x) {
   constexpr int kFloor = 9;
@@ -85,10 +86,10 @@ FLASH_ONLINE_INLINE Vector<float> power_of_2(Vector<float> x) {
     p = p * f + 1.f;
   } else {
     static_assert(kDegree == 4);
-    p = 0.0135341678f * f + 0.0520114601f;
-    p = p * f + 0.241442755f;
-    p = p * f + 0.693003833f;
-    p = p * f + 1.00000262f;
+    p = 0.0134266848f * f + 0.0522424728f;
+    p = p * f + 0.241280198f;
+    p = p * f + 0.693044841f;
+    p = p * f + 1.f;
   }
   return reinterpret_cast<Vector<float>>(
       _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
@@ -98,11 +99,25 @@ template <int kDegree>
 struct ApproximateNatural {
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
 };
-template <int kDegree>
-struct ApproximateBinary {
-  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x); }
+#endif
+
+// The base of exponentials for scores of type E, whose accumulator is T, and an accuracy.
+template <class T, class E, ExpAccuracy accuracy>
+struct BaseForAccuracy {
+  using type = FastNatural;
+};
+#if defined(__AVX512F__)
+template <class E>
+struct BaseForAccuracy<float, E, ExpAccuracy::kSum> {
+  using type = ApproximateNatural<sizeof(E) == 2 ? 5 : 6>;
+};
+template <class E>
+struct BaseForAccuracy<float, E, ExpAccuracy::kRounded> {
+  using type = ApproximateNatural<4>;
 };
 #endif
+template <class T, class E, ExpAccuracy accuracy>
+using BaseFor = typename BaseForAccuracy<T, E, accuracy>::type;
 
 // exp for a result that is rounded to type R.
 template <class R, class V>
@@ -113,43 +128,22 @@ FLASH_ONLINE_INLINE V exp_rounded_to(V x) {
   return FastNatural::exp(x);
 }
 
-// Computes the weights exp(score - max) of a chunk of scores; `max` is the maximum from which they are measured.
+// Computes the weights exp(score - max) of a chunk of scores, where `max` is the chunk's. The difference is taken in natural
+// units, before it is scaled for a base of 2: it is 0 for the largest score, whatever that is.
 template <class T, class Base>
 struct ScoreExp {
   OnlineSoftmax<Vector<T>, Base> state;
-  double max;
+  T max;
   explicit FLASH_ONLINE_INLINE ScoreExp(T chunk_max) : state{.max = broadcast(chunk_max)}, max(chunk_max) {}
   FLASH_ONLINE_INLINE Vector<T> operator()(Vector<T> score) const { return state.weight(score); }
 };
-
-#if defined(__AVX512F__)
-// Score and maximum are scaled to units of log 2, so that their difference is one instruction. The scaled maximum is rounded,
-// and `max` is the number from which the weights are then measured.
-template <int kDegree>
-struct ScoreExp<float, ApproximateBinary<kDegree>> {
-  OnlineSoftmax<Vector<float>, ApproximateBinary<kDegree>> state;
-  double max;
-  explicit FLASH_ONLINE_INLINE ScoreExp(float chunk_max)
-      : state{.max = broadcast(chunk_max * FastNatural::kLog2e)},
-        max(static_cast<double>(chunk_max * FastNatural::kLog2e) / FastNatural::kLog2e) {}
-  FLASH_ONLINE_INLINE Vector<float> operator()(Vector<float> score) const { return state.weight(score * FastNatural::kLog2e); }
-};
-#endif
 
 // Calls body(score_exp) with the ScoreExp of a chunk of scores.
 template <ExpAccuracy accuracy, class E, class Body>
 FLASH_ONLINE_INLINE void with_score_exp(const E* x, int64_t count, const Body& body) {
   using T = Accumulator<E>;
   const T max = max_of(x, count);
-#if defined(__AVX512F__)
-  if constexpr (accuracy == ExpAccuracy::kSum && sizeof(T) == 4)
-    return body(ScoreExp<T, ApproximateNatural<sizeof(E) == 2 ? 5 : 6>>(max));
-  if constexpr (accuracy == ExpAccuracy::kRounded && sizeof(T) == 4) {
-    constexpr float kMaxMagnitude = 0x1p19f;  // beyond this, a difference of scores in units of log 2 is too coarse
-    if (max < kMaxMagnitude && max > -kMaxMagnitude) return body(ScoreExp<T, ApproximateBinary<4>>(max));
-  }
-#endif
-  body(ScoreExp<T, FastNatural>(max));
+  body(ScoreExp<T, BaseFor<T, E, accuracy>>(max));
 }
 
 // The memory to which results will be written, `size` bytes per element that is read; null if prefetching is not worth it.

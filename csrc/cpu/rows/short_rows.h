@@ -71,27 +71,11 @@ FLASH_ONLINE_INLINE void store_per_row(void* array, const RowBlock& block, Vecto
   __builtin_memcpy(static_cast<T*>(array) + block.first_row, &x, block.rows * sizeof(T));
 }
 
-// The base of exponentials for an accuracy.
-template <class T, class E, ExpAccuracy accuracy>
-struct BaseFor {
-  using type = FastNatural;
-};
-#if defined(__AVX512F__)
-template <class E>
-struct BaseFor<float, E, ExpAccuracy::kSum> {
-  using type = ApproximateNatural<sizeof(E) == 2 ? 5 : 6>;
-};
-template <class E>
-struct BaseFor<float, E, ExpAccuracy::kRounded> {
-  using type = ApproximateNatural<4>;
-};
-#endif
-
 // The states of a block's rows, side by side. If kKeep is set, the weights replace x.
 template <class E, ExpAccuracy accuracy, bool kKeep>
 FLASH_ONLINE_INLINE auto absorb_block(int64_t classes, Vector<Accumulator<E>>* x) {
   using T = Accumulator<E>;
-  OnlineSoftmax<Vector<T>, typename BaseFor<T, E, accuracy>::type> state;
+  OnlineSoftmax<Vector<T>, BaseFor<T, E, accuracy>> state;
   for (int64_t c = 0; c < classes; ++c) state.max = vector_max(x[c], state.max);
   Vector<T> sum = {};
   for (int64_t c = 0; c < classes; ++c) {

@@ -192,7 +192,8 @@ struct IndexLossBackward : OneTensorOp {
     const RowState state = row.state();
     if constexpr (!kSmooth)
       if (problem.loss != nullptr) write_index_loss_by_owner(problem, row, target, state, 0);
-    // grad_input_c = scale p_c, less target_grad in the target class, less uniform_grad weight_c in every class.
+    // grad_input_c = scale p_c - (uniform_grad weight_c + target_grad in the target class). The scale is the sum of what is in
+    // parentheses over all classes, and of grad_lse: for one class it is the same expression, and the difference is 0.
     float scale = grad_lse, target_grad = 0, uniform_grad = 0;
     float weight_sum = static_cast<float>(problem.classes);
     if (sums_weights(problem)) weight_sum = row.sum([&](int64_t c, float) { return coefficients.weight_of(c); });
@@ -201,22 +202,24 @@ struct IndexLossBackward : OneTensorOp {
       scale += target_grad;
       if (kSmooth) {
         uniform_grad = grad_loss * coefficients.smoothing;
-        scale += uniform_grad * weight_sum;
+        scale = fmaf(uniform_grad, weight_sum, scale);
       }
     }
     if (target == kIgnored && scale == 0) {  // 0, not 0 * p: the logits of an ignored row may be inf or NaN
       row.template write<T>(problem.grad_input, [](int64_t, float) { return 0.0f; });
       return;
     }
-    visit_weights(state, scale * state.inverse_sum(), [&](const auto& w) {
-      if constexpr (!kSmooth)
-        row.template write_minus<T>(problem.grad_input, target, target_grad, [&](int64_t, float x) { return w(x); });
-      else
-        row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
-          return w(x) - (c == target ? target_grad : 0.0f) -
-                 (c < problem.classes ? uniform_grad * coefficients.weight_of(c) : 0);
-        });
-    });
+    const float factor = scale * state.inverse_sum();
+    const auto exact = [&](int64_t, float x) { return state.weight(x) * factor; };
+    if constexpr (!kSmooth)
+      visit_weights(state, factor, [&](const auto& w) {
+        row.template write_minus<T>(problem.grad_input, target, target_grad, [&](int64_t, float x) { return w(x); }, exact);
+      });
+    else
+      row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
+        const float weight = c < problem.classes ? coefficients.weight_of(c) : 0.0f;
+        return exact(c, x) - fmaf(uniform_grad, weight, c == target ? target_grad : 0.0f);
+      });
   }
 };
 
@@ -251,7 +254,8 @@ struct ProbabilityLossBackward : OneTensorOp {
       });
     }
     row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
-      return scale * (state.weight(x) * inverse) - (c < problem.classes ? grad_loss * a(c, x) : 0.0f);
+      // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
+      return scale * (state.weight(x) * inverse) - (c < problem.classes ? __fmul_rn(grad_loss, a(c, x)) : 0.0f);
     });
   }
 };

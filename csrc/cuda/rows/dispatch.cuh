@@ -245,9 +245,7 @@ void launch_strided(const RowProblem& problem, cudaStream_t stream, const char* 
 // Queues an operator's kernels. `contiguous`: the classes of a row are neighbours in memory in every tensor of the problem.
 template <class Op, class T, class R>
 void launch_rows(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
-  // A row of one class has the sum 1, and its log-probability is 0. The corrected sum of FusedWeights may be off by 2^-24
-  // there; strided rows, which take exp(x - max), are exact.
-  if (contiguous && problem.classes > 1) {
+  if (contiguous) {
     const int64_t vectors = ceil_div(problem.classes, kPerVector<T>);
     if (launch_on_chip<Op, T, R>(problem, vectors, stream)) return check_launch(name);
     if (launch_pipelined<Op, T>(problem, stream)) return check_launch(name);

@@ -74,9 +74,8 @@ struct LogSumExpBackward : OneTensorOp {
     auto row = reader.read(problem.input);
     const RowState state = resolve_infinity(row, row.state());
     const float grad = row.coord().exists ? static_cast<const float*>(problem.grad_lse)[row.coord().index] : 0.0f;
-    visit_weights(state, grad * state.inverse_sum(), [&](const auto& w) {
-      row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return w(x); });
-    });
+    const float factor = grad * state.inverse_sum();
+    row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return state.weight(x) * factor; });
   }
 };
 

@@ -122,16 +122,18 @@ class OnChipRow {
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     write_with<Result>(*this, view, [&](int c, float x, float) { return f(c, x); });
   }
-  template <class Result, class F>
-  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F& f) const {
+  template <class Result, class F, class Exact>
+  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F& f,
+                                              const Exact& exact) const {
     const int special = static_cast<int>(at);
     write_vectors<Result>(
         *this, view, [&](int c, const float (&x)[kElements], const float (&)[kElements], float (&z)[kElements]) {
-#pragma unroll
-          for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);
           if (c <= special && special < c + kElements) {  // one comparison per vector instead of one per element
 #pragma unroll
-            for (int e = 0; e < kElements; ++e) z[e] -= c + e == special ? amount : 0.0f;
+            for (int e = 0; e < kElements; ++e) z[e] = exact(c + e, x[e]) - (c + e == special ? amount : 0.0f);
+          } else {
+#pragma unroll
+            for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);
           }
         });
   }

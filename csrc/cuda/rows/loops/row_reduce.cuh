@@ -53,24 +53,31 @@ using RowState = OnlineSoftmax<float, FastNatural>;
 constexpr float kRescaleThreshold = 4;
 
 // The weights exp(x - max), each by one fused multiply-add and one exp2: 2^(x log2(e) - c) with c = max log2(e), rounded once.
-// Rounding c puts the same factor on every weight. It cancels in a quotient of weights and is corrected in their sum.
+// Rounding c puts the same factor on every weight: the weight of the maximum, which would be 1. Sums are multiplied by its
+// inverse, and so is what multiplies these weights. The product of that factor and its inverse rounds to 1 (tested for every
+// float that the factor may be). Hence a row in which all other weights vanish has the sum 1, and its maximum the
+// probability 1.
 class FusedWeights {
  public:
-  static constexpr float kLn2 = 0.693147181f;
-  // Whether that factor is close enough to 1 for the first-order correction.
-  __device__ __forceinline__ static bool is_accurate_for(float max) { return fabsf(pivot(max)) <= 4096; }
+  // Whether the factor is so close to 1, within 2^-13.5, that this holds.
+  __device__ __forceinline__ static bool is_accurate_for(float max) { return fabsf(pivot(max)) <= 2048; }
   __device__ __forceinline__ explicit FusedWeights(float max) : pivot_(pivot(max)), c_(pivot_ * kLog2E) {}
   __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(fmaf(x, kLog2E, -c_)); }
   // Turns a sum of these weights into one of RowState::weight(). It also turns 1 / (a sum of RowState::weight()) into the
   // factor that makes these weights probabilities.
-  __device__ __forceinline__ float corrected(float sum) const { return fmaf(sum, -log_error(), sum); }
+  __device__ __forceinline__ float corrected(float sum) const { return sum * inverse_factor(); }
 
  private:
-  __device__ __forceinline__ float log_error() const { return fmaf(pivot_, kLog2E, -c_) * kLn2; }
+  // 1 / (1 + d) = 1 - d + d^2. Rounded upwards, 1 - d is right for a d of -2^-24 as well, halfway between two floats.
+  __device__ __forceinline__ float inverse_factor() const {
+    const float d = operator()(pivot_) - 1;
+    return fmaf(d, d, __fsub_ru(1, d));
+  }
   float pivot_, c_;
 };
 
-// Calls f(w), where w(x) is the weight of score x in this state, times `factor`.
+// Calls f(w), where w(x) is the weight of score x in this state, times `factor`. Where the weight is 1 that may differ from
+// `factor` in the last digit, unless `factor` is a power of 2.
 template <class F>
 __device__ __forceinline__ void visit_weights(const RowState& state, float factor, const F& f) {
   if (FusedWeights::is_accurate_for(state.max)) {

@@ -176,9 +176,10 @@ class SplitRow {
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     write_with<Result>(*this, view, [&](int64_t c, float x, float) { return f(c, x); });
   }
-  template <class Result, class F>
-  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F& f) const {
-    write<Result>(view, [&](int64_t c, float x) { return f(c, x) - (c == at ? amount : 0.0f); });
+  template <class Result, class F, class Exact>
+  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F&,
+                                              const Exact& exact) const {
+    write<Result>(view, [&](int64_t c, float x) { return exact(c, x) - (c == at ? amount : 0.0f); });
   }
   template <class Result, class F>
   __device__ __forceinline__ void write_with(const SplitRow& other, const MutableView3& view, const F& f) const {

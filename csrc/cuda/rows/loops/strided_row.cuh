@@ -142,10 +142,12 @@ class StridedRow {
     const Row<Result> result = row_of<Result>(view, coord_);
     for (int64_t c = Group::first(); c < classes_; c += Group::kStep) result.set(c, f(c, row_[c]));
   }
-  // Writes f(class, element), less `amount` in class `at`.
-  template <class Result, class F>
-  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F& f) const {
-    write<Result>(view, [&](int64_t c, float x) { return f(c, x) - (c == at ? amount : 0.0f); });
+  // Writes exact(class, element), less `amount` in class `at`. f is exact but for its last digit, and faster: a kind of row may
+  // take it for other classes.
+  template <class Result, class F, class Exact>
+  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F&,
+                                              const Exact& exact) const {
+    write<Result>(view, [&](int64_t c, float x) { return exact(c, x) - (c == at ? amount : 0.0f); });
   }
   // Writes f(class, element, the other row's element).
   template <class Result, class F>
