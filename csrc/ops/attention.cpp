@@ -15,48 +15,40 @@ int64_t count_of(const std::vector<int64_t>& sizes) {
   return count;
 }
 
-void check_cuda_dtype(const Tensor& query) {
-  check(has_kernels(query), "query: dtype must be float16, bfloat16 or float32 on CUDA, got float64");
-}
+// ---- Devices ---------------------------------------------------------------------------------------------------------------
 
-// ---- Forward pass ----------------------------------------------------------------------------------------------------------
+struct AttentionOnCpu : Cpu {
+  template <class Call>
+  static void run_forward(const Call& call, const PassTensors& tensors) {
+    const cpu::AttentionKernels& kernels = cpu::kernels().attention;
+    std::optional<CpuExecutor> executor;  // one for all problems: they differ only in their pointers
+    call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
+      if (!executor) executor.emplace(count_of(call.lse_sizes()), kernels.forward_memory(problem), call.inputs().query);
+      kernels.forward(problem, *executor);
+    });
+  }
 
-template <class Call>
-void run_forward(const Call& call, const PassTensors& tensors) {
-  const Tensor& query = call.inputs().query;
-  const cpu::AttentionKernels& kernels = cpu::kernels().attention;
-  std::optional<CpuExecutor> executor;  // one for all problems: they differ only in their pointers
-  call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
-    if constexpr (kBuiltWithCuda) {
-      if (query.is_cuda()) {
-        CudaCall on_cuda(query);
-        const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_forward(problem);
-        return plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
-      }
-    }
-    if (!executor) executor.emplace(count_of(call.lse_sizes()), kernels.forward_memory(problem), query);
-    kernels.forward(problem, *executor);
-  });
-}
+  template <class Call>
+  static void run_backward(const Call& call, PassTensors tensors, bool /*deterministic*/) {
+    const Tensor& query = call.inputs().query;
+    const Tensor delta = empty(call.lse_sizes(), accumulator_of(query.scalar_type()), query);
+    tensors.delta = &delta;
+    std::optional<Tensor> wide_delta;
+    if (query.scalar_type() == ScalarType::Float)
+      tensors.wide_delta = &wide_delta.emplace(empty(call.lse_sizes(), ScalarType::Double, query));
+    const cpu::AttentionKernels& kernels = cpu::kernels().attention;
+    const int64_t max_tiles = std::max(tensors.lse->numel(), tensors.grad_mask ? tensors.grad_mask->numel() : 0);
+    std::optional<CpuExecutor> executor;
+    call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
+      if (!executor) executor.emplace(max_tiles, kernels.backward_memory(problem, gradients), query);
+      kernels.backward(problem, gradients, *executor);
+    });
+  }
 
-template <class Call>
-Tensor empty_out(const Call& call) {
-  const Tensor& query = call.inputs().query;
-  check_cuda_dtype(query);
-  return empty_in_order(call.out_sizes(), query.scalar_type(), query);
-}
-
-template <class Call>
-std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
-  const Tensor& query = call.inputs().query;
-  const ScalarType accumulator = accumulator_of(query.scalar_type());
-  Tensor out = empty_out(call);
-  Tensor lse = empty(call.lse_sizes(), accumulator, query), lse_low = empty(call.lse_sizes(), accumulator, query);
-  run_forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low});
-  return {out, lse, lse_low};
-}
-
-// ---- Backward pass ---------------------------------------------------------------------------------------------------------
+  static void run_dropout_mask(const DropoutProblem& problem, const Tensor& like) {
+    cpu::kernels().attention.dropout_mask(problem, CpuExecutor(problem.batch * problem.heads * problem.queries, {}, like));
+  }
+};
 
 // Where a CUDA kernel writes dK or dV: the gradient's tensor if it has kv_grad_heads heads, else a buffer of kv_grad_heads
 // heads that sum_into_gradient() reduces to the tensor's.
@@ -83,49 +75,68 @@ class KvGradient {
   std::optional<Tensor> buffer_;
 };
 
-template <class Call>
-void run_backward_on_cuda(const Call& call, PassTensors tensors, bool deterministic) {
-  const Tensor& like = call.inputs().query;
-  AttentionProblem whole = call.problem();  // as if all batch dimensions were one
-  if (tensors.lse->numel() == 0 && (whole.key_heads == 0 || tensors.grad_key->size(call.dims().rows) == 0)) {
-    // There is nothing to launch: no query, and no key whose gradient a kernel would set to 0.
-    for (const Tensor* empty_sum : {tensors.grad_mask, tensors.grad_sinks})
-      if (Tensor zero = empty_sum ? *empty_sum : like; empty_sum) torch::stable::zero_(zero);
-    return;
+struct AttentionOnCuda : Cuda {
+  template <class Call>
+  static void run_forward(const Call& call, const PassTensors& tensors) {
+    CudaCall on_cuda(call.inputs().query);
+    call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
+      const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_forward(problem);
+      plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
+    });
   }
-  if (whole.heads > 0 && !whole.query_starts)
-    whole.batch = tensors.lse->numel() / whole.heads / std::max<int64_t>(whole.queries, 1);
-  CudaCall on_cuda(like);
-  const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole, deterministic) : 0;
-  KvGradient grad_key(*tensors.grad_key, call.dims().heads, kv_grad_heads),
-      grad_value(*tensors.grad_value, call.dims().heads, kv_grad_heads);
-  tensors.grad_key = grad_key.written();
-  tensors.grad_value = grad_value.written();
-  call.for_each_problem(tensors, [&](const AttentionProblem& problem, AttentionGradients gradients) {
-    gradients.kv_grad_heads = kv_grad_heads;
-    const cuda::Plan<cuda::BackwardPass> plan = cuda::plan_backward(problem, gradients, deterministic);
-    plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
-  });
-  grad_key.sum_into_gradient();
-  grad_value.sum_into_gradient();
+
+  template <class Call>
+  static void run_backward(const Call& call, PassTensors tensors, bool deterministic) {
+    const Tensor& like = call.inputs().query;
+    AttentionProblem whole = call.problem();  // as if all batch dimensions were one
+    if (tensors.lse->numel() == 0 && (whole.key_heads == 0 || tensors.grad_key->size(call.dims().rows) == 0)) {
+      // There is nothing to launch: no query, and no key whose gradient a kernel would set to 0.
+      for (const Tensor* empty_sum : {tensors.grad_mask, tensors.grad_sinks})
+        if (Tensor zero = empty_sum ? *empty_sum : like; empty_sum) torch::stable::zero_(zero);
+      return;
+    }
+    if (whole.heads > 0 && !whole.query_starts)
+      whole.batch = tensors.lse->numel() / whole.heads / std::max<int64_t>(whole.queries, 1);
+    CudaCall on_cuda(like);
+    const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole, deterministic) : 0;
+    KvGradient grad_key(*tensors.grad_key, call.dims().heads, kv_grad_heads),
+        grad_value(*tensors.grad_value, call.dims().heads, kv_grad_heads);
+    tensors.grad_key = grad_key.written();
+    tensors.grad_value = grad_value.written();
+    call.for_each_problem(tensors, [&](const AttentionProblem& problem, AttentionGradients gradients) {
+      gradients.kv_grad_heads = kv_grad_heads;
+      const cuda::Plan<cuda::BackwardPass> plan = cuda::plan_backward(problem, gradients, deterministic);
+      plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
+    });
+    grad_key.sum_into_gradient();
+    grad_value.sum_into_gradient();
+  }
+
+  static void run_dropout_mask(const DropoutProblem& problem, const Tensor& like) {
+    cuda::attention_dropout_mask(problem, CudaCall(like).stream());
+  }
+};
+
+// ---- Forward pass ----------------------------------------------------------------------------------------------------------
+
+template <class Device, class Call>
+Tensor empty_out(const Call& call) {
+  const Tensor& query = call.inputs().query;
+  check_floating<Device>(query, "query");
+  return empty_in_order(call.out_sizes(), query.scalar_type(), query);
 }
 
-template <class Call>
-void run_backward_on_cpu(const Call& call, PassTensors tensors) {
+template <class Device, class Call>
+std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
   const Tensor& query = call.inputs().query;
-  const Tensor delta = empty(call.lse_sizes(), accumulator_of(query.scalar_type()), query);
-  tensors.delta = &delta;
-  std::optional<Tensor> wide_delta;
-  if (query.scalar_type() == ScalarType::Float)
-    tensors.wide_delta = &wide_delta.emplace(empty(call.lse_sizes(), ScalarType::Double, query));
-  const cpu::AttentionKernels& kernels = cpu::kernels().attention;
-  const int64_t max_tiles = std::max(tensors.lse->numel(), tensors.grad_mask ? tensors.grad_mask->numel() : 0);
-  std::optional<CpuExecutor> executor;
-  call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
-    if (!executor) executor.emplace(max_tiles, kernels.backward_memory(problem, gradients), query);
-    kernels.backward(problem, gradients, *executor);
-  });
+  const ScalarType accumulator = accumulator_of(query.scalar_type());
+  Tensor out = empty_out<Device>(call);
+  Tensor lse = empty(call.lse_sizes(), accumulator, query), lse_low = empty(call.lse_sizes(), accumulator, query);
+  Device::run_forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low});
+  return {out, lse, lse_low};
 }
+
+// ---- Backward pass ---------------------------------------------------------------------------------------------------------
 
 // What the backward pass reads beside the inputs: the gradients of the results, and the forward pass's results.
 struct BackwardInputs {
@@ -134,13 +145,18 @@ struct BackwardInputs {
   const Tensor &out, &lse, &lse_low;
 };
 
-template <class Call>
+template <class Device, class Call>
 void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) {
   const auto& [grad_out, grad_lse, out, lse, lse_low] = in;
   const Tensor& query = call.inputs().query;
   const std::optional<Tensor>& mask = call.inputs().mask;
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
-  check_cuda_dtype(query);
+  check_floating<Device>(query, "query");
+  check_device(grad_out, "grad_out", query, "query");
+  check_device(grad_lse, "grad_lse", query, "query");
+  check_device(out, "out", query, "query");
+  check_device(lse, "lse", query, "query");
+  check_device(lse_low, "lse_low", query, "query");
   check(sizes_of(grad_out) == sizes_of(out) && grad_out.scalar_type() == type, "grad_out: expected out's shape ", shape_of(out),
         " and dtype, got ", shape_of(grad_out));
   check(sizes_of(out) == call.out_sizes() && out.scalar_type() == type, "out: expected the forward's, got ", shape_of(out));
@@ -154,10 +170,10 @@ void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) 
 }
 
 // The gradients of query, key, value, mask and sinks.
-template <class Call>
+template <class Device, class Call>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, const BackwardInputs& in, bool mask_grad,
-                                                            [[maybe_unused]] bool deterministic) {
-  check_backward(call, in, mask_grad);
+                                                            bool deterministic) {
+  check_backward<Device>(call, in, mask_grad);
   const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   std::optional<Tensor> grad_lse;
@@ -182,10 +198,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
                             .grad_value = &grad_value,
                             .grad_mask = mask_grad ? &grad_mask : nullptr,
                             .grad_sinks = sinks ? &sequence_grad_sinks : nullptr};
-  if (!query.is_cuda())
-    run_backward_on_cpu(call, tensors);
-  else if constexpr (kBuiltWithCuda)
-    run_backward_on_cuda(call, tensors, deterministic);
+  Device::run_backward(call, tensors, deterministic);
   if (!sinks) return {grad_query, grad_key, grad_value, grad_mask, sequence_grad_sinks};
   std::vector<int64_t> sequence_dims;
   for (size_t i = 0; i + 1 < sink_sizes.size(); ++i) sequence_dims.push_back(static_cast<int64_t>(i));
@@ -194,6 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
 
 // ---- Operators -------------------------------------------------------------------------------------------------------------
 
+template <class Device>
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const std::optional<Tensor>& mask,
                                                      const std::optional<Tensor>& alibi_slopes,
@@ -201,9 +215,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
                                                      int64_t window_left, int64_t window_right, bool lower_right, double scale,
                                                      double softcap, double dropout_p, bool tf32) {
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
-  return forward(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
+  return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
+template <class Device>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const std::optional<Tensor>& mask, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
@@ -212,18 +227,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     bool tf32) {
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
-  return backward(call, {grad_out, grad_lse, out, lse, lse_low}, mask_grad, deterministic);
+  return backward<Device>(call, {grad_out, grad_lse, out, lse, lse_low}, mask_grad, deterministic);
 }
 
+template <class Device>
 Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale, bool tf32) {
   const std::optional<Tensor> none;
   const AttentionInputs in{query, key, value, none, none, none, none};
   const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32});
-  Tensor out = empty_out(call);
-  run_forward(call, {.out = out});
+  Tensor out = empty_out<Device>(call);
+  Device::run_forward(call, {.out = out});
   return out;
 }
 
+template <class Device>
 std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
@@ -231,10 +248,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
     double softcap, double dropout_p, bool tf32) {
   const std::optional<Tensor> mask;
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
-  return forward(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                            {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
+  return forward<Device>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                    {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
+template <class Device>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
@@ -246,10 +264,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
   const PackedCall call(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
-      backward(call, {grad_out, grad_lse, out, lse, lse_low}, /*mask_grad=*/false, deterministic);
+      backward<Device>(call, {grad_out, grad_lse, out, lse, lse_low}, /*mask_grad=*/false, deterministic);
   return {grad_query, grad_key, grad_value, grad_sinks};
 }
 
+template <class Device>
 Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t batch, int64_t heads, int64_t query_begin,
                               int64_t queries, int64_t keys, double dropout_p) {
   check(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(), "rng: expected int64[2], got ",
@@ -264,29 +283,25 @@ Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t ba
                                .keys = keys,
                                .dropout = dropout_p,
                                .keep = keep.mutable_data_ptr<bool>()};
-  if (!rng.is_cuda())
-    cpu::kernels().attention.dropout_mask(problem, CpuExecutor(batch * heads * queries, {}, rng));
-  else if constexpr (kBuiltWithCuda)
-    cuda::attention_dropout_mask(problem, CudaCall(rng).stream());
+  Device::run_dropout_mask(problem, rng);
   return keep;
 }
 
-// One implementation serves both devices: it runs where its tensors are.
-template <class Library>
+template <class Device, class Library>
 void add_attention(Library& m) {
-  m.impl("attention_forward", TORCH_BOX(&attention_forward));
-  m.impl("attention_inference", TORCH_BOX(&attention_inference));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward));
-  m.impl("attention_varlen_backward", TORCH_BOX(&attention_varlen_backward));
-  m.impl("attention_dropout_mask", TORCH_BOX(&attention_dropout_mask));
+  m.impl("attention_forward", TORCH_BOX(&attention_forward<Device>));
+  m.impl("attention_inference", TORCH_BOX(&attention_inference<Device>));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward<Device>));
+  m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward<Device>));
+  m.impl("attention_varlen_backward", TORCH_BOX(&attention_varlen_backward<Device>));
+  m.impl("attention_dropout_mask", TORCH_BOX(&attention_dropout_mask<Device>));
 }
 
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_attention(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_attention<flash_online::ops::AttentionOnCpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
-  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_attention(m);
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_attention<flash_online::ops::AttentionOnCuda>(m);
 }

@@ -88,15 +88,23 @@ struct Dims {
   int64_t batch_count() const { return rank - 3; }
 };
 
-// Checks all but the slopes, whose shape depends on the layout.
+inline void check_devices(const AttentionInputs& in) {
+  check_device(in.key, "key", in.query, "query");
+  check_device(in.value, "value", in.query, "query");
+  check_device(in.mask, "mask", in.query, "query");
+  check_device(in.alibi_slopes, "alibi_slopes", in.query, "query");
+  check_device(in.sinks, "sinks", in.query, "query");
+  check_device(in.rng, "rng", in.query, "query");
+}
+
+// Checks all but the slopes, whose shape depends on the layout, and that CUDA takes query's dtype.
 inline void check_inputs(const AttentionInputs& in, const AttentionOptions& options, const Dims& dims) {
   const int64_t rank = dims.rank;
-  check_floating(in.query, "query");
+  check_floating<Cpu>(in.query, "query");
   const auto check_like_query = [&](const Tensor& tensor, const char* name) {
     check(tensor.dim() == rank, name, ": expected query's rank ", rank, ", got ", shape_of(tensor));
     check(tensor.scalar_type() == in.query.scalar_type(), name, ": dtype must be query's, ", name_of(in.query.scalar_type()),
           ", got ", name_of(tensor.scalar_type()));
-    check(on_one_device(tensor, in.query), name, ": must be on query's device");
     for (int64_t i = 0; i < dims.batch_count(); ++i)
       check(tensor.size(i) == in.query.size(i), name, ": batch dimension ", i, " is ", tensor.size(i), ", expected query's ",
             in.query.size(i));
@@ -176,6 +184,7 @@ class AttentionCall {
 
  protected:
   AttentionCall(const AttentionInputs& in, const AttentionOptions& options, const Dims& dims) : in_(in), dims_(dims) {
+    check_devices(in);
     check_inputs(in, options, dims);
     problem_.dtype = dtype_of(in.query);
     problem_.heads = in.query.size(dims.heads);
@@ -399,7 +408,7 @@ class PackedCall : public AttentionCall {
     check(starts.scalar_type() == ScalarType::Int, name, ": dtype must be int32, got ", name_of(starts.scalar_type()));
     check(starts.dim() == 1 && starts.size(0) >= 1 && starts.is_contiguous(), name,
           ": expected [sequences + 1], contiguous, got ", shape_of(starts));
-    check(on_one_device(starts, in_.query), name, ": must be on query's device");
+    check_device(starts, name, in_.query, "query");
   }
 };
 

@@ -16,10 +16,10 @@ struct Arguments {
 };
 
 // Checks the arguments and replaces tensors by copies where the kernels need them contiguous: the problem points into them.
+template <class Device>
 RowProblem prepare(Arguments& arguments) {
   auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
-  check_floating(input, "input");
-  check_cuda_dtype(input, "input");
+  check_floating<Device>(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
   const ScalarType type = input.scalar_type();
@@ -47,10 +47,11 @@ RowProblem prepare(Arguments& arguments) {
 
 // Runs a cross-entropy kernel and reports a target out of range. On CUDA that is a device assert, so that nothing waits for the
 // device.
-void run_checked(RowKernel on_cpu, const CudaRowKernel& on_cuda, RowProblem& problem, const Tensor& input) {
+template <class Device>
+void run_checked(const typename Device::Kernel& kernel, RowProblem& problem, const Tensor& input) {
   int64_t bad_row = -1;
   problem.bad_row = &bad_row;
-  run(on_cpu, on_cuda, problem, input);
+  Device::run(kernel, problem, input);
   check(bad_row < 0, "target: ", bad_row < 0 ? 0 : problem.target[bad_row], " is out of bounds; accepted are 0 to ",
         problem.classes - 1, " and ignore_index, ", problem.ignore_index);
 }
@@ -73,12 +74,13 @@ void set_losses(RowProblem& problem, const RowLosses& losses) {
   problem.row_weight = losses.row_weight.data_ptr();
 }
 
+template <class Device>
 RowLosses forward(Arguments arguments) {
-  RowProblem problem = prepare(arguments);
+  RowProblem problem = prepare<Device>(arguments);
   const Tensor& input = arguments.input;
   const RowLosses losses = empty_losses(without_dim(sizes_of(input), 1), input);
   set_losses(problem, losses);
-  run_checked(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
+  run_checked<Device>(Device::kernels().cross_entropy, problem, input);
   return losses;
 }
 
@@ -94,8 +96,9 @@ struct BackwardCall {
 };
 
 // Checks what a backward pass is given; tensors are replaced as by prepare.
+template <class Device>
 BackwardCall prepare_backward(Arguments& arguments, RowGrads& grads, bool target_grad) {
-  BackwardCall call{prepare(arguments), empty({0}, arguments.input.scalar_type(), arguments.input)};
+  BackwardCall call{prepare<Device>(arguments), empty({0}, arguments.input.scalar_type(), arguments.input)};
   const Tensor& input = arguments.input;
   const ScalarType type = input.scalar_type();
   const std::vector<int64_t> rows = without_dim(sizes_of(input), 1);
@@ -109,38 +112,40 @@ BackwardCall prepare_backward(Arguments& arguments, RowGrads& grads, bool target
     call.problem.grad_lse = grads.lse->data_ptr();
   }
   if (target_grad) {
-    call.grad_target = empty(sizes_of(input), type, input);
+    call.grad_target = Device::empty_rows(sizes_of(input), type, input);
     call.problem.grad_target = view_of<MutableView3>(call.grad_target, 1);
-    use_large_pages(call.grad_target);
   }
   return call;
 }
 
+template <class Device>
 void run_backward(RowProblem& problem, const Tensor& input) {
-  run_checked(cpu::kernels().rows.cross_entropy_backward, kCudaRows.cross_entropy_backward, problem, input);
+  run_checked<Device>(Device::kernels().cross_entropy_backward, problem, input);
 }
 
 // The gradients of input and target.
+template <class Device>
 std::tuple<Tensor, Tensor> backward(Arguments arguments, RowGrads grads, bool target_grad) {
-  auto [problem, grad_target] = prepare_backward(arguments, grads, target_grad);
+  auto [problem, grad_target] = prepare_backward<Device>(arguments, grads, target_grad);
   const Tensor& input = arguments.input;
-  Tensor grad_input = empty(sizes_of(input), input.scalar_type(), input);
+  Tensor grad_input = Device::empty_rows(sizes_of(input), input.scalar_type(), input);
   problem.grad_input = view_of<MutableView3>(grad_input, 1);
-  use_large_pages(grad_input);
-  run_backward(problem, input);
+  run_backward<Device>(problem, input);
   return {grad_input, grad_target};
 }
 
+template <class Device>
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor target, std::optional<Tensor> weight,
                                                          int64_t ignore_index, double label_smoothing) {
-  const RowLosses losses = forward({input, target, weight, ignore_index, label_smoothing});
+  const RowLosses losses = forward<Device>({input, target, weight, ignore_index, label_smoothing});
   return {losses.loss, losses.lse, losses.row_weight};
 }
 
+template <class Device>
 std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
                                                   std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
                                                   bool target_grad) {
-  return backward({input, target, weight, ignore_index, label_smoothing}, {grad_loss, grad_lse}, target_grad);
+  return backward<Device>({input, target, weight, ignore_index, label_smoothing}, {grad_loss, grad_lse}, target_grad);
 }
 
 // ---- The backward pass that overwrites its input ---------------------------------------------------------------------------
@@ -158,59 +163,175 @@ Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
 
 void copy_to(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
-// The CUDA kernels read an element for the last time just before they write its gradient, by the same thread, so that they can
-// write in place. For classes without smoothing the backward kernel makes the losses as well.
-InPlaceResults backward_in_place_on_cuda(Arguments arguments, RowGrads grads, bool target_grad, bool want_forward) {
-  const Tensor input = arguments.input;  // prepare may replace arguments.input by a copy
-  const bool one_kernel =
-      want_forward && arguments.target.scalar_type() == ScalarType::Long && arguments.label_smoothing == 0 && input.numel() > 0;
-  RowLosses losses = want_forward && !one_kernel ? forward(arguments) : empty_losses({0}, input);
-  auto [problem, grad_target] = prepare_backward(arguments, grads, target_grad);
-  if (one_kernel) {
-    losses = empty_losses(without_dim(sizes_of(input), 1), input);
-    set_losses(problem, losses);
-  }
-  problem.grad_input = view_of<MutableView3>(arguments.input, 1);
-  run_backward(problem, input);
-  if (arguments.input.data_ptr() != input.data_ptr()) copy_to(input, arguments.input);  // prepare had to copy
-  return {losses.loss, losses.lse, losses.row_weight, grad_target};
+// ---- One loss for all rows -------------------------------------------------------------------------------------------------
+
+// The arguments of a reduced loss, and its results. The rows' numbers are temporary.
+struct ReducedLoss {
+  RowProblem problem;
+  Tensor result, divisor;  // divisor: what the sum is divided by
+  Tensor loss, row_weight;
+};
+
+template <class Device>
+ReducedLoss prepare_loss(Arguments& arguments, ScalarType dtype) {
+  RowProblem problem = prepare<Device>(arguments);
+  const Tensor& input = arguments.input;
+  check_result_dtype("dtype", dtype, input.scalar_type());
+  const ScalarType type = accumulator_of(input.scalar_type());
+  const int64_t rows = problem.outer * problem.inner;
+  ReducedLoss reduced{problem, empty({}, dtype, input), empty({}, type, input), empty({rows}, type, input),
+                      empty({rows}, type, input)};
+  reduced.problem.loss = reduced.loss.data_ptr();
+  reduced.problem.row_weight = reduced.row_weight.data_ptr();
+  reduced.problem.result_dtype = dtype_of(dtype);
+  return reduced;
 }
 
-// The CPU kernels may read a row again while they write its gradient, so the gradients of some rows at a time are made in a
-// buffer and then copied to the rows' place.
-InPlaceResults backward_in_place_on_cpu(const Arguments& arguments, const RowGrads& grads, bool target_grad,
-                                        bool want_forward) {
-  const auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
-  const int64_t rows = input.size(0);
-  const ScalarType type = input.scalar_type();
-  const RowLosses losses = empty_losses(want_forward ? without_dim(sizes_of(input), 1) : std::vector<int64_t>{0}, input);
-  const Tensor grad_target = empty(target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
+template <class T>
+void reduce_losses(ReducedLoss& reduced, bool mean) {
+  const RowProblem& problem = reduced.problem;
+  const int64_t rows = problem.outer * problem.inner;
+  const auto sum = [&](const void* data) {
+    const T* values = static_cast<const T*>(data);
+    return std::accumulate(values, values + rows, 0.0);
+  };
+  const double denominator = mean ? sum(problem.row_weight) : 1.0;
+  Tensor quotient = empty({}, ScalarType::Double, reduced.result);
+  *static_cast<double*>(quotient.data_ptr()) = sum(problem.loss) / denominator;
+  torch::stable::copy_(reduced.result, quotient);
+  *static_cast<T*>(reduced.divisor.data_ptr()) = static_cast<T>(denominator);
+}
 
-  constexpr int64_t kBufferBytes = int64_t{16} << 20;  // small enough to stay in the cache and to be recycled by malloc
-  const int64_t row_bytes = std::max<int64_t>(input.numel() / std::max<int64_t>(rows, 1) * size_of(dtype_of(type)), 1);
-  const int64_t buffer_rows = std::max<int64_t>(kBufferBytes / row_bytes, 1);
-  for (int64_t begin = 0; begin < rows; begin += buffer_rows) {
-    const int64_t count = std::min(buffer_rows, rows - begin);
-    const auto part = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
-    const Arguments part_arguments{part(input), part(target), weight, ignore_index, label_smoothing};
-    if (want_forward) {
-      const auto [loss, lse, row_weight] = forward(part_arguments);
-      copy_to(part(losses.loss), loss);
-      copy_to(part(losses.lse), lse);
-      copy_to(part(losses.row_weight), row_weight);
+template <class T>
+Tensor row_grads(const Tensor& grad, const Tensor& divisor, int64_t rows) {
+  Tensor grad_double = empty({}, ScalarType::Double, grad), grad_loss = empty({rows}, divisor.scalar_type(), grad);
+  torch::stable::copy_(grad_double, grad);
+  const double row_grad = *static_cast<const double*>(grad_double.data_ptr()) / *static_cast<const T*>(divisor.data_ptr());
+  std::fill_n(static_cast<T*>(grad_loss.data_ptr()), rows, static_cast<T>(row_grad));
+  return grad_loss;
+}
+
+// ---- What differs between the devices --------------------------------------------------------------------------------------
+
+// run_loss() makes a reduced loss, set_grad_loss() sets the gradient of each row's loss from that of the reduced loss and
+// returns the tensor that the problem then points into, backward_in_place() overwrites the input by its gradient.
+struct LossOnCpu : RowsOnCpu {
+  static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
+    const Tensor lse = empty(sizes_of(reduced.loss), reduced.loss.scalar_type(), input);
+    reduced.problem.lse = lse.data_ptr();
+    run_checked<RowsOnCpu>(kernels().cross_entropy, reduced.problem, input);
+    if (lse.scalar_type() == ScalarType::Double)
+      reduce_losses<double>(reduced, mean);
+    else
+      reduce_losses<float>(reduced, mean);
+  }
+
+  static Tensor set_grad_loss(RowProblem& problem, const Tensor& grad, const Tensor& divisor) {
+    const int64_t rows = problem.outer * problem.inner;
+    const Tensor grad_loss = divisor.scalar_type() == ScalarType::Double ? row_grads<double>(grad, divisor, rows)
+                                                                         : row_grads<float>(grad, divisor, rows);
+    problem.grad_loss = grad_loss.data_ptr();
+    return grad_loss;
+  }
+
+  // The CPU kernels may read a row again while they write its gradient, so the gradients of some rows at a time are made in a
+  // buffer and then copied to the rows' place.
+  static InPlaceResults backward_in_place(const Arguments& arguments, const RowGrads& grads, bool target_grad,
+                                          bool want_forward) {
+    const auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
+    const int64_t rows = input.size(0);
+    const ScalarType type = input.scalar_type();
+    const RowLosses losses = empty_losses(want_forward ? without_dim(sizes_of(input), 1) : std::vector<int64_t>{0}, input);
+    const Tensor grad_target = empty(target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
+
+    constexpr int64_t kBufferBytes = int64_t{16} << 20;  // small enough to stay in the cache and to be recycled by malloc
+    const int64_t row_bytes = std::max<int64_t>(input.numel() / std::max<int64_t>(rows, 1) * size_of(dtype_of(type)), 1);
+    const int64_t buffer_rows = std::max<int64_t>(kBufferBytes / row_bytes, 1);
+    for (int64_t begin = 0; begin < rows; begin += buffer_rows) {
+      const int64_t count = std::min(buffer_rows, rows - begin);
+      const auto part = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
+      const Arguments part_arguments{part(input), part(target), weight, ignore_index, label_smoothing};
+      if (want_forward) {
+        const auto [loss, lse, row_weight] = forward<RowsOnCpu>(part_arguments);
+        copy_to(part(losses.loss), loss);
+        copy_to(part(losses.lse), lse);
+        copy_to(part(losses.row_weight), row_weight);
+      }
+      const RowGrads part_grads{part(grads.loss), grads.lse ? std::optional(part(*grads.lse)) : std::nullopt};
+      const auto [part_grad_input, part_grad_target] = backward<RowsOnCpu>(part_arguments, part_grads, target_grad);
+      copy_to(part_arguments.input, part_grad_input);
+      if (target_grad) copy_to(part(grad_target), part_grad_target);
     }
-    const RowGrads part_grads{part(grads.loss), grads.lse ? std::optional(part(*grads.lse)) : std::nullopt};
-    const auto [part_grad_input, part_grad_target] = backward(part_arguments, part_grads, target_grad);
-    copy_to(part_arguments.input, part_grad_input);
-    if (target_grad) copy_to(part(grad_target), part_grad_target);
+    return {losses.loss, losses.lse, losses.row_weight, grad_target};
   }
-  return {losses.loss, losses.lse, losses.row_weight, grad_target};
+};
+
+struct LossOnCuda : RowsOnCuda {
+  static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
+    run_checked<RowsOnCuda>(kernels().cross_entropy, reduced.problem, input);
+    CudaCall call(input);
+    void* const workspace = call.workspace(cuda::reduce_losses_workspace(reduced.loss.numel()));
+    cuda::reduce_losses(reduced.problem, mean, reduced.result.data_ptr(), reduced.divisor.data_ptr(), workspace, call.stream());
+  }
+
+  static Tensor set_grad_loss(RowProblem& problem, const Tensor& grad, const Tensor& divisor) {
+    problem.divisor = divisor.data_ptr();  // the kernel divides
+    problem.result_dtype = dtype_of(grad);
+    problem.grad_loss = grad.data_ptr();
+    return grad;
+  }
+
+  // The CUDA kernels read an element for the last time just before they write its gradient, by the same thread, so that they
+  // can write in place. For classes without smoothing the backward kernel makes the losses as well.
+  static InPlaceResults backward_in_place(Arguments arguments, RowGrads grads, bool target_grad, bool want_forward) {
+    const Tensor input = arguments.input;  // prepare may replace arguments.input by a copy
+    const bool one_kernel = want_forward && arguments.target.scalar_type() == ScalarType::Long &&
+                            arguments.label_smoothing == 0 && input.numel() > 0;
+    RowLosses losses = want_forward && !one_kernel ? forward<RowsOnCuda>(arguments) : empty_losses({0}, input);
+    auto [problem, grad_target] = prepare_backward<RowsOnCuda>(arguments, grads, target_grad);
+    if (one_kernel) {
+      losses = empty_losses(without_dim(sizes_of(input), 1), input);
+      set_losses(problem, losses);
+    }
+    problem.grad_input = view_of<MutableView3>(arguments.input, 1);
+    run_backward<RowsOnCuda>(problem, input);
+    if (arguments.input.data_ptr() != input.data_ptr()) copy_to(input, arguments.input);  // prepare had to copy
+    return {losses.loss, losses.lse, losses.row_weight, grad_target};
+  }
+};
+
+// ---- Their operators -------------------------------------------------------------------------------------------------------
+
+template <class Device>
+std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::optional<Tensor> weight, int64_t ignore_index,
+                                              double label_smoothing, bool mean, ScalarType dtype) {
+  Arguments arguments{input, target, weight, ignore_index, label_smoothing};
+  ReducedLoss reduced = prepare_loss<Device>(arguments, dtype);
+  Device::run_loss(reduced, mean, input);
+  return {reduced.result, reduced.divisor};
 }
 
+template <class Device>
+Tensor cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, std::optional<Tensor> weight,
+                                   int64_t ignore_index, double label_smoothing) {
+  Arguments arguments{input, target, weight, ignore_index, label_smoothing};
+  RowProblem problem = prepare<Device>(arguments);
+  const ScalarType type = input.scalar_type();
+  check_result_dtype("grad", grad.scalar_type(), type);
+  check_like(grad, "grad", {}, grad.scalar_type(), input);
+  check_like(divisor, "divisor", {}, accumulator_of(type), input);
+  const Tensor grad_loss = Device::set_grad_loss(problem, grad, divisor);
+  Tensor grad_input = Device::empty_rows(sizes_of(input), type, input);
+  problem.grad_input = view_of<MutableView3>(grad_input, 1);
+  run_backward<Device>(problem, input);
+  return grad_input;
+}
+
+template <class Device>
 InPlaceResults cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
                                                std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
                                                bool target_grad, bool want_forward) {
-  check_floating(input, "input");
+  check_floating<Device>(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   const int64_t rows = input.size(0);
   check(target.dim() >= 1 && target.size(0) == rows, "target: ", rows, " rows are expected, got ", shape_of(target));
@@ -218,126 +339,39 @@ InPlaceResults cross_entropy_backward_in_place(Tensor grad_loss, std::optional<T
         shape_of(grad_loss));
   check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
   const Arguments arguments{input, target, weight, ignore_index, label_smoothing};
-  const RowGrads grads{grad_loss, grad_lse};
-  if (input.is_cuda()) return backward_in_place_on_cuda(arguments, grads, target_grad, want_forward);
-  return backward_in_place_on_cpu(arguments, grads, target_grad, want_forward);
-}
-
-// ---- One loss for all rows -------------------------------------------------------------------------------------------------
-
-// On the CPU: the rows' losses reduced to one result, and the divisor of their sum.
-template <class T>
-void reduce_losses(const RowProblem& problem, bool mean, Tensor& result, Tensor& divisor) {
-  const int64_t rows = problem.outer * problem.inner;
-  const auto sum = [&](const void* data) {
-    const T* values = static_cast<const T*>(data);
-    return std::accumulate(values, values + rows, 0.0);
-  };
-  const double denominator = mean ? sum(problem.row_weight) : 1.0;
-  Tensor reduced = empty({}, ScalarType::Double, result);
-  *static_cast<double*>(reduced.data_ptr()) = sum(problem.loss) / denominator;
-  torch::stable::copy_(result, reduced);
-  *static_cast<T*>(divisor.data_ptr()) = static_cast<T>(denominator);
-}
-
-// On the CPU: the gradient of each row's loss from that of the reduced loss.
-template <class T>
-void fill_grad_loss(const Tensor& grad, const Tensor& divisor, Tensor& grad_loss) {
-  Tensor grad_double = empty({}, ScalarType::Double, grad);
-  torch::stable::copy_(grad_double, grad);
-  const double row_grad = *static_cast<const double*>(grad_double.data_ptr()) / *static_cast<const T*>(divisor.data_ptr());
-  std::fill_n(static_cast<T*>(grad_loss.data_ptr()), grad_loss.numel(), static_cast<T>(row_grad));
-}
-
-std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::optional<Tensor> weight, int64_t ignore_index,
-                                              double label_smoothing, bool mean, ScalarType dtype) {
-  Arguments arguments{input, target, weight, ignore_index, label_smoothing};
-  RowProblem problem = prepare(arguments);
-  check_result_dtype("dtype", dtype, input.scalar_type());
-  const ScalarType type = accumulator_of(input.scalar_type());
-  const int64_t rows = problem.outer * problem.inner;
-  Tensor result = empty({}, dtype, input), divisor = empty({}, type, input);
-  Tensor loss = empty({rows}, type, input), row_weight = empty({rows}, type, input);
-  problem.loss = loss.data_ptr();
-  problem.row_weight = row_weight.data_ptr();
-  problem.result_dtype = dtype_of(dtype);
-  std::optional<Tensor> lse;
-  if (!input.is_cuda()) problem.lse = lse.emplace(empty({rows}, type, input)).data_ptr();
-  run_checked(cpu::kernels().rows.cross_entropy, kCudaRows.cross_entropy, problem, input);
-  if (!input.is_cuda()) {
-    if (type == ScalarType::Double)
-      reduce_losses<double>(problem, mean, result, divisor);
-    else
-      reduce_losses<float>(problem, mean, result, divisor);
-  } else if constexpr (kBuiltWithCuda) {
-    CudaCall call(input);
-    void* const workspace = call.workspace(cuda::reduce_losses_workspace(rows));
-    cuda::reduce_losses(problem, mean, result.data_ptr(), divisor.data_ptr(), workspace, call.stream());
-  }
-  return {result, divisor};
-}
-
-Tensor cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, std::optional<Tensor> weight,
-                                   int64_t ignore_index, double label_smoothing) {
-  Arguments arguments{input, target, weight, ignore_index, label_smoothing};
-  RowProblem problem = prepare(arguments);
-  const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type);
-  check_result_dtype("grad", grad.scalar_type(), type);
-  check_like(grad, "grad", {}, grad.scalar_type(), input);
-  check_like(divisor, "divisor", {}, accumulator, input);
-  Tensor grad_input = empty(sizes_of(input), type, input), grad_loss = grad;
-  if (input.is_cuda()) {
-    problem.divisor = divisor.data_ptr();
-    problem.result_dtype = dtype_of(grad);
-  } else {
-    grad_loss = empty({problem.outer * problem.inner}, accumulator, input);
-    if (accumulator == ScalarType::Double)
-      fill_grad_loss<double>(grad, divisor, grad_loss);
-    else
-      fill_grad_loss<float>(grad, divisor, grad_loss);
-  }
-  problem.grad_loss = grad_loss.data_ptr();
-  problem.grad_input = view_of<MutableView3>(grad_input, 1);
-  use_large_pages(grad_input);
-  run_backward(problem, input);
-  return grad_input;
+  return Device::backward_in_place(arguments, {grad_loss, grad_lse}, target_grad, want_forward);
 }
 
 // ---- For linear_cross_entropy ----------------------------------------------------------------------------------------------
 
-// tensor *= factor, on CUDA alone. Its schema is in Python (flash_online/_linear.py), beside its only caller.
-void scale_in_place(Tensor tensor, Tensor factor) {
-  check_floating(tensor, "tensor");
-  check_cuda_dtype(tensor, "tensor");
+// tensor *= factor, on CUDA alone. Its schema is in Python (flash_online/_linear_cross_entropy_ops.py), beside its only caller.
+inline void scale_in_place(Tensor tensor, Tensor factor) {
+  check_floating<RowsOnCuda>(tensor, "tensor");
   check(tensor.is_contiguous(), "tensor: must be contiguous");
-  check(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float && factor.is_cuda() &&
-            factor.get_device_index() == tensor.get_device_index(),
-        "factor: one float32 number on the tensor's device is expected, got shape ", shape_of(factor));
-  if constexpr (kBuiltWithCuda) {
-    const CudaCall call(tensor);
-    cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()),
-                call.stream());
-  }
+  check_device(factor, "factor", tensor, "tensor");
+  check(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float, "factor: one float32 number is expected, got shape ",
+        shape_of(factor));
+  const CudaCall call(tensor);
+  cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()), call.stream());
 }
 
-// One implementation serves both devices: it runs where its tensors are.
-template <class Library>
+template <class Device, class Library>
 void add_cross_entropy(Library& m) {
-  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
-  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
-  m.impl("cross_entropy_loss", TORCH_BOX(&cross_entropy_loss));
-  m.impl("cross_entropy_loss_backward", TORCH_BOX(&cross_entropy_loss_backward));
-  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward<Device>));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward<Device>));
+  m.impl("cross_entropy_loss", TORCH_BOX(&cross_entropy_loss<Device>));
+  m.impl("cross_entropy_loss_backward", TORCH_BOX(&cross_entropy_loss_backward<Device>));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place<Device>));
 }
 
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_cross_entropy(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_cross_entropy<flash_online::ops::LossOnCpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   if constexpr (flash_online::ops::kBuiltWithCuda) {
-    flash_online::ops::add_cross_entropy(m);
+    flash_online::ops::add_cross_entropy<flash_online::ops::LossOnCuda>(m);
     m.impl("scale_", TORCH_BOX(&flash_online::ops::scale_in_place));
   }
 }

@@ -8,6 +8,7 @@ namespace flash_online::ops {
 namespace {
 
 // The partial results that a merge is given, checked and flattened to rows.
+template <class Device>
 struct Parts {
   std::vector<Tensor> contiguous;  // what the pointers of `part` point into
   std::vector<MergePart> part;
@@ -17,8 +18,7 @@ struct Parts {
     check(!outs.empty(), "outs: expected at least one partial result, got none");
     check(outs.size() == lses.size(), "lses: ", lses.size(), " tensors, expected one for each of the ", outs.size(), " outs");
     const Tensor& first = outs[0];
-    check_floating(first, "outs");
-    check(has_kernels(first), "outs: dtype must be float16, bfloat16 or float32 on CUDA, got float64");
+    check_floating<Device>(first, "outs");
     check(first.dim() >= 1, "outs: expected [..., width], got ", shape_of(first));
     problem.dtype = dtype_of(first);
     problem.head_dim = first.size(first.dim() - 1);
@@ -46,8 +46,8 @@ struct Parts {
   }
 };
 
-// A merge as one device runs it: run(parts, like) and run_backward(parts, gradients, like).
-struct MergeOnCpu {
+// The devices of a merge.
+struct MergeOnCpu : Cpu {
   static void run(const MergeProblem& problem, const Tensor& like) {
     cpu::kernels().attention.merge(problem, CpuExecutor(problem.rows, {}, like));
   }
@@ -56,7 +56,7 @@ struct MergeOnCpu {
   }
 };
 
-struct MergeOnCuda {
+struct MergeOnCuda : Cuda {
   static void run(const MergeProblem& problem, const Tensor& like) {
     CudaCall call(like);
     cuda::attention_merge(problem, call.workspace(cuda::attention_merge_workspace(problem)), call.stream());
@@ -69,7 +69,7 @@ struct MergeOnCuda {
 
 template <class Device>
 std::tuple<Tensor, Tensor> attention_merge(std::vector<Tensor> outs, std::vector<Tensor> lses) {
-  Parts parts(outs, lses);
+  Parts<Device> parts(outs, lses);
   Tensor out = empty(sizes_of(outs[0]), outs[0].scalar_type(), outs[0]),
          lse = empty(sizes_of(lses[0]), lses[0].scalar_type(), lses[0]);
   parts.problem.out = out.data_ptr();
@@ -82,7 +82,9 @@ template <class Device>
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward(const Tensor& grad_out, const Tensor& grad_lse,
                                                                               std::vector<Tensor> outs,
                                                                               std::vector<Tensor> lses) {
-  Parts parts(outs, lses);
+  Parts<Device> parts(outs, lses);
+  check_device(grad_out, "grad_out", outs[0], "outs[0]");
+  check_device(grad_lse, "grad_lse", outs[0], "outs[0]");
   check(sizes_of(grad_out) == sizes_of(outs[0]) && grad_out.scalar_type() == outs[0].scalar_type(),
         "grad_out: expected outs' shape ", shape_of(outs[0]), " and dtype, got ", shape_of(grad_out));
   check(sizes_of(grad_lse) == sizes_of(lses[0]) && grad_lse.scalar_type() == lses[0].scalar_type(),

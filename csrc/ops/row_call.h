@@ -1,9 +1,10 @@
-// What the row operators share: checks, a RowProblem from tensors, and the run of its kernel on the tensors' device. A tensor
+// What the row operators share: checks, a RowProblem from tensors, and the run of its kernel on each device. A tensor
 // of any strides is read as [outer, classes, inner] in place; it is copied only if the dimensions on one side of dim do not
 // share one stride.
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <numeric>
 
 #if defined(__linux__)
@@ -70,8 +71,7 @@ inline void check_like(const Tensor& tensor, const char* name, const std::vector
                        const Tensor& other) {
   check(sizes_of(tensor) == sizes, name, ": the shape must be ", text_of(sizes), ", got ", shape_of(tensor));
   check(tensor.scalar_type() == type, name, ": the dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
-  check(tensor.is_cuda() == other.is_cuda() && tensor.get_device_index() == other.get_device_index(), name,
-        ": must be on the device of the other tensors");
+  check_device(tensor, name, other, "the other tensors");
 }
 
 inline void check_result_dtype(const char* name, ScalarType result, ScalarType input) {
@@ -101,62 +101,69 @@ inline RowProblem row_problem(const std::vector<int64_t>& sizes, int64_t dim, Sc
   return problem;
 }
 
-// Asks for large pages under a large new result. From 32 MiB on the C library maps fresh memory for every tensor, and page
-// faults of 4 KiB each then take longer than the row kernels do. It is only advice, which the operating system may ignore.
+// Asks for large pages under a large new result on the CPU. From 32 MiB on the C library maps fresh memory for every tensor,
+// and page faults of 4 KiB each then take longer than the row kernels do. It is only advice, which the operating system may
+// ignore.
 inline void use_large_pages([[maybe_unused]] const Tensor& result) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;
   const int64_t bytes = result.numel() * size_of(dtype_of(result));
-  if (result.is_cuda() || bytes < int64_t{32} << 20) return;
+  if (bytes < int64_t{32} << 20) return;
   const uintptr_t data = reinterpret_cast<uintptr_t>(result.data_ptr());
   const uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + static_cast<uintptr_t>(bytes)) / kPage * kPage;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
 
-using RowKernel = void (*)(const RowProblem&, const cpu::Executor&);
+// The devices of row operators: kernels() is the table of a device's kernels, run() runs one of them where `like` is, and
+// empty_rows() makes a result as large as the input.
+struct RowsOnCpu : Cpu {
+  static constexpr int64_t kMostTopkClasses = std::numeric_limits<int64_t>::max();
 
-inline void run_on_cpu(RowKernel kernel, const RowProblem& problem, const Tensor& like) {
-  const int64_t elements = problem.outer * problem.classes * problem.inner;
-  const cpu::Memory memory{.scratch = cpu::kernels().rows.scratch(problem)};
-  kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
-}
+  static const cpu::RowKernels& kernels() { return cpu::kernels().rows; }
 
-// A CUDA row kernel and the bytes of workspace that it needs; null in a build without CUDA.
-struct CudaRowKernel {
-  void (*run)(const RowProblem&, CUstream_st*) = nullptr;
-  int64_t (*workspace)(const RowProblem&) = nullptr;
-};
-struct CudaRowKernels {
-  CudaRowKernel softmax, softmax_backward, logsumexp, logsumexp_backward, cross_entropy, cross_entropy_backward, topk_softmax,
-      topk_softmax_backward;
-};
-constexpr CudaRowKernels cuda_row_kernels() {
-  if constexpr (kBuiltWithCuda)
-    return {.softmax = {cuda::softmax, cuda::rows_workspace},
-            .softmax_backward = {cuda::softmax_backward, cuda::softmax_backward_workspace},
-            .logsumexp = {cuda::logsumexp, cuda::reduce_workspace},
-            .logsumexp_backward = {cuda::logsumexp_backward, cuda::rows_workspace},
-            .cross_entropy = {cuda::cross_entropy, cuda::reduce_workspace},
-            .cross_entropy_backward = {cuda::cross_entropy_backward, cuda::rows_workspace},
-            .topk_softmax = {cuda::topk_softmax, cuda::topk_workspace},
-            .topk_softmax_backward = {cuda::topk_softmax_backward, cuda::rows_workspace}};
-  return {};
-}
-inline constexpr CudaRowKernels kCudaRows = cuda_row_kernels();
-
-// Runs the kernel of the device that `like` is on.
-inline void run(RowKernel on_cpu, const CudaRowKernel& on_cuda, RowProblem problem, const Tensor& like) {
-  if (!like.is_cuda()) return run_on_cpu(on_cpu, problem, like);
-  if constexpr (kBuiltWithCuda) {
-    CudaCall call(like);
-    problem.workspace = call.workspace(on_cuda.workspace(problem));
-    on_cuda.run(problem, call.stream());
+  using Kernel = void (*)(const RowProblem&, const cpu::Executor&);
+  static void run(Kernel kernel, const RowProblem& problem, const Tensor& like) {
+    const int64_t elements = problem.outer * problem.classes * problem.inner;
+    const cpu::Memory memory{.scratch = kernels().scratch(problem)};
+    kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
   }
-}
 
-inline void check_cuda_dtype(const Tensor& tensor, const char* name) {
-  check(has_kernels(tensor), name, ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
-}
+  static Tensor empty_rows(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+    const Tensor result = empty(sizes, type, like);
+    use_large_pages(result);
+    return result;
+  }
+};
+
+struct RowsOnCuda : Cuda {
+  static constexpr int64_t kMostTopkClasses = 0xfffffffe;  // topk_softmax_forward's, whose keys hold a class in 32 bits
+
+  struct Kernel {
+    void (*run)(const RowProblem&, CUstream_st*);
+    int64_t (*workspace)(const RowProblem&);  // in bytes
+  };
+  struct Kernels {
+    Kernel softmax{cuda::softmax, cuda::rows_workspace};
+    Kernel softmax_backward{cuda::softmax_backward, cuda::softmax_backward_workspace};
+    Kernel logsumexp{cuda::logsumexp, cuda::reduce_workspace};
+    Kernel logsumexp_backward{cuda::logsumexp_backward, cuda::rows_workspace};
+    Kernel cross_entropy{cuda::cross_entropy, cuda::reduce_workspace};
+    Kernel cross_entropy_backward{cuda::cross_entropy_backward, cuda::rows_workspace};
+    Kernel topk_softmax{cuda::topk_softmax, cuda::topk_workspace};
+    Kernel topk_softmax_backward{cuda::topk_softmax_backward, cuda::rows_workspace};
+  };
+  static constexpr Kernels kernels() { return {}; }
+
+  static void run(const Kernel& kernel, RowProblem problem, const Tensor& like) {
+    CudaCall call(like);
+    problem.workspace = call.workspace(kernel.workspace(problem));
+    kernel.run(problem, call.stream());
+  }
+
+  static Tensor empty_rows(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+    return empty(sizes, type, like);
+  }
+};
 
 }  // namespace flash_online::ops

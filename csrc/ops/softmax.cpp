@@ -9,33 +9,34 @@ struct SoftmaxCall {
   Tensor result;
 };
 
+template <class Device>
 SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dtype) {
-  check_floating(input, "input");
-  check_cuda_dtype(input, "input");
+  check_floating<Device>(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
-  SoftmaxCall call{row_problem(sizes_of(input), dim, input.scalar_type(), dtype), empty(sizes_of(input), dtype, input)};
+  SoftmaxCall call{row_problem(sizes_of(input), dim, input.scalar_type(), dtype),
+                   Device::empty_rows(sizes_of(input), dtype, input)};
   call.problem.log = log;
   call.problem.input = view_of(input, dim);
   call.problem.result = view_of<MutableView3>(call.result, dim);
   return call;
 }
 
+template <class Device>
 Tensor softmax_forward(Tensor input, int64_t dim, bool log, ScalarType dtype) {
-  const SoftmaxCall call = prepare_softmax(input, dim, log, dtype);
-  use_large_pages(call.result);
-  run(cpu::kernels().rows.softmax, kCudaRows.softmax, call.problem, input);
+  const SoftmaxCall call = prepare_softmax<Device>(input, dim, log, dtype);
+  Device::run(Device::kernels().softmax, call.problem, input);
   return call.result;
 }
 
+template <class Device>
 SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, bool log, ScalarType input_dtype) {
-  check_floating(output, "output");
-  check_cuda_dtype(output, "output");
+  check_floating<Device>(output, "output");
   check_dim(output, dim);
   check_result_dtype("output", output.scalar_type(), input_dtype);
   check_like(grad, "grad", sizes_of(output), output.scalar_type(), output);
   SoftmaxCall call{row_problem(sizes_of(output), dim, input_dtype, output.scalar_type()),
-                   empty(sizes_of(output), input_dtype, output)};
+                   Device::empty_rows(sizes_of(output), input_dtype, output)};
   call.problem.log = log;
   call.problem.grad = view_of(grad, dim);
   call.problem.output = view_of(output, dim);
@@ -43,57 +44,55 @@ SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, 
   return call;
 }
 
+template <class Device>
 Tensor softmax_backward(Tensor grad, Tensor output, int64_t dim, bool log, ScalarType input_dtype) {
-  const SoftmaxCall call = prepare_softmax_backward(grad, output, dim, log, input_dtype);
-  use_large_pages(call.result);
-  run(cpu::kernels().rows.softmax_backward, kCudaRows.softmax_backward, call.problem, output);
+  const SoftmaxCall call = prepare_softmax_backward<Device>(grad, output, dim, log, input_dtype);
+  Device::run(Device::kernels().softmax_backward, call.problem, output);
   return call.result;
 }
 
+template <class Device>
 Tensor logsumexp_forward(Tensor input, int64_t dim) {
-  check_floating(input, "input");
-  check_cuda_dtype(input, "input");
+  check_floating<Device>(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   Tensor lse = empty(without_dim(sizes_of(input), dim), accumulator_of(type), input);
   RowProblem problem = row_problem(sizes_of(input), dim, type, type);
   problem.input = view_of(input, dim);
   problem.lse = lse.data_ptr();
-  run(cpu::kernels().rows.logsumexp, kCudaRows.logsumexp, problem, input);
+  Device::run(Device::kernels().logsumexp, problem, input);
   return lse;
 }
 
+template <class Device>
 Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
-  check_floating(input, "input");
-  check_cuda_dtype(input, "input");
+  check_floating<Device>(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   check_like(grad, "grad", without_dim(sizes_of(input), dim), accumulator_of(type), input);
   grad = torch::stable::contiguous(grad);
-  Tensor grad_input = empty(sizes_of(input), type, input);
+  Tensor grad_input = Device::empty_rows(sizes_of(input), type, input);
   RowProblem problem = row_problem(sizes_of(input), dim, type, type);
   problem.input = view_of(input, dim);
   problem.grad_lse = grad.data_ptr();
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
-  use_large_pages(grad_input);
-  run(cpu::kernels().rows.logsumexp_backward, kCudaRows.logsumexp_backward, problem, input);
+  Device::run(Device::kernels().logsumexp_backward, problem, input);
   return grad_input;
 }
 
-// One implementation serves both devices: it runs where its tensors are.
-template <class Library>
+template <class Device, class Library>
 void add_softmax(Library& m) {
-  m.impl("softmax_forward", TORCH_BOX(&softmax_forward));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
-  m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward));
-  m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward));
+  m.impl("softmax_forward", TORCH_BOX(&softmax_forward<Device>));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward<Device>));
+  m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward<Device>));
+  m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward<Device>));
 }
 
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_softmax(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_softmax<flash_online::ops::RowsOnCpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
-  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_softmax(m);
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_softmax<flash_online::ops::RowsOnCuda>(m);
 }

@@ -73,28 +73,52 @@ inline const char* name_of(ScalarType type) {
   }
 }
 
-inline void check_floating(const Tensor& tensor, const char* name) {
+// The devices. Every operator is a template over a struct that derives from one of these and runs its kernels there. It is
+// registered once per dispatch key: which device a call is for is the dispatcher's answer.
+struct Cpu {
+  static constexpr bool kTakesFloat64 = true;
+};
+struct Cuda {
+  static constexpr bool kTakesFloat64 = false;
+};
+
+template <class Device>
+void check_floating(const Tensor& tensor, const char* name) {
   const ScalarType type = tensor.scalar_type();
   check(type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double,
         name, ": dtype must be float16, bfloat16, float32 or float64, got ", name_of(type));
+  check(Device::kTakesFloat64 || type != ScalarType::Double, name,
+        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
 }
 
-// Whether there are kernels for the tensor's dtype, one of check_floating's, on its device: none on CUDA takes float64.
-inline bool has_kernels(const Tensor& tensor) { return !tensor.is_cuda() || tensor.scalar_type() != ScalarType::Double; }
+struct DeviceOf {
+  int32_t type = 0, index = 0;
+  explicit DeviceOf(const Tensor& tensor) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+  }
+  bool operator==(const DeviceOf&) const = default;
+};
 
-inline bool on_one_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+// The dispatcher picks CUDA where devices are mixed, so every operator compares each of its tensors with its first one before a
+// kernel gets a pointer.
+inline bool on_one_device(const Tensor& a, const Tensor& b) { return DeviceOf(a) == DeviceOf(b); }
+
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& first, const char* name_of_first) {
+  check(on_one_device(tensor, first), name, ": must be on the device of ", name_of_first);
+}
+inline void check_device(const std::optional<Tensor>& tensor, const char* name, const Tensor& first,
+                         const char* name_of_first) {
+  if (tensor) check_device(*tensor, name, first, name_of_first);
 }
 
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type,
                             const Tensor& like) {
-  int32_t device_type = 0, device_index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  const DeviceOf device(like);
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                                          torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-                                                         device_type, device_index, &handle));
+                                                         device.type, device.index, &handle));
   return Tensor(handle);
 }
 

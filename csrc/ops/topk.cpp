@@ -6,13 +6,13 @@
 namespace flash_online::ops {
 namespace {
 
+template <class Device>
 std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
-  check_floating(input, "input");
-  check_cuda_dtype(input, "input");
+  check_floating<Device>(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
-  check(!input.is_cuda() || input.size(dim) < 0xffffffff,
-        "input: on CUDA at most 2^32 - 2 elements along dim are accepted, got ", input.size(dim));
+  check(input.size(dim) <= Device::kMostTopkClasses, "input: on CUDA at most ", Device::kMostTopkClasses,
+        " elements along dim are accepted, got ", input.size(dim));
   check(k >= 0 && k <= input.size(dim), "k: must lie in [0, ", input.size(dim), "], the input's size along dim ", dim, "; got ",
         k);
   const std::vector<int64_t> sizes = with_dim_size(sizes_of(input), dim, k);
@@ -23,13 +23,13 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
   problem.input = view_of(input, dim);
   problem.result = view_of<MutableView3>(probabilities, dim);
   problem.indices = view_of<View3<int64_t*>>(indices, dim);
-  run(cpu::kernels().rows.topk_softmax, kCudaRows.topk_softmax, problem, input);
+  Device::run(Device::kernels().topk_softmax, problem, input);
   return {probabilities, indices};
 }
 
+template <class Device>
 Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int64_t dim, bool renormalize) {
-  check_floating(input, "input");
-  check_cuda_dtype(input, "input");
+  check_floating<Device>(input, "input");
   check_dim(input, dim);
   check(probabilities.dim() == input.dim(), "probabilities: as many dimensions as the input's, ", input.dim(),
         ", are needed, got ", probabilities.dim());
@@ -40,7 +40,7 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
   check_like(probabilities, "probabilities", sizes, probabilities.scalar_type(), input);
   check_like(grad, "grad", sizes, probabilities.scalar_type(), input);
   check_like(indices, "indices", sizes, ScalarType::Long, input);
-  Tensor grad_input = empty(sizes_of(input), input.scalar_type(), input);
+  Tensor grad_input = Device::empty_rows(sizes_of(input), input.scalar_type(), input);
   int64_t bad_row = -1;
   RowProblem problem = row_problem(sizes_of(input), dim, input.scalar_type(), probabilities.scalar_type());
   problem.k = k;
@@ -51,24 +51,22 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
   problem.indices = view_of<View3<int64_t*>>(indices, dim);
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
   problem.bad_row = &bad_row;
-  use_large_pages(grad_input);
-  run(cpu::kernels().rows.topk_softmax_backward, kCudaRows.topk_softmax_backward, problem, input);
+  Device::run(Device::kernels().topk_softmax_backward, problem, input);
   check(bad_row < 0, "indices: row ", bad_row, " has one out of bounds; accepted are 0 to ", problem.classes - 1);
   return grad_input;
 }
 
-// One implementation serves both devices: it runs where its tensors are.
-template <class Library>
+template <class Device, class Library>
 void add_topk(Library& m) {
-  m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward));
-  m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward));
+  m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward<Device>));
+  m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward<Device>));
 }
 
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_topk(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_topk<flash_online::ops::RowsOnCpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
-  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_topk(m);
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_topk<flash_online::ops::RowsOnCuda>(m);
 }
