@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .case import Case
 
 # The least memory traffic of a row function, in passes over the input: what must be read and what must be written, once.
 PASSES = {
@@ -21,30 +23,20 @@ LONG_ROW, FEW_ROWS = 32768, 8
 
 
 @dataclass(frozen=True)
-class Case:
-    """One problem. `sizes` is what its label shows and what its inputs are made from; `reason` is for the reader.
+class RowCase(Case):
+    """A problem of a row function, the family, or of attention on the CPU; `reason` is for the reader.
 
     Options of attention: `causal`; `window` W: a query sees the W keys up to itself; `mask` "random" (bool [L, L], half of it
     visible) or "padding" (bool [B, 1, 1, L]; of one sequence three quarters of the keys are visible, of the next a quarter);
     `bias` "per head" ([1, H, L, L]) or "shared" ([1, 1, L, L]), both with gradient, or "frozen" (as per head, without).
     """
 
-    function: str
-    sizes: dict[str, int]
-    dtype: torch.dtype
-    reason: str
-    options: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        parts = [f"{name} {size}" for name, size in self.sizes.items()]
-        parts += [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
-        return ", ".join(parts)
+    reason: str = ""
 
     @property
     def kind(self) -> str:
         """What cases are summarised by: the mask of attention, the shape of rows."""
-        if self.function == "attention":
+        if self.family == "attention":
             kinds = [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
             return ", ".join(kinds) or "full"
         if self.sizes["rows"] <= FEW_ROWS:
@@ -61,7 +53,7 @@ class Case:
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, generator=generator) * scale).to(self.dtype).to(device)
 
-        if self.function == "attention":
+        if self.family == "attention":
             batch, heads, length, head_dim = (self.sizes[name] for name in ("B", "H", "L", "E"))
             wanted = [normal(batch, heads, length, head_dim) for _ in range(3)]
             extras = []
@@ -75,7 +67,7 @@ class Case:
                 extras.append(torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - window).to(device))
             return [t.requires_grad_() for t in wanted], extras
         rows, classes = self.sizes["rows"], self.sizes["classes"]
-        target = [torch.randint(classes, (rows,), generator=generator).to(device)] if self.function == "cross_entropy" else []
+        target = [torch.randint(classes, (rows,), generator=generator).to(device)] if self.family == "cross_entropy" else []
         return [normal(rows, classes, scale=3.0).requires_grad_()], target
 
     def _lengths(self) -> list[int]:
@@ -91,25 +83,25 @@ class Case:
     def flops(self, direction: str, extras: list[Tensor]) -> int | None:
         """Operations of the matrix products over visible pairs: forward QK', PV; backward QK' again, dV, dP, dQ, dK. None for
         row functions."""
-        if self.function != "attention":
+        if self.family != "attention":
             return None
         return self.visible_pairs(extras) * self.sizes["E"] * (4 if direction == "forward" else 10)
 
     def moved_bytes(self, direction: str) -> int | None:
         """The least memory traffic of a row function. None for attention."""
-        if self.function not in PASSES:
+        if self.family not in PASSES:
             return None
-        return math.prod(self.sizes.values()) * self.dtype.itemsize * PASSES[self.function][direction]
+        return math.prod(self.sizes.values()) * self.dtype.itemsize * PASSES[self.family][direction]
 
 
-def _attention(length: int, dtype: torch.dtype, reason: str, *, head_dim: int = 64, batch: int = 1, **options) -> Case:
+def _attention(length: int, dtype: torch.dtype, reason: str, *, head_dim: int = 64, batch: int = 1, **options) -> RowCase:
     # Long sequences have fewer heads, so that a case costs seconds, not minutes. They have two at least, so that two threads
     # have work where a peer parallelizes over heads alone.
     heads = (8 if length <= 2048 else 4 if length <= 4096 else 2) // batch
-    return Case("attention", {"B": batch, "H": heads, "L": length, "E": head_dim}, dtype, reason, options)
+    return RowCase("attention", {"B": batch, "H": heads, "L": length, "E": head_dim}, options, dtype, reason)
 
 
-def _attention_kinds(dtype: torch.dtype) -> list[Case]:
+def _attention_kinds(dtype: torch.dtype) -> list[RowCase]:
     grown = (512, 1024, 2048, 4096, 8192, 16384)
     wide = {"full": (1024, 4096), "causal": (512, 2048, 8192), "mask": (2048,), "window": (8192,)}
     causal, full, mask, window = (
@@ -138,9 +130,9 @@ def _attention_kinds(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def _rows(function: str, shapes, dtypes, reason: str, **options) -> list[Case]:
+def _rows(function: str, shapes, dtypes, reason: str, **options) -> list[RowCase]:
     return [
-        Case(function, {"rows": rows, "classes": classes}, dtype, reason, options)
+        RowCase(function, {"rows": rows, "classes": classes}, options, dtype, reason)
         for dtype in dtypes
         for rows, classes in shapes
     ]
@@ -183,11 +175,11 @@ CUDA = [
 _QUICK = "seconds for all of them: does the benchmark itself work?"
 QUICK = [
     *(
-        Case("attention", {"B": 2, "H": 2, "L": 128, "E": 32}, FLOAT, _QUICK, options)
+        RowCase("attention", {"B": 2, "H": 2, "L": 128, "E": 32}, options, FLOAT, _QUICK)
         for options in ({"causal": True}, {"mask": "padding"}, {"window": 24}, {"bias": "shared"})
     ),
     *(
-        Case("attention", {"B": 1, "H": 2, "L": 128, "E": 32}, BFLOAT, _QUICK, options)
+        RowCase("attention", {"B": 1, "H": 2, "L": 128, "E": 32}, options, BFLOAT, _QUICK)
         for options in ({}, {"mask": "random"}, {"bias": "per head"}, {"bias": "frozen"})
     ),
     *(case for function in ROWS[:-1] for case in _rows(function, ((64, 512), (2, LONG_ROW)), (FLOAT,), _QUICK)),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as torch_functional
-from peers import Provider, Unavailable
+
+from .peers import Provider, Unavailable
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as torch_functional
-from summary import FLASH, MATH, OURS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_online
 import flash_online.functional as our_functional
+
+from .summary import FLASH, MATH, OURS
 
 PEER_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of max|truth|
 MAX_SCORE_BYTES = 2**28  # bytes of float32 scores for torch math, which holds several tensors of that size and takes seconds

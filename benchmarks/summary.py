@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-SCHEMA = 2  # version of the results that run.py writes and report.py reads
+SCHEMA = 3  # version of the records in benchmarks/results
 OURS, FLASH, MATH = "flash_online", "torch flash", "torch math"
 CONTEXT = (MATH,)  # only for comparison where another peer runs: few rounds are enough
 DIRECTIONS = ("forward", "backward")
@@ -60,10 +60,10 @@ def summarize(results: list[dict]) -> list[dict]:
     groups = defaultdict(list)
     for result in results:
         if result["ratio"]:
-            groups[result["function"], result["kind"], result["dtype"], result["ratio"]["against"]].append(result)
+            groups[result["family"], result["kind"], result["dtype"], result["ratio"]["against"]].append(result)
     summary = []
     for (function, kind, dtype, against), members in groups.items():
-        entry = {"function": function, "kind": kind, "dtype": dtype, "against": against, "cases": len(members)}
+        entry = {"family": function, "kind": kind, "dtype": dtype, "against": against, "cases": len(members)}
         for direction in DIRECTIONS:
             entry[direction] = _of_ratios(members, direction)
             shares = [m["providers"][OURS].get(f"{direction}_share") for m in members]
@@ -103,7 +103,7 @@ def targets(results: list[dict]) -> list[dict]:
 
     `least` bounds the geometric mean, `least_each` every case.
     """
-    attention = [r for r in results if r["function"] == "attention" and r["ratio"]]
+    attention = [r for r in results if r["family"] == "attention" and r["ratio"]]
     beside_flash = [r for r in attention if r["ratio"]["against"] == FLASH]
     plain = [r for r in beside_flash if "window" not in r["options"]]  # a window's speed-up would flatter the mean
     found = []
@@ -113,7 +113,7 @@ def targets(results: list[dict]) -> list[dict]:
     long_window = [r for r in beside_flash if "window" in r["options"] and r["sizes"]["L"] == 8192]
     found += _faster(f"attention, window 512, L 8192, x {FLASH}", long_window, least_each=3.0)
     for function in ("softmax", "log_softmax", "cross_entropy"):
-        of_function = [r for r in results if r["function"] == function and r["ratio"] and r["dtype"] != "float16"]
+        of_function = [r for r in results if r["family"] == function and r["ratio"] and r["dtype"] != "float16"]
         long = [r for r in of_function if r["sizes"]["classes"] >= 32768]
         found += _faster(f"{function}, 32768 classes and more, x torch", long, least_each=4.0)
         found += judge(
@@ -125,7 +125,7 @@ def targets(results: list[dict]) -> list[dict]:
         found += _faster(
             f"{function}, 1024 classes, x torch", [r for r in of_function if r["sizes"]["classes"] == 1024], least_each=1.0
         )
-    top = [r for r in results if r["function"] == "topk_softmax" and r["ratio"]]
+    top = [r for r in results if r["family"] == "topk_softmax" and r["ratio"]]
     found += _faster("topk_softmax, k 5, x topk of softmax", top, least_each=5.0)
     for result in attention:
         if result["options"].get("bias") == "shared" and result["sizes"]["L"] >= 512:  # below, fixed costs outweigh a square
@@ -144,7 +144,7 @@ def targets(results: list[dict]) -> list[dict]:
 def cuda_targets(results: list[dict]) -> list[dict]:
     """The targets of the row functions on a GPU. Shares are of the copy rate, which also stands for the rate of reads alone."""
     of = {
-        function: [r for r in results if r["function"] == function and OURS in r["providers"]]
+        function: [r for r in results if r["family"] == function and OURS in r["providers"]]
         for function in ("softmax", "log_softmax", "cross_entropy", "topk_softmax")
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -132,3 +133,22 @@ def interleave(timers: list[Timer], seconds: float, rounds: int) -> None:
         done += 1
     if collected:
         gc.enable()
+
+
+@functools.cache
+def matmul(size: int, dtype: torch.dtype, device: str):
+    """A product of two square matrices: what attention's products are measured against."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).to(dtype).to(device) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def call_timer(call, setting, device: str, max_samples: int | None = None) -> Timer:
+    return (EventTimer if device == "cuda" else Timer)(call, setting, device, max_samples)
+
+
+def graph_timer(call, setting, stream, max_samples: int | None = None) -> Timer:
+    """Times a call as replays of a CUDA graph on that stream."""
+    with setting(), torch.cuda.stream(stream):
+        return GraphTimer(call, torch.cuda.graph_pool_handle(), stream, max_samples)

@@ -1,4 +1,4 @@
-"""A training step beside torch's default and FlashAttention-3: python benchmarks/run.py training
+"""A training step beside torch's default and FlashAttention-3: python -m flash_online bench training
 
 Forward and backward pass of 12 layers of a decoder in bfloat16 (16 heads of 128, a feed-forward part of four times the hidden
 size), 8192 tokens, causal. Ours comes in by `flash_online.override()`, FA3 replaces the same function. Events on the stream
@@ -7,24 +7,24 @@ time the step, and the part of it from query, key and value to attention's outpu
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch
-from attention.peers import FA3_VARIABLE, FA3Attention, load_fa3
-from attention.tables import FA3
-from page import heading, number, table, times
-from summary import OURS
 from torch import Tensor, nn
 
 import flash_online
+
+from . import harness
+from .attention.peers import FA3_VARIABLE, FA3Attention, load_fa3
+from .attention.summary import FA3
+from .case import Case
+from .summary import OURS
+from .tables import training_page
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
 TORCH = "torch's default"
@@ -108,8 +108,9 @@ def step(layers: nn.ModuleList, x: Tensor, grad: Tensor, watch: Watch) -> Tensor
     return out.detach()
 
 
-def measure(length: int, layers: nn.ModuleList, rounds: int, device: str, tokens: int) -> dict:
-    x = torch.randn(tokens // length, length, HEADS * HEAD_DIM, device=device, dtype=layers[0].out.weight.dtype)
+def measure(case: Case, layers: nn.ModuleList, rounds: int, device: str) -> dict:
+    batch, length = case.sizes.values()
+    x = torch.randn(batch, length, HEADS * HEAD_DIM, device=device, dtype=layers[0].out.weight.dtype)
     grad, expected, taken = torch.randn_like(x), None, {}
     for name, setting in providers().items():
         with setting():
@@ -131,37 +132,23 @@ def measure(length: int, layers: nn.ModuleList, rounds: int, device: str, tokens
             taken[name]["step_ms"].append(begin.elapsed_time(end))
             taken[name]["attention_ms"].append(watch.milliseconds())
     medians = {n: {k: statistics.median(v) for k, v in of_one.items() if v} for n, of_one in taken.items()}
-    return {"L": length, "B": tokens // length, "rounds": rounds, "providers": medians}
+    return case.head() | {"rounds": rounds, "providers": medians}
 
 
-def run(device: str, facts: Callable[[], dict], path: Path) -> int:
+def line(result: dict) -> str:
+    parts = (f"{name} " + " ".join(f"{k} {ms:.3g}" for k, ms in e.items()) for name, e in result["providers"].items())
+    return f"{result['case']}: {'; '.join(parts)}"
+
+
+def run(device: str, facts: dict, path: Path) -> int:
     """On a GPU; on the CPU one small float32 step checks that it works, and times nothing."""
-    started, record = time.perf_counter(), facts()
     torch.manual_seed(0)
     dtype, count, tokens, lengths = (
         (torch.bfloat16, LAYERS, TOKENS, LENGTHS) if device == "cuda" else (torch.float32, 1, 64, (32,))
     )
     layers = nn.ModuleList(Layer(HEADS * HEAD_DIM) for _ in range(count)).to(device, dtype)
-    one = functools.partial(measure, layers=layers, rounds=record["rounds"], device=device, tokens=tokens)
-    record |= {"layers": count, "heads": HEADS, "head_dim": HEAD_DIM, "results": [one(length) for length in lengths]}
-    record["took_seconds"] = round(time.perf_counter() - started)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print("\n".join(training_page(record)), f"wrote {path}", sep="\n")
-    return 0
-
-
-def training_page(record: dict) -> list[str]:
-    names = list(record["results"][0]["providers"])
-    peers = [name for name in names if name != OURS]
-    rows = []
-    for result in record["results"]:
-        of_one = {n: [entry.get(k) for k in ("attention_ms", "step_ms")] for n, entry in result["providers"].items()}
-        if not all(of_one[OURS]):
-            continue
-        faster = [" / ".join(times(theirs / ours) for theirs, ours in zip(of_one[p], of_one[OURS], strict=True)) for p in peers]
-        rows.append([str(result["L"]), *(" / ".join(map(number, of_one[n])) for n in names), *faster])
-    head = ["a training step: attention / all of it, ms; L", *names, *(f"x {p}" for p in peers)]
-    model = f"{record['layers']} layers, {record['heads']} heads of {record['head_dim']}"
-    model += f", bfloat16, causal, {TOKENS} tokens per step"
-    return [*heading(record), "", f"{model}; forward and backward.", "", *table(head, rows)]
+    facts = facts | {"layers": count, "heads": HEADS, "head_dim": HEAD_DIM, "tokens": tokens}
+    cases = [Case("training", {"B": tokens // length, "L": length}, dtype=dtype) for length in lengths]
+    return harness.run(
+        "training", cases, lambda case: measure(case, layers, facts["rounds"], device), line, facts, path, summary=training_page
+    )

@@ -3,7 +3,7 @@
 info    versions, devices, which kernels this build has and which of them this machine can run
 demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
 trace   the walk of online softmax over the numbers that follow (float32; --float64 before them for double)
-bench   the benchmarks of a checkout; what follows goes to benchmarks/run.py
+bench   the benchmarks of a checkout: rows | attention | training | paper | linear | docs, each with its --help
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def bench(arguments: list[str]) -> int:
     if not script.is_file():
         print(
             "bench: the benchmarks are part of a checkout, not of the installed package. Clone the repository and run "
-            "`python benchmarks/run.py` there (it measures whichever flash_online is installed).",
+            "`python benchmarks/run.py` there: a checkout that is not built measures the installed package.",
             file=sys.stderr,
         )
         return 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..case import Case
 
 TOKENS, HIDDEN = 16384, 2048  # of every plain cell
 BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: side of a block, share of the blocks that are hidden
@@ -16,8 +18,8 @@ CHECKED_SEQUENCES = 3  # of a packed cell: the longest, the first and the last
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One problem of a group; cells are summarised by `kind`. `sizes` and `options` make the label.
+class Cell(Case):
+    """A problem of attention on a GPU; its family is its group, and `kind` is given. `sizes` and `options` make the label.
 
     Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
     sees itself and the W keys before it); `softcap`; `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "padding"
@@ -25,18 +27,8 @@ class Cell:
     `dropout` p; `deterministic`. `lengths`: those of packed sequences, in place of B and L.
     """
 
-    group: str
-    kind: str
-    sizes: dict[str, int]
-    options: dict[str, object] = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
+    kind: str = ""
     lengths: tuple[int, ...] = ()
-
-    @property
-    def label(self) -> str:
-        parts = [f"{name} {size}" for name, size in self.sizes.items()]
-        parts += [name if value is True else f"{name} {value}" for name, value in self.options.items()]
-        return ", ".join(parts)
 
     @property
     def group_size(self) -> int:
@@ -139,9 +131,9 @@ def _plain() -> list[Cell]:
     return [
         Cell(
             "plain",
-            f"E {head_dim}, {'causal' if causal else 'full'}",
             {"B": TOKENS // length, "H": HIDDEN // head_dim, "L": length, "E": head_dim},
             {"causal": True} if causal else {},
+            kind=f"E {head_dim}, {'causal' if causal else 'full'}",
         )
         for head_dim in (64, 128, 256)
         for causal in (False, True)
@@ -152,7 +144,7 @@ def _plain() -> list[Cell]:
 def _features() -> list[Cell]:
     def cell(kind: str, head_dim: int = 128, *, dtype=torch.bfloat16, sizes: dict | None = None, **options) -> Cell:
         sizes = {"B": 4, "H": 16, "L": 4096, "E": head_dim} | (sizes or {})
-        return Cell("features", kind, sizes, options, dtype)
+        return Cell("features", sizes, options, dtype, kind)
 
     return [
         cell("bool mask", mask="random"),
@@ -192,9 +184,9 @@ def _packed() -> list[Cell]:
     return [
         Cell(
             "packed",
-            kind,
             {"sequences": len(lengths), "T": sum(lengths), "H": 16 if heads == 16 else 32, "Hkv": heads, "E": 128},
             {"causal": True},
+            kind=kind,
             lengths=lengths,
         )
         for kind, lengths in mixes.items()
@@ -205,8 +197,8 @@ def _packed() -> list[Cell]:
 def _short() -> list[Cell]:
     shapes = ((1, 128, 16, 64), (8, 128, 16, 64), (64, 128, 12, 64), (64, 256, 16, 64), (16, 577, 16, 64), (8, 1024, 16, 80))
     shapes += ((128, 64, 8, 32),)
-    plain = [dataclasses.replace(cell, group="short", kind="plain, L <= 1024") for cell in _plain() if cell.sizes["L"] <= 1024]
-    return [Cell("short", "short", dict(zip("BLHE", shape, strict=True))) for shape in shapes] + plain
+    plain = [dataclasses.replace(cell, family="short", kind="plain, L <= 1024") for cell in _plain() if cell.sizes["L"] <= 1024]
+    return [Cell("short", dict(zip("BLHE", shape, strict=True)), kind="short") for shape in shapes] + plain
 
 
 CELLS = {
@@ -214,14 +206,14 @@ CELLS = {
     "features": _features(),
     "packed": _packed(),
     "short": _short(),
-    "host": [Cell("host", "host", {"B": 1, "H": 8, "L": 128, "E": 64})],
+    "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
 }
 # Seconds for all of them, on any device: does the benchmark itself work?
 QUICK = [
-    Cell("plain", "E 64, causal", {"B": 2, "H": 2, "L": 128, "E": 64}, {"causal": True}, torch.float32),
-    Cell("plain", "E 64, full", {"B": 2, "H": 2, "L": 128, "E": 64}),
+    Cell("plain", {"B": 2, "H": 2, "L": 128, "E": 64}, {"causal": True}, torch.float32, "E 64, causal"),
+    Cell("plain", {"B": 2, "H": 2, "L": 128, "E": 64}, kind="E 64, full"),
     *(
-        Cell("features", kind, {"B": 2, "H": 4, "Hkv": heads, "L": 128, "E": 32}, options, torch.float32)
+        Cell("features", {"B": 2, "H": 4, "Hkv": heads, "L": 128, "E": 32}, options, torch.float32, kind)
         for kind, heads, options in (
             ("bool mask", 4, {"mask": "random"}),
             ("block-sparse mask", 4, {"mask": "blocks"}),
@@ -235,10 +227,10 @@ QUICK = [
     ),
     Cell(
         "packed",
-        "128 to 4096",
         {"sequences": 3, "T": 100, "H": 4, "Hkv": 2, "E": 32},
         {"causal": True},
         torch.float32,
+        "128 to 4096",
         (20, 1, 79),
     ),
 ]

@@ -1,4 +1,4 @@
-"""python benchmarks/run.py attention: every cell is checked first, then its providers are timed, interleaved.
+"""python -m flash_online bench attention: every cell is checked first, then its providers are timed, interleaved.
 
 Checked against float64, for ours and for every peer: the output and all gradients of the query heads that share the first key
 head, of the first batch entry (of every one for a bias with gradient) or of three packed sequences. Ours must meet the
@@ -14,27 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import json
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from peers import PEER_TOLERANCE, Unavailable
-from summary import DIRECTIONS, FLASH, MATH, OURS
-from timing import EventTimer, GraphTimer, HostTimer, interleave
 from torch import Tensor
-from tqdm import tqdm
 
 from flash_online import reference, testing
 
+from .. import harness
+from ..peers import PEER_TOLERANCE, Unavailable
+from ..summary import DIRECTIONS, FLASH, MATH, OURS
+from ..tables import attention_terminal_summary
+from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
 from .cases import CELLS, QUICK, Cell, Problem
 from .peers import Call, providers
-from .tables import CUDNN, EFFICIENT, summarize, summary_lines, targets
+from .summary import CUDNN, EFFICIENT, summarize, targets
 
 CHUNK = 1 << 25  # scores of the reference at a time
+# The product is of bfloat16 whatever the cell's dtype: it stands for the chip's rate.
 BASELINE_SIZE, BASELINE_ROUNDS = {"cpu": 512, "cuda": 8192}, 3
 STEP = "step"  # forward and backward together, of the host group
 
@@ -177,15 +174,6 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
 # --- Time ------------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def matmul(device: str):
-    """A product of bfloat16 matrices, whatever the cell's dtype: it stands for the chip's rate."""
-    size = BASELINE_SIZE[device]
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)
-
-
 def timers_of(group: str, call: Call, backward: bool, device: str) -> dict[str, object]:
     """direction or STEP -> timer."""
 
@@ -215,27 +203,18 @@ def timers_of(group: str, call: Call, backward: bool, device: str) -> dict[str, 
 
 
 def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[str] | None = None) -> dict:
-    result = {
-        "group": cell.group,
-        "kind": cell.kind,
-        "case": cell.label,
-        "sizes": cell.sizes,
-        "options": cell.options,
-        "dtype": str(cell.dtype)[6:],
-        "providers": {},
-        "unavailable": {},
-    }
+    result = cell.head()
     problem = Problem(cell, device)
     checked = check(problem, providers(cell, peers), result)
     timers = {}
     for name, (call, _) in checked.items():
         try:
-            timers[name] = timers_of(cell.group, call, f"{name}, backward" not in result["unavailable"], device)
+            timers[name] = timers_of(cell.family, call, f"{name}, backward" not in result["unavailable"], device)
         except Exception as error:  # a call that runs may still refuse to be captured
             if name.startswith(OURS):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, in a CUDA graph: {reason(error)}") from error
             result["unavailable"][name] = reason(error)
-    baseline = EventTimer(matmul(device), torch.no_grad, device, BASELINE_ROUNDS)
+    baseline = EventTimer(matmul(BASELINE_SIZE[device], torch.bfloat16, device), torch.no_grad, device, BASELINE_ROUNDS)
     in_order = [of_one[what] for what in (*DIRECTIONS, STEP) for of_one in timers.values() if what in of_one]
     interleave([*in_order, baseline], seconds, rounds)
     result["matmul"] = {"tflop_per_s": 2e-12 * BASELINE_SIZE[device] ** 3 / baseline.median}
@@ -244,7 +223,7 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
         entry = facts | {"rounds": len(of_one["forward"].times)}
         for what, taken in of_one.items():
             entry[f"{what}_ms"] = 1e3 * taken.median
-            if cell.group != "host":
+            if cell.family != "host":
                 entry[f"{what}_tflop_per_s"] = 1e-12 * call.problem.flops(what) / taken.median
                 entry[f"{what}_share"] = entry[f"{what}_tflop_per_s"] / result["matmul"]["tflop_per_s"]
         result["providers"][name] = entry
@@ -257,7 +236,7 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
 def line(result: dict) -> str:
     parts = []
     for name, entry in result["providers"].items():
-        if result["group"] in ("plain", "features", "packed"):
+        if result["family"] in ("plain", "features", "packed"):
             rates = (f"{entry[f'{d}_tflop_per_s']:.0f}" for d in DIRECTIONS if f"{d}_ms" in entry)
             parts.append(f"{name} {'/'.join(rates)}")
         else:
@@ -267,33 +246,17 @@ def line(result: dict) -> str:
     return f"{result['kind']:20} {result['case']:44} matmul {result['matmul']['tflop_per_s']:.0f}; " + ", ".join(parts)
 
 
-def chosen(only: list[str] | None, match: str | None, quick: bool) -> list[Cell]:
-    cells = QUICK if quick else [cell for group in CELLS.values() for cell in group]
-    cells = [cell for cell in cells if not only or cell.group in only]
-    return [cell for cell in cells if not match or match in f"{cell.kind}, {cell.label}, {str(cell.dtype)[6:]}"]
+def chosen(groups: list[str] | None, match: str | None, quick: bool) -> list[Cell]:
+    return harness.chosen(QUICK if quick else [cell for group in CELLS.values() for cell in group], groups, match)
 
 
-def save(record: dict, path: Path) -> dict:
-    """Adds the summary and targets to the record and writes it: after every cell, in case the run is cut short."""
-    record = record | {"summary": summarize(record["results"]), "targets": targets(record["results"])}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return record
+def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str] | None) -> int:
+    """Measures the cells; `facts` are those of the machine and the run."""
 
+    def of_cell(cell: Cell) -> dict:
+        return measure(cell, device, facts["seconds"], facts["rounds"], peers)
 
-def run(cells: list[Cell], device: str, facts: Callable[[], dict], path: Path, peers: list[str] | None) -> int:
-    """The whole benchmark; `facts` returns the facts of the machine and the run."""
-    started, record = time.perf_counter(), facts() | {"wrong": 0, "results": []}
-    with tqdm(cells, desc="attention", dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for cell in bar:
-            gc.collect()
-            try:
-                record["results"].append(measure(cell, device, record["seconds"], record["rounds"], peers))
-                bar.write(line(record["results"][-1]))
-            except AssertionError as wrong:
-                bar.write(f"WRONG, not timed: {wrong}")
-                record["wrong"] += 1
-            record = save(record | {"took_seconds": round(time.perf_counter() - started)}, path)
-    print("\n".join(summary_lines(record)))
-    print(f"wrote {path}" + (f"; {record['wrong']} cells were WRONG" if record["wrong"] else ""))
-    return 1 if record["wrong"] else 0
+    def finish(record: dict) -> dict:
+        return record | {"summary": summarize(record["results"]), "targets": targets(record["results"])}
+
+    return harness.run("attention", cells, of_cell, line, facts, path, finish, attention_terminal_summary)

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as torch_functional
-from peers import MAX_SCORE_BYTES, Unavailable
-from summary import FLASH, MATH, OURS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_online
 import flash_online.functional as our_functional
 
+from ..peers import MAX_SCORE_BYTES, Unavailable
+from ..summary import FLASH, MATH, OURS
 from .cases import Problem
-from .tables import CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
+from .summary import CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
 
 FA3_VARIABLE = "FLASH_ATTENTION_3"  # names the binary: a library that registers torch.ops.flash_attn_3
 NOT_IN_SDPA = ("window", "softcap", "alibi")
@@ -265,5 +265,5 @@ PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]
 
 def providers(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:
     """The providers of a cell, ours first; if `wanted` names peers, only those."""
-    names = (*IN_GROUP[cell.group], *(IN_KIND.get(cell.kind, ()) if cell.group == "features" else ()))
+    names = (*IN_GROUP[cell.family], *(IN_KIND.get(cell.kind, ()) if cell.family == "features" else ()))
     return {n: c for n, c in PROVIDERS.items() if n in names and (n not in PEERS or not wanted or n in wanted)}

@@ -1,4 +1,4 @@
-"""python benchmarks/run.py paper: the paper's kernels and this library's, each checked first, then timed, interleaved.
+"""python -m flash_online bench paper: the paper's kernels and this library's, each checked first, then timed, interleaved.
 
 Every kernel is checked against torch in float64, at as many rows, spread over the batch, as have half a million elements; that
 probabilities of every row sum to 1 and that every index was written is checked over all rows. A call is timed as often as fills
@@ -8,23 +8,20 @@ elements, the same in every sample. What fits into the chip's cache is read from
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from summary import OURS
-from timing import GraphTimer, interleave
 from torch import Tensor
-from tqdm import tqdm
 
 import flash_online
 
+from .. import harness
+from ..case import Case
+from ..summary import OURS
+from ..timing import GraphTimer, interleave
 from .build import KS, Kernels, Missing
-from .tables import SOFTMAX
+from .summary import SOFTMAX
 
 BATCHES = (4000, 10)  # the paper's
 CLASSES = (
@@ -117,11 +114,16 @@ def providers(rows: Rows, kernels: Kernels) -> dict[str, dict]:
     return calls
 
 
-def measure(size: tuple[int, int], kernels: Kernels, seconds: float, rounds: int) -> dict:
-    result = {"rows": size[0], "classes": size[1], "us": {}, "error": {}}
+def case_of(rows: int, classes: int) -> Case:
+    return Case("paper", {"rows": rows, "classes": classes}, dtype=torch.float32)
+
+
+def measure(case: Case, kernels: Kernels, seconds: float, rounds: int) -> dict:
+    torch.cuda.empty_cache()  # the largest size needs nearly all of the memory
+    size, result = tuple(case.sizes.values()), case.head() | {"us": {}, "error": {}}
     needed = TENSORS * 4 * size[0] * size[1]
     if needed > 0.95 * torch.cuda.mem_get_info()[0]:
-        return result | {"unavailable": f"{TENSORS} tensors of its size take {needed / 2**30:.0f} GiB"}
+        return result | {"too_large": f"{TENSORS} tensors of its size take {needed / 2**30:.0f} GiB"}
     rows = Rows(*size)
     calls = providers(rows, kernels)
     with torch.no_grad(), flash_online.strict():
@@ -145,40 +147,23 @@ def measure(size: tuple[int, int], kernels: Kernels, seconds: float, rounds: int
 
 
 def line(result: dict) -> str:
-    head = f"rows {result['rows']:5} classes {result['classes']:9}  "
-    if "unavailable" in result:
-        return head + result["unavailable"]
+    head = f"{result['case']:26} "
+    if "too_large" in result:
+        return head + result["too_large"]
     parts = [f"copy {result['copy_us']:.1f}"]
     for what, us in result["us"].items():
         parts.append(f"{what}: " + " ".join(f"{name} {t:.1f}" for name, t in us.items()))
     return head + "; ".join(parts) + " us"
 
 
-def run(quick: bool, facts: Callable[[], dict], path: Path) -> int:
-    """The whole benchmark; `facts` returns the facts of the machine and the run. Returns 2 if it cannot run here."""
+def run(quick: bool, facts: dict, path: Path) -> int:
+    """The whole benchmark; `facts` are those of the machine and the run. Returns 2 if it cannot run here."""
     try:
         if not torch.cuda.is_available():
             raise Missing("the paper's kernels need a CUDA GPU")
         kernels = Kernels()
     except Missing as reason:
-        print(f"run.py paper: {reason}", file=sys.stderr)
+        print(f"bench paper: {reason}", file=sys.stderr)
         return 2
-    sizes = [(rows, classes) for rows in BATCHES for classes in (QUICK if quick else CLASSES)]
-    started, record = time.perf_counter(), facts() | {"wrong": 0, "results": []}
-    with tqdm(sizes, desc="the paper", dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for size in bar:
-            gc.collect()
-            torch.cuda.empty_cache()  # the largest size needs nearly all of the memory
-            try:
-                result = measure(size, kernels, record["seconds"], record["rounds"])
-            except AssertionError as wrong:
-                bar.write(f"WRONG, not timed: {wrong}")
-                record["wrong"] += 1
-                continue
-            record["results"].append(result)
-            bar.write(line(result))
-    record["took_seconds"] = round(time.perf_counter() - started)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path}" + (f"; {record['wrong']} sizes were WRONG" if record["wrong"] else ""))
-    return 1 if record["wrong"] else 0
+    cases = [case_of(rows, classes) for rows in BATCHES for classes in (QUICK if quick else CLASSES)]
+    return harness.run("paper", cases, lambda c: measure(c, kernels, facts["seconds"], facts["rounds"]), line, facts, path)

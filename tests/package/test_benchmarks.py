@@ -24,39 +24,39 @@ if not (BENCHMARKS / "run.py").is_file():
 
 @pytest.fixture
 def modules(monkeypatch):
-    """The plain modules of benchmarks/, as its scripts see them."""
+    """The modules of the package benchmarks."""
     pytest.importorskip("tqdm")
+    monkeypatch.syspath_prepend(str(REPOSITORY))
     names = (
         "cases",
         "summary",
         "timing",
-        "page",
         "peers",
         "cuda_peers",
-        "paper",
-        "paper.build",
-        "paper.tables",
-        "paper.measure",
-        "attention",
-        "attention.cases",
-        "attention.tables",
-        "attention.peers",
-        "attention.measure",
+        "rows",
+        "tables",
+        "docs",
         "training",
+        "linear",
+        "harness",
+        "case",
     )
-    names += ("report", "run")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in names:  # tests/ has a cases.py of its own, which comes back when the test ends
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return {name: importlib.import_module(name) for name in names}
+    names += tuple(f"attention.{name}" for name in ("cases", "summary", "peers", "measure"))
+    names += tuple(f"paper.{name}" for name in ("build", "summary", "measure"))
+    return {name: importlib.import_module(f"benchmarks.{name}") for name in names}
+
+
+def bench(*arguments, **options):
+    command = [sys.executable, "-m", "flash_online", "bench", *map(str, arguments)]
+    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, env=without_fa3, text=True, **options)
 
 
 @pytest.fixture(scope="module")
 def quick_record(tmp_path_factory):
     pytest.importorskip("tqdm")
     path = tmp_path_factory.mktemp("bench") / "cpu.json"
-    command = [sys.executable, "-m", "flash_online", "bench", "cpu", "--quick", "--seconds", "0", "--rounds", "1"]
-    subprocess.run([*command, "--json", str(path)], check=True, cwd=REPOSITORY, capture_output=True)
+    bench("rows", "--device", "cpu", "--quick", "--seconds", 0, "--rounds", 1, "--out", path, check=True)
     return json.loads(path.read_text())
 
 
@@ -64,9 +64,7 @@ def quick_record(tmp_path_factory):
 def attention_record(tmp_path_factory):
     pytest.importorskip("tqdm")
     path = tmp_path_factory.mktemp("bench") / "attention.json"
-    command = [sys.executable, "benchmarks/run.py", "attention", "--quick", "--seconds", "0", "--rounds", "1", "--json", path]
-    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
-    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, env=without_fa3)
+    bench("attention", "--quick", "--seconds", 0, "--rounds", 1, "--out", path, check=True)
     return json.loads(path.read_text())
 
 
@@ -79,7 +77,7 @@ def result_of(
     for entry in (ours, theirs):
         entry |= {f"{direction}_best_ms": entry[f"{direction}_ms"] / 2 for direction in ("forward", "backward")}
     result = {
-        "function": function,
+        "family": function,
         "kind": kind,
         "case": case,
         "dtype": dtype,
@@ -134,7 +132,7 @@ def test_the_fastest_peer_may_be_another_in_each_direction(modules):
     (entry,) = summary.summarize([r | {"over_best": best} for r in with_ratio(summary, result)])
     assert entry["over_best"]["step"]["worst_case"] == "a" and entry["over_best"]["backward"]["peer"] == "Liger"
     record = {"device": "", "torch": "", "commit": "", "date": "", "summary": [entry]}
-    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["report"].summary_page(record))
+    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["tables"].summary_page(record))
 
 
 def test_noise_is_the_baselines_median_over_its_least(modules):
@@ -187,7 +185,7 @@ def test_targets_of_a_gpu_look_at_the_fastest_peer_and_at_the_copy(modules):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "random"}, {"mask": "padding"}, {"window": 5}])
 def test_flops_count_the_pairs_that_see_each_other(modules, options):
-    case = modules["cases"].Case("attention", {"B": 2, "H": 3, "L": 16, "E": 8}, torch.float32, "", options)
+    case = modules["cases"].RowCase("attention", {"B": 2, "H": 3, "L": 16, "E": 8}, options, torch.float32)
     _, extras = case.inputs("cpu")
     visible = torch.ones(16, 16, dtype=torch.bool).tril() if "causal" in options else torch.ones(16, 16, dtype=torch.bool)
     visible = (extras[0] if extras else visible).expand(2, 3, 16, 16)
@@ -199,8 +197,8 @@ def test_flops_count_the_pairs_that_see_each_other(modules, options):
 
 def test_a_wrong_result_is_caught_before_it_is_timed(modules, monkeypatch):
     """A window one key wider than the mask that torch got; a peer that does not see the mask."""
-    run, peers = modules["run"], modules["peers"]
-    case = modules["cases"].Case("attention", {"B": 1, "H": 1, "L": 64, "E": 16}, torch.float32, "", {"window": 8})
+    run, peers = modules["rows"], modules["peers"]
+    case = modules["cases"].RowCase("attention", {"B": 1, "H": 1, "L": 64, "E": 16}, {"window": 8}, torch.float32)
     run.measure(case, "cpu", 0, 1)
     ours, flash = peers.PEERS["attention"]["flash_online"], peers.PEERS["attention"]["torch flash"]
 
@@ -219,7 +217,7 @@ def test_a_wrong_result_is_caught_before_it_is_timed(modules, monkeypatch):
 
 
 def test_peers_that_are_not_there_are_unavailable_with_a_word(modules, monkeypatch):
-    run, case = modules["run"], modules["cases"].Case("softmax", {"rows": 4, "classes": 8}, torch.float32, "")
+    run, case = modules["rows"], modules["cases"].RowCase("softmax", {"rows": 4, "classes": 8}, dtype=torch.float32)
     monkeypatch.setitem(sys.modules, "quack", None)
     inputs, extras = case.inputs("cpu")
     providers = run.providers_on("softmax", "cuda")
@@ -250,8 +248,8 @@ def test_a_peer_that_overwrites_its_input_works_on_a_copy(modules, monkeypatch):
     for name in ("liger_kernel", "liger_kernel.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    run, peers = modules["run"], modules["peers"]
-    case = modules["cases"].Case("cross_entropy", {"rows": 16, "classes": 40}, torch.float32, "")
+    run, peers = modules["rows"], modules["peers"]
+    case = modules["cases"].RowCase("cross_entropy", {"rows": 16, "classes": 40}, dtype=torch.float32)
     monkeypatch.setitem(peers.PEERS["cross_entropy"], "Liger", run.CUDA_PEERS["cross_entropy"]["Liger"])
     result = run.measure(case, "cpu", 0, 2)
     assert result["unavailable"] == {} and result["providers"]["Liger"]["error"] < 1e-5
@@ -260,10 +258,10 @@ def test_a_peer_that_overwrites_its_input_works_on_a_copy(modules, monkeypatch):
 
 def test_long_sequences_are_checked_at_some_queries(modules, monkeypatch):
     """The sampled check and the whole one agree on what is right."""
-    run, case_of = modules["run"], modules["cases"].Case
+    run, case_of = modules["rows"], modules["cases"].RowCase
     monkeypatch.setattr(run, "CHECKED_IN_FULL", 256)
     for options in ({"causal": True}, {"window": 100}, {"mask": "random"}, {"bias": "per head"}):
-        case = case_of("attention", {"B": 1, "H": 2, "L": 640, "E": 16}, torch.float32, "", options)
+        case = case_of("attention", {"B": 1, "H": 2, "L": 640, "E": 16}, options, torch.float32)
         assert len(run.Truth(case).rows) == 512
         entry = run.measure(case, "cpu", 0, 1)["providers"]["flash_online"]
         assert entry["error"] < 1e-5
@@ -272,14 +270,14 @@ def test_long_sequences_are_checked_at_some_queries(modules, monkeypatch):
 def test_every_kind_that_the_issue_names_is_there(modules):
     cpu = modules["cases"].CPU
     for dtype in (torch.float32, torch.bfloat16):
-        attention = [c for c in cpu if c.function == "attention" and c.dtype == dtype]
+        attention = [c for c in cpu if c.family == "attention" and c.dtype == dtype]
         assert {c.sizes["L"] for c in attention} == {512, 1024, 2048, 4096, 8192, 16384}
         assert {c.sizes["E"] for c in attention} == {64, 128}
         assert {"full", "causal", "mask random", "bias per head", "bias shared", "window 512"} <= {c.kind for c in attention}
         for function in ("softmax", "log_softmax", "cross_entropy", "topk_softmax"):
-            classes = {c.sizes["classes"] for c in cpu if c.function == function and c.dtype == dtype}
+            classes = {c.sizes["classes"] for c in cpu if c.family == function and c.dtype == dtype}
             assert {1024, 32768, 262144} <= classes
-    assert len({(c.function, c.label, c.dtype) for c in cpu}) == len(cpu)
+    assert len({(c.family, c.label, c.dtype) for c in cpu}) == len(cpu)
 
 
 def test_a_quick_run_records_everything(quick_record):
@@ -296,10 +294,10 @@ def test_a_quick_run_records_everything(quick_record):
         "noise",
     }
     assert facts <= quick_record.keys() and quick_record["wrong"] == 0
-    assert {r["function"] for r in quick_record["results"]} >= {"attention", "softmax", "cross_entropy", "topk_softmax"}
+    assert {r["family"] for r in quick_record["results"]} >= {"attention", "softmax", "cross_entropy", "topk_softmax"}
     for result in quick_record["results"]:
         assert {"kind", "sizes", "options", "ratio", "unavailable"} <= result.keys()
-        attention = result["function"] == "attention"
+        attention = result["family"] == "attention"
         baseline, unit = ("matmul", "gflop_per_s") if attention else ("copy", "gb_per_s")
         assert result[baseline][unit] > 0 and (attention or result["copy"]["new_gb_per_s"] > 0)
         assert len(result["providers"]) >= 2
@@ -321,7 +319,7 @@ def test_a_quick_run_records_everything(quick_record):
 
 
 def test_report_makes_tables_of_it(modules, quick_record):
-    report = modules["report"]
+    report = modules["tables"]
     for lines_of in (report.summary_page, report.case_page):
         lines = lines_of(quick_record)
         rows = [line for line in lines if line.startswith("|")]
@@ -346,13 +344,13 @@ def paper_record(modules):
             top = {"unfused": 5 * pass_us, "safe, fused": 2 * pass_us, "online, fused": pass_us, "flash_online": pass_us / 2}
             us = {"softmax": {"safe": 4 * pass_us, "naive": 3 * pass_us, "online": 3 * pass_us, "flash_online": 2 * pass_us}}
             us |= {f"top {k}": top for k in modules["paper.build"].KS}
-            results.append({"rows": rows, "classes": classes, "us": us, "error": {}, "copy_us": 2 * pass_us})
-    results[2] = {"rows": 4000, "classes": 25000, "us": {}, "error": {}, "unavailable": "3 tensors of its size take 99 GiB"}
+            results.append({"sizes": {"rows": rows, "classes": classes}, "us": us, "error": {}, "copy_us": 2 * pass_us})
+    results[2] = {"sizes": results[2]["sizes"], "us": {}, "error": {}, "too_large": "3 tensors of its size take 99 GiB"}
     return {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "results": results}
 
 
 def test_the_papers_tables_count_passes(modules):
-    lines = modules["paper.tables"].paper_page(paper_record(modules))
+    lines = modules["tables"].paper_page(paper_record(modules))
     assert (
         "| softmax, online over safe | up to 1.3 | 1.33 (V 1000) to 1.33 (V 1000) | 1.33 (V 1000) to 1.33 (V 1000) |" in lines
     )
@@ -364,9 +362,7 @@ def test_the_papers_tables_count_passes(modules):
 
 def test_the_papers_curves_are_drawn(modules, tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "paper.json").write_text(json.dumps(paper_record(modules)))
-    command = [sys.executable, "benchmarks/paper/figures.py", "--json", str(tmp_path / "paper.json"), "--out", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
+    importlib.import_module("benchmarks.figures").draw("paper", paper_record(modules), tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"paper_softmax.png", "paper_top.png"}
 
 
@@ -386,7 +382,7 @@ def test_the_papers_kernels_are_built_once_for_their_sources(modules, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_paper_says_so(modules, tmp_path, capsys):
-    assert modules["paper.measure"].run(True, dict, tmp_path / "paper.json") == 2
+    assert modules["paper.measure"].run(True, {}, tmp_path / "paper.json") == 2
     assert "need a CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -394,7 +390,7 @@ def test_without_a_gpu_the_paper_says_so(modules, tmp_path, capsys):
 @pytest.mark.parametrize("rows, classes", [(3, 63), (70, 1025), (5, 4099), (2, 300001)])
 def test_the_papers_kernels_are_right(modules, rows, classes):
     measure = modules["paper.measure"]
-    result = measure.measure((rows, classes), measure.Kernels(), 0, 1)  # raises where one is wrong
+    result = measure.measure(measure.case_of(rows, classes), measure.Kernels(), 0, 1)  # raises where one is wrong
     assert {name for names in result["us"].values() for name in names} >= {
         "naive",
         "safe",
@@ -439,10 +435,10 @@ def test_the_cells_of_attention(modules):
         "ALiBi",
         "deterministic",
     }
-    for target in modules["attention.tables"].TARGETS:  # a target of no cell would never be judged
+    for target in modules["attention.summary"].TARGETS:  # a target of no cell would never be judged
         chosen = [c for group in cells.values() for c in group]
         assert any(
-            target.members({"group": c.group, "kind": c.kind, "sizes": c.sizes, "options": c.options}) for c in chosen
+            target.members({"family": c.family, "kind": c.kind, "sizes": c.sizes, "options": c.options}) for c in chosen
         ), target
 
 
@@ -455,7 +451,7 @@ def test_the_cells_of_attention(modules):
 )
 def test_flops_of_attentions_cells(modules, options):
     cases = modules["attention.cases"]
-    problem = cases.Problem(cases.Cell("features", "", {"B": 2, "H": 2, "L": 128, "E": 8, "Ev": 4}, options), "cpu")
+    problem = cases.Problem(cases.Cell("features", {"B": 2, "H": 2, "L": 128, "E": 8, "Ev": 4}, options), "cpu")
     visible = torch.ones(128, 128, dtype=torch.bool).tril(0 if "causal" in options else 127).triu(-options.get("window", 127))
     if "mask" in options:
         visible = problem.mask.expand(2, 2, 128, 128)
@@ -525,7 +521,7 @@ def test_flex_attention_solves_the_cells_problem(modules, monkeypatch, kind):
 def test_wrong_results_of_attention_are_caught(modules, monkeypatch):
     """Of a peer: it is unavailable. Of ours: the cell is not timed."""
     measure, peers, cases = modules["attention.measure"], modules["attention.peers"], modules["attention.cases"]
-    cell = cases.Cell("features", "bool mask", {"B": 1, "H": 2, "L": 128, "E": 16}, {"mask": "random"}, torch.float32)
+    cell = cases.Cell("features", {"B": 1, "H": 2, "L": 128, "E": 16}, {"mask": "random"}, torch.float32, "bool mask")
     right, flash = peers.PROVIDERS["flash_online"], peers.PROVIDERS["torch flash"]
 
     def unmasked(provider):
@@ -543,7 +539,7 @@ def test_wrong_results_of_attention_are_caught(modules, monkeypatch):
     monkeypatch.setitem(peers.PROVIDERS, "flash_online", unmasked(right))
     with pytest.raises(AssertionError, match="bool mask .*flash_online: output"):
         measure.measure(cell, "cpu", 0, 1)
-    dropout = cases.Cell("features", "dropout", {"B": 2, "H": 4, "L": 128, "E": 16}, {"dropout": 0.5}, torch.float32)
+    dropout = cases.Cell("features", {"B": 2, "H": 4, "L": 128, "E": 16}, {"dropout": 0.5}, torch.float32, "dropout")
     monkeypatch.setitem(peers.PROVIDERS, "flash_online", lambda problem: right(problem.without("dropout")))
     with pytest.raises(AssertionError, match="what dropout keeps"):
         measure.measure(dropout, "cpu", 0, 1)
@@ -557,7 +553,7 @@ def attention_result(kind, case, providers, group="features", **sizes):
     }
     for entry in entries.values():
         entry |= {"error": 1e-3, "step_extra_bytes": 900 << 20, "beyond_results_bytes": 1 << 20}
-    facts = {"group": group, "kind": kind, "case": case, "sizes": sizes, "options": {}, "dtype": "bfloat16"}
+    facts = {"family": group, "kind": kind, "case": case, "sizes": sizes, "options": {}, "dtype": "bfloat16"}
     return facts | {"providers": entries, "unavailable": {"torch math": "too large"}, "matmul": {"tflop_per_s": 800.0}}
 
 
@@ -566,7 +562,7 @@ def values(ms):
 
 
 def test_attentions_targets_and_means(modules):
-    tables = modules["attention.tables"]
+    tables = modules["attention.summary"]
     peers = {"FA3": (1.0, 2.0), "cuDNN": (2.0, 1.0), "torch flash": (4.0, 4.0), "torch math": (0.1, 0.1)}
     results = [
         attention_result("E 64, full", "a", {"flash_online": (0.5, 2.0)} | peers, "plain", E=64, L=512),
@@ -610,26 +606,32 @@ def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_p
         assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0 and ours["error"] < 0.02
         assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
         assert "error" not in result["providers"].get("FA3", ()) and result["unavailable"]["FA3"]
-    report = modules["report"]
+    report = modules["tables"]
     for lines in (report.attention_summary(record), report.attention_page(record)):
         assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
     assert any(line.startswith("- FA3 (2)") for line in lines)
     pytest.importorskip("matplotlib")
-    (tmp_path / "attention.json").write_text(json.dumps(record))
-    command = [sys.executable, "benchmarks/attention/figures.py", "--json", str(tmp_path / "attention.json")]
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, cwd=REPOSITORY, capture_output=True)
+    importlib.import_module("benchmarks.figures").draw("attention", record, tmp_path)
     assert (tmp_path / "attention_plain.png").stat().st_size > 10000
 
 
-def test_attentions_arguments_are_checked(modules):
+def test_arguments_are_checked():
+    """Each command knows its own flags alone, and a part of the cases never overwrites a committed record."""
+
     def refused(*arguments):
-        command = [sys.executable, "benchmarks/run.py", *arguments]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        done = bench(*arguments)
         assert done.returncode == 2
         return done.stderr
 
-    assert "plain, features, packed, short, host" in refused("attention", "--only", "softmax", "--json", "x.json")
-    assert "groups are of attention" in refused("cpu", "--only", "packed", "--json", "x.json")
+    assert all(
+        group in refused("attention", "--cases", "softmax") for group in ("plain", "features", "packed", "short", "host")
+    )
+    assert "invalid choice: 'packed'" in refused("rows", "--cases", "packed")
+    assert "needs --out" in refused("rows", "--quick") and "needs --out" in refused("linear", "--quick")
+    assert "unrecognized arguments: --match" in refused("training", "--match", "x")
+    assert "unrecognized arguments: --device" in refused("paper", "--device", "cuda")
+    assert "no case is chosen" in refused("rows", "--match", "no such case", "--out", "x.json")
+    assert "required: command" in refused()
     if not torch.cuda.is_available():
         assert "needs a CUDA GPU" in refused("attention")
 
@@ -645,11 +647,11 @@ def test_a_cell_of_attention_on_a_gpu(modules, group, match):
 
 
 def test_the_tables_say_who_was_not_replayed(modules, quick_record):
-    report, record = modules["report"], json.loads(json.dumps(quick_record))
+    report, record = modules["tables"], json.loads(json.dumps(quick_record))
     assert not any("CUDA graph" in line for line in report.case_tables(record))
     for result in record["results"]:
         for name, entry in result["providers"].items():
-            entry["in_graphs"] = (result["function"], name) == ("topk_softmax", "flash_online")
+            entry["in_graphs"] = (result["family"], name) == ("topk_softmax", "flash_online")
     (line,) = (line for line in report.case_tables(record) if "CUDA graph" in line)
     assert line.endswith(": torch softmax, topk.")
 
@@ -657,8 +659,8 @@ def test_the_tables_say_who_was_not_replayed(modules, quick_record):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("function", ["softmax", "cross_entropy", "topk_softmax"])
 def test_row_functions_on_a_gpu(modules, function):
-    run, options = modules["run"], {"k": 5} if function == "topk_softmax" else {}
-    case = modules["cases"].Case(function, {"rows": 40, "classes": 1000}, torch.float32, "", options)
+    run, options = modules["rows"], {"k": 5} if function == "topk_softmax" else {}
+    case = modules["cases"].RowCase(function, {"rows": 40, "classes": 1000}, options, torch.float32)
     result = run.measure(case, "cuda", 0, 1, ["torch", "torch softmax, topk"])
     assert len(result["providers"]) == 2
     for name, entry in result["providers"].items():
@@ -670,24 +672,21 @@ def test_report_refuses_another_schema(modules, tmp_path):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps({"schema": 1, "results": []}))
     with pytest.raises(SystemExit, match="schema 1"):
-        modules["report"].read(path)
+        modules["docs"].read(path)
 
 
 def test_the_pages_show_the_committed_results():
-    command = [sys.executable, "benchmarks/report.py", "--check"]
-    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
+    bench("docs", "--check", check=True)
 
 
 def test_training_step(tmp_path, modules):
     """One small step of each provider, beside torch's result; the table of measured ones."""
     pytest.importorskip("tqdm")
     path = tmp_path / "training.json"
-    command = [sys.executable, "benchmarks/run.py", "training", "--quick", "--json", path]
-    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
-    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, env=without_fa3)
+    bench("training", "--quick", "--out", path, check=True)
     record = json.loads(path.read_text())
     lengths = modules["training"].LENGTHS if torch.cuda.is_available() else (32,)
-    assert [result["L"] for result in record["results"]] == list(lengths)
+    assert [result["sizes"]["L"] for result in record["results"]] == list(lengths)
     for result in record["results"]:
         assert list(result["providers"]) == ["torch's default", "flash_online"]
     if torch.cuda.is_available():
@@ -696,4 +695,55 @@ def test_training_step(tmp_path, modules):
         "torch's default": {"attention_ms": 9.0, "step_ms": 30.0},
         "flash_online": {"attention_ms": 6.0, "step_ms": 25.0},
     }
-    assert modules["training"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"
+    assert modules["tables"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"
+
+
+def test_a_page_behind_the_records_is_noticed(modules, monkeypatch, tmp_path, capsys):
+    docs = modules["docs"]
+    page = tmp_path / "page.md"
+    page.write_text(f"before {docs.BEGIN}\nof another run\n{docs.END} after")
+    monkeypatch.setattr(docs, "PAGES", {page: {"paper": lambda record: [f"a table of {record['device']}"]}})
+    assert docs.run(True, tmp_path) == 1 and "page.md is behind" in capsys.readouterr().err
+    page.write_text(docs.updated(page))
+    assert docs.run(True, tmp_path) == 0
+    device = docs.read(docs.RESULTS / "paper.json")["device"]
+    assert page.read_text() == f"before {docs.BEGIN}\na table of {device}\n\n{docs.END} after"
+
+
+def test_one_command_draws_every_figure(modules, tmp_path):
+    """Each figure that the docs show, under its name."""
+    pytest.importorskip("matplotlib")
+    modules["docs"].draw_figures(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (REPOSITORY / "docs" / "figures").iterdir()}
+
+
+def test_the_linear_loss_is_checked_and_measured(modules, tmp_path, monkeypatch):
+    path = tmp_path / "linear.json"
+    bench(
+        "linear", "--device", "cpu", "--quick", "--seconds", 0, "--rounds", 1, "--providers", "torch", "--out", path, check=True
+    )
+    record = json.loads(path.read_text())
+    (result,) = record["results"]
+    assert record["wrong"] == 0 and list(result["providers"]) == ["flash_online", "torch"]
+    assert all(e["forward_ms"] > 0 and e["step_ms"] > 0 and e["error"] < 0.1 for e in result["providers"].values())
+    assert result["parts"]["logits"]["ms"] > 0 and aligned(modules["tables"].linear_table(result))
+    linear = modules["linear"]
+    (case,) = linear.cases([], 0, 0, "float32", True)
+    monkeypatch.setattr(linear, "plain", lambda x, w, t: 1.01 * torch.nn.functional.cross_entropy(x @ w.t(), t))
+    with pytest.raises(AssertionError, match="torch: loss"):
+        linear.measure(case, "cpu", 0, 1, ["torch"], [])
+
+
+def test_a_wrong_case_is_reported_and_the_others_are_measured(modules, tmp_path, capsys):
+    case = modules["case"].Case
+    cases = [case("rows", {"rows": n}) for n in (1, 2, 3)]
+
+    def measure(of_one):
+        assert of_one.sizes["rows"] != 2, "off by one"
+        return of_one.head()
+
+    path = tmp_path / "record.json"
+    assert modules["harness"].run("name", cases, measure, lambda result: result["case"], {"device": "d"}, path) == 1
+    record = json.loads(path.read_text())
+    assert record["wrong"] == 1 and [r["sizes"]["rows"] for r in record["results"]] == [1, 3] and record["device"] == "d"
+    assert "1 cases were WRONG" in capsys.readouterr().out

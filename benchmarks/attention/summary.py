@@ -1,13 +1,12 @@
-"""The summary of a run of attention, its targets, and the pages made from benchmarks/results/attention.json."""
+"""The summary of a run of attention on a GPU, and its targets."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from page import heading, number, pair, table, targets_table, times
-from summary import DIRECTIONS, FLASH, MATH, OURS, geometric_mean, judge
+from ..summary import DIRECTIONS, FLASH, MATH, OURS, geometric_mean, judge
 
 FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAttention", "torch varlen_attn"
 # Our function called in another way. These are no peers, but targets may compare with them.
@@ -39,10 +38,10 @@ def summarize(results: list[dict]) -> list[dict]:
     each peer and than the fastest of all, each with its worst cell."""
     groups = defaultdict(list)
     for result in results:
-        if OURS in result["providers"] and result["group"] != "host":
-            groups[result["group"], result["kind"]].append(result)
+        if OURS in result["providers"] and result["family"] != "host":
+            groups[result["family"], result["kind"]].append(result)
     return [
-        {"group": group, "kind": kind, "cases": len(members)} | {d: _side(members, d) for d in DIRECTIONS}
+        {"family": group, "kind": kind, "cases": len(members)} | {d: _side(members, d) for d in DIRECTIONS}
         for (group, kind), members in groups.items()
     ]
 
@@ -86,12 +85,12 @@ class Target:
 def _of(group: str, *kinds: str, **sizes: int) -> Callable[[dict], bool]:
     """Whether a result is of this group and, if they are given, of these kinds and sizes."""
     return lambda r: (
-        r["group"] == group and (not kinds or r["kind"] in kinds) and all(r["sizes"].get(n) == s for n, s in sizes.items())
+        r["family"] == group and (not kinds or r["kind"] in kinds) and all(r["sizes"].get(n) == s for n, s in sizes.items())
     )
 
 
 def _long_packed(result: dict) -> bool:
-    return result["group"] == "packed" and result["kind"] != "512 of 64"
+    return result["family"] == "packed" and result["kind"] != "512 of 64"
 
 
 TARGETS = (
@@ -152,7 +151,7 @@ def targets(results: list[dict]) -> list[dict]:
         ours = result["providers"].get(OURS)
         if ours and result["kind"] == "bias with gradient":
             found.append(_at_most("memory of a step", result, ours["step_extra_bytes"] / MIB, MAX_STEP_MIB, "MiB"))
-        for what, most in MAX_US.items() if ours and result["group"] == "host" else ():
+        for what, most in MAX_US.items() if ours and result["family"] == "host" else ():
             taken = max(e[f"{what}_ms"] for name, e in result["providers"].items() if name.startswith(OURS))
             label = "host's time of a call" if what == "forward" else "wall time of forward and backward"
             found.append(_at_most(label, result, 1e3 * taken, most, "us"))
@@ -167,117 +166,3 @@ def _at_most(what: str, result: dict, measured: float, most: float, unit: str) -
         "measured": measured,
         "met": measured <= most,
     }
-
-
-# --- Pages -----------------------------------------------------------------------------------------------------------------
-
-
-def _sides(entry: dict, form: Callable[[dict], str]) -> str:
-    return " / ".join("-" if side is None else form(side) for side in (entry[d] for d in DIRECTIONS))
-
-
-def summary_table(record: dict) -> list[str]:
-    entries = record["summary"]
-    peers = [
-        name
-        for name in dict.fromkeys(n for e in entries for d in DIRECTIONS for n in (e[d] or {"over": ()})["over"])
-        if name not in (MATH, DEFAULT, DENSE)
-    ]
-
-    def faster(entry: dict, of: Callable[[dict], dict | None]) -> str:
-        cell = _sides(entry, lambda side: times(of(side)["mean"]) if of(side) else "-")
-        return "-" if set(cell) <= set("- /") else cell
-
-    rows = []
-    for entry in entries:
-        worst = [entry[d]["over_best"] for d in DIRECTIONS if entry[d] and entry[d]["over_best"]]
-        worst = min(worst, key=lambda side: side["worst"], default=None)
-        rows.append(
-            [
-                f"{entry['group']}: {entry['kind']}",
-                str(entry["cases"]),
-                _sides(entry, lambda side: number(side["tflop_per_s"])),
-                _sides(entry, lambda side: f"{100 * side['share']:.0f}"),
-                *(faster(entry, lambda side, name=name: side["over"].get(name)) for name in peers),
-                faster(entry, lambda side: side["over_best"]),
-                "-" if worst is None else f"{times(worst['worst'])} ({worst['worst_case']}; {worst['peer']})",
-            ]
-        )
-    head = ["forward / backward", "cells", "TFLOP/s", "of matmul, %", *(f"x {name}" for name in peers), "x the fastest"]
-    return table([*head, "the worst cell"], rows) if rows else []
-
-
-def summary_lines(record: dict) -> list[str]:
-    """For the terminal."""
-    return ["", *summary_table(record), "", *targets_table(record)]
-
-
-def cell_table(results: list[dict]) -> list[str]:
-    """TFLOP/s, forward / backward; microseconds for short and host cells."""
-    group = results[0]["group"]
-    names = list(dict.fromkeys(name for r in results for name in r["providers"]))
-    rated = group in ("plain", "features", "packed")
-    keys = [f"{d}_{'tflop_per_s' if rated else 'ms'}" for d in ("forward", "step" if group == "host" else "backward")]
-
-    def value(entry: dict | None) -> str:
-        if entry is None:
-            return "-"
-        found = [entry.get(key) for key in keys if group != "short" or "forward" in key]
-        return " / ".join("-" if v is None else number(v if rated else 1e3 * v) for v in found)
-
-    rows = []
-    for r in results:
-        ours, best = r["providers"].get(OURS, {}), [over(r, d) for d in DIRECTIONS]
-        row = [f"{r['kind']}: {r['case']}" if group != "plain" else r["case"], *(value(r["providers"].get(n)) for n in names)]
-        if group != "host":
-            shares = [ours.get(f"{d}_share") for d in DIRECTIONS if f"{d}_share" in ours]
-            row.append(pair((100 * s for s in shares), lambda s: f"{s:.0f}") or "-")
-            row.append(pair((b[0] for b in best if b), times) or "-")
-        if rated:
-            extra = [r["providers"].get(n, {}).get("beyond_results_bytes") for n in names]
-            row.append(" / ".join("-" if e is None else number(e / MIB) for e in extra))
-        errors = [r["providers"].get(n, {}).get("error") for n in names]
-        row.append(" / ".join("-" if e is None else f"{e:.0e}".replace("e-0", "e-") for e in errors))
-        rows.append(row)
-    unit = (
-        "TFLOP/s, forward / backward" if rated else "us per launch" if group == "short" else "us: call / forward and backward"
-    )
-    head = [unit, *names, *(["of matmul, %", "x the fastest"] if group != "host" else [])]
-    return table([*head, *(["MiB beyond results"] if rated else []), "error"], rows)
-
-
-def cell_tables(record: dict) -> list[str]:
-    lines = []
-    for group, title in GROUPS.items():
-        results = [r for r in record["results"] if r["group"] == group]
-        if not results:
-            continue
-        lines += ["", f"### {title}", "", *cell_table(results)]
-        reasons = defaultdict(Counter)
-        for r in results:
-            for name, why in r["unavailable"].items():
-                reasons[why][name] += 1
-        if reasons:
-            lines += ["", "Unavailable, in so many of these cells:"]
-        for why, names in reasons.items():
-            lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
-    return lines
-
-
-def attention_summary(record: dict) -> list[str]:
-    return [*heading(record), "", *summary_table(record)]
-
-
-def attention_page(record: dict) -> list[str]:
-    matmul = [r["matmul"]["tflop_per_s"] for r in record["results"]]
-    lines = [*heading(record), ""]
-    if matmul:
-        took = f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds per cell"
-        lines += [f"{took}; matmul {number(min(matmul))} to {number(max(matmul))} TFLOP/s.", ""]
-    if record["wrong"]:
-        lines += [f"{record['wrong']} cells of ours were wrong and are not here.", ""]
-    met = sum(target["met"] for target in record["targets"])
-    lines += [f"{met} of {len(record['targets'])} targets are met.", "", *targets_table(record), "", *summary_table(record)]
-    if any(r["group"] == "plain" for r in record["results"]):
-        lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](figures/attention_plain.png)"]
-    return lines + cell_tables(record)

@@ -1,0 +1,64 @@
+"""The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
+
+README.md gets a summary, docs/benchmarks.md and docs/attention_benchmarks.md every case, docs/paper.md the paper's tables, each
+between its two markers. The figures are the records' curves and those of docs/online_softmax.md, which docs/figures.py draws.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from .machine import RESULTS, ROOT
+from .summary import SCHEMA
+from .tables import attention_page, attention_summary, case_page, paper_page, summary_page, training_page
+
+BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
+
+# page -> results -> the function that makes the page's lines from them
+PAGES = {
+    ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary, "training": training_page},
+    ROOT / "docs" / "benchmarks.md": {"cpu": case_page, "cuda": case_page},
+    ROOT / "docs" / "attention_benchmarks.md": {"attention": attention_page},
+    ROOT / "docs" / "paper.md": {"paper": paper_page},
+}
+
+
+def read(path: Path) -> dict:
+    record = json.loads(path.read_text())
+    if record.get("schema") != SCHEMA:
+        raise SystemExit(f"{path}: of schema {record.get('schema')}, expected {SCHEMA}; measure again")
+    return record
+
+
+def updated(page: Path) -> str:
+    """The page's text with the tables that the records give."""
+    paths = {RESULTS / f"{name}.json": lines_of for name, lines_of in PAGES[page].items()}
+    body = [line for path, lines_of in paths.items() if path.is_file() for line in [*lines_of(read(path)), ""]]
+    body = body or ["None committed yet.", ""]
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + "\n".join(["", *body, END]) + after
+
+
+def draw_figures(folder: Path) -> None:
+    from . import figures  # needs matplotlib
+
+    for name in figures.FIGURES:
+        figures.draw(name, read(RESULTS / f"{name}.json"), folder)
+    subprocess.run([sys.executable, ROOT / "docs" / "figures.py", "--out", folder], check=True)
+
+
+def run(check: bool, folder: Path) -> int:
+    """Writes tables and figures; with `check` writes nothing and returns 1 if a table is behind its record."""
+    behind = [page for page in PAGES if updated(page) != page.read_text()]
+    if check:
+        for page in behind:
+            print(f"{page.name} is behind benchmarks/results: run python -m flash_online bench docs", file=sys.stderr)
+        return 1 if behind else 0
+    for page in behind:
+        page.write_text(updated(page))
+    draw_figures(folder)
+    return 0

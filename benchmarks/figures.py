@@ -1,0 +1,115 @@
+"""The curves of the docs, drawn from the records in benchmarks/results; needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from .attention.summary import CUDNN, FA3
+from .paper.summary import CLAIMS, FASTER, SOFTMAX, TOP_FASTER, measured, speed_up
+from .summary import DIRECTIONS, FLASH, OURS
+
+ATTENTION_COLORS = {OURS: "#3465a4", FA3: "#e08214", CUDNN: "#3a8a4d", FLASH: "#8a8f98"}
+PAPER_COLORS = {"naive": "#8a8f98", "online": "#e08214", "safe, fused": "#3a8a4d", "online, fused": "#e08214", OURS: "#3465a4"}
+BY_K = ("#7f3b08", "#e08214", "#fdb863", "#8a8f98")
+
+
+def attention_plain(record: dict):
+    """A panel for each direction and mask by head dim: TFLOP/s over the length, the matmul rate of the run as a line."""
+    results = [r for r in record["results"] if r["family"] == "plain"]
+    head_dims = sorted({r["sizes"]["E"] for r in results})
+    rows = [(direction, causal) for direction in DIRECTIONS for causal in (False, True)]
+    size = (3.2 * len(head_dims), 2.7 * len(rows))
+    figure, panels = plt.subplots(len(rows), len(head_dims), figsize=size, layout="constrained", squeeze=False, sharey="row")
+    for (direction, causal), of_row in zip(rows, panels, strict=True):
+        for head_dim, axes in zip(head_dims, of_row, strict=True):
+            members = [r for r in results if r["sizes"]["E"] == head_dim and bool(r["options"].get("causal")) == causal]
+            members.sort(key=lambda r: r["sizes"]["L"])
+            key = f"{direction}_tflop_per_s"
+            for name, color in ATTENTION_COLORS.items():
+                of_name = [(r["sizes"]["L"], r["providers"].get(name, {})) for r in members]
+                points = [(length, entry[key]) for length, entry in of_name if key in entry]
+                if points:
+                    axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.5, label=name, color=color)
+            axes.plot(
+                [r["sizes"]["L"] for r in members],
+                [r["matmul"]["tflop_per_s"] for r in members],
+                color="#22262b",
+                lw=0.8,
+                ls="--",
+                label="matmul",
+            )
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.set_title(f"{direction}, {'causal' if causal else 'full'}, E {head_dim}", fontsize=9)
+        of_row[0].set_ylabel("TFLOP/s")
+    for axes in panels[-1]:
+        axes.set_xlabel("L")
+    panels[0][0].legend(fontsize=7)
+    return figure
+
+
+def curve(axes, results: dict, what: str, name: str, label: str, **style) -> None:
+    axes.plot(
+        list(results), [speed_up(r, what, name) for r in results.values()], marker="o", ms=3, lw=1.5, label=label, **style
+    )
+
+
+def finish(axes, title: str, claim: float, baseline: str) -> None:
+    axes.axhline(claim, color="#b5342b", lw=1, ls="--", label=f"the paper: up to {claim:g}")
+    axes.axhline(1, color="#22262b", lw=0.8)
+    axes.set_xscale("log")
+    if axes.get_ylim()[1] > 10:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("V")
+    axes.set_ylabel(f"times faster than {baseline}")
+    axes.legend(fontsize=8)
+
+
+def paper_softmax(record: dict):
+    batches = measured(record)
+    figure, panels = plt.subplots(1, len(batches), figsize=(9.2, 3.8), layout="constrained", squeeze=False)
+    for axes, (batch, results) in zip(panels[0], batches.items(), strict=True):
+        for name in FASTER:
+            curve(axes, results, SOFTMAX, name, name, color=PAPER_COLORS[name])
+        finish(axes, f"softmax, batch {batch}", CLAIMS[SOFTMAX], "safe")
+    return figure
+
+
+def paper_top(record: dict):
+    """Upper row: k 5, every provider. Lower row: the paper's fused kernel for every k."""
+    batches = measured(record)
+    figure, panels = plt.subplots(2, len(batches), figsize=(9.2, 7.2), layout="constrained", squeeze=False)
+    tops = [what for what in record["results"][0]["us"] if what != SOFTMAX]
+    for (upper, lower), (batch, results) in zip(panels.T, batches.items(), strict=True):
+        for name in TOP_FASTER:
+            curve(upper, results, "top 5", name, name, color=PAPER_COLORS[name])
+        finish(upper, f"softmax and top 5, batch {batch}", CLAIMS["top 5"], "unfused")
+        for what, color in zip(tops, BY_K, strict=True):
+            curve(lower, results, what, "online, fused", f"online, fused, k {what.split()[1]}", color=color)
+        finish(lower, f"softmax and top k, batch {batch}", CLAIMS["top 5"], "unfused")
+    return figure
+
+
+# results -> the functions that draw a figure from them, each named as its file
+FIGURES = {"attention": (attention_plain,), "paper": (paper_softmax, paper_top)}
+
+
+def draw(name: str, record: dict, folder: Path) -> None:
+    """Draws the figures of a record; `name` is that of its file in benchmarks/results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for function in FIGURES.get(name, ()):
+        figure = function(record)
+        figure.savefig(folder / f"{function.__name__}.png", dpi=130, metadata={"Software": None})
+        plt.close(figure)

@@ -1,0 +1,53 @@
+"""The run of a list of cases: each is checked and measured, its result is recorded; a wrong one is reported, not timed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .case import Case
+
+
+def chosen(cases: list[Case], families: list[str] | None, match: str | None) -> list[Case]:
+    return [c for c in cases if (not families or c.family in families) and (not match or match in c.title)]
+
+
+def run(
+    name: str,
+    cases: list[Case],
+    measure: Callable[[Case], dict],
+    line: Callable[[dict], str],
+    facts: dict,
+    path: Path,
+    finish: Callable[[dict], dict] = lambda record: record,
+    summary: Callable[[dict], list[str]] = lambda record: [],
+) -> int:
+    """Measures every case and writes the record: after every case, in case the run is cut short. `measure` raises
+    AssertionError for a wrong result; `line` shows a result and `summary` the whole record on the terminal; `finish` adds what
+    is computed from all results. Returns 1 if a result was wrong."""
+    started, record = time.perf_counter(), facts | {"wrong": 0, "results": []}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A log file wants a line now and then, a terminal a moving bar.
+    with tqdm(cases, desc=name, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
+        for case in bar:
+            bar.set_postfix_str(f"{case.family}, {case.label}", refresh=sys.stderr.isatty())
+            gc.collect()
+            try:
+                record["results"].append(measure(case))
+                bar.write(line(record["results"][-1]))
+            except AssertionError as wrong:
+                bar.write(f"WRONG, not timed: {wrong}")
+                record["wrong"] += 1
+            record["took_seconds"] = round(time.perf_counter() - started)
+            path.write_text(json.dumps(record, indent=1) + "\n")
+    record = finish(record)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(summary(record)))
+    print(f"wrote {path}" + (f"; {record['wrong']} cases were WRONG" if record["wrong"] else ""))
+    return 1 if record["wrong"] else 0

@@ -1,0 +1,73 @@
+"""The machine and the software that a run is made with, for its record."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+
+from flash_online import _info
+
+from .summary import SCHEMA
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def fix_malloc_thresholds(keep: bool) -> str:
+    """Fixes what malloc does with large tensors; returns a description for the record.
+
+    glibc raises the size from which it maps fresh memory with each block that is freed, up to 32 MiB, so that the speed of a
+    call depends on what ran before it. Here the threshold is 32 MiB from the start: a larger result is fresh memory from the
+    system each time and pays for its page faults. With `keep` all freed memory is used again, as caching allocators do.
+    """
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # mallopt's numbers for its options
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return "as the system has it"
+    if keep:
+        done = mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1)
+    else:
+        done = mallopt(mmap_threshold, 32 << 20) and mallopt(trim_threshold, 64 << 20)
+    return ("kept" if keep else "new from 32 MiB up") if done else "as the system has it"
+
+
+def environment(device: str) -> dict:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    measured = ["csrc", "flash_online", "benchmarks", ":!benchmarks/results", "CMakeLists.txt", "setup.py"]
+    changed = "+" if git("status", "--porcelain", "--untracked-files=no", "--", *measured) else ""
+    facts = {
+        "schema": SCHEMA,
+        "device": torch.cuda.get_device_name() if device == "cuda" else _info.processor(),
+        "date": datetime.date.today().isoformat(),
+        "commit": (git("rev-parse", "--short", "HEAD") or "uncommitted") + changed,
+        "package": "of this checkout" if Path(_info.__file__).is_relative_to(ROOT) else "installed",
+        "flash_online": _info.version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    if device == "cpu":
+        facts["instruction_set"] = _info.build_info()["cpu"]
+        facts["mhz"] = frequency()
+        facts["load_at_start"] = round(os.getloadavg()[0], 1)  # from other processes, on a shared machine
+    return facts
+
+
+def frequency() -> float | None:
+    """MHz of the first core at this moment; on a virtual machine the nominal one, if any."""
+    try:
+        return int(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq").read_text()) / 1000
+    except (OSError, ValueError):
+        pass
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), None)
