@@ -9,9 +9,9 @@
 namespace flash_online::cuda {
 
 // Callers hide keys by the lowest finite number of the mask's dtype. Its product with log2(e) is infinite, and yet a row that
-// has nothing else must weigh its keys equally, as it does where scores are natural: so lower scores are raised to this one, in
-// units of products, which `scale` turns into scores in base 2. It is a power of two: the product is exact, and the exponents
-// of equal scores are 0.
+// has nothing else must give its keys equal weights, as it does where scores are natural: so lower scores are raised to this
+// one, in units of products, which `scale` turns into scores in base 2. It is a power of two: the product is exact, and the
+// exponents of equal scores are 0.
 inline float lowest_product(float scale) { return scale <= 1 ? -0x1p126f : -std::ldexp(1.0f, 125 - std::ilogb(scale)); }
 
 // The least bound of a score that the mask's `value` is part of: lowest_product, but -inf beside a value of -inf.
