@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ._linear_cross_entropy_ops import scratch_bytes
-from ._ops import LIBRARY, InvalidArgument, accumulator_of
+from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_order
 
 # The raw operator of each function; a function can run on the devices for which its operator has a kernel.
 _OPERATORS = {
@@ -324,7 +324,7 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
     query, key, value = arguments[:3]
     mask = None if packed else arguments[3]
     alibi_slopes, sinks = arguments[5:7] if packed else arguments[4:6]
-    left, right, _, scale, softcap, dropout_p, *tf32 = arguments[10 if packed else 7 :]
+    left, right, lower_right, scale, softcap, dropout_p, *tf32 = arguments[10 if packed else 7 :]
 
     def shape(tensor):
         if packed:  # [rows, heads, head dim]
@@ -334,7 +334,8 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
         return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
 
     gpu = torch.cuda.get_device_properties(query.device.index)
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    out_sizes = [*query.shape[:-1], value.shape[-1]]
+    out = query.new_empty_strided(out_sizes, dense_strides_in_order(out_sizes, query.stride()))
     lines = introspect.attention_candidates(
         str(LIBRARY),
         str(query.dtype).removeprefix("torch."),
@@ -343,15 +344,16 @@ def _cuda_kernel(operator: str, arguments: tuple) -> tuple[str, dict[str, str]]:
         None if mask is None else (str(mask.dtype).removeprefix("torch."), shape(mask)),
         alibi_slopes is not None,
         sinks is not None,
-        packed,
+        (arguments[3].shape[0] - 1, *arguments[8:10]) if packed else None,
         left,
         right,
+        lower_right,
         scale,
         softcap,
         dropout_p,
         tf32 == [True],
         (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
-        False,
+        None,
     ).splitlines()
     refused = {}
     for line in lines:
