@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import functional
 from ._linear_cross_entropy_ops import scratch_bytes
-from ._ops import LIBRARY, InvalidArgument, accumulator_of
+from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_order
 from ._policy import no_kernel, refusal, strict_is_active
 from .attention import attention
 from .cross_entropy import cross_entropy
@@ -158,7 +158,9 @@ def _bind(schema, args, kwargs) -> SimpleNamespace:
 def _attention_call(operator: str, call: SimpleNamespace) -> SimpleNamespace:
     """A call of one of _ATTENTION with the arguments that this operator lacks: those of the others, without effect."""
     if operator == "attention_inference":
-        call = SimpleNamespace(**vars(call), window_left=-1, window_right=0 if call.causal else -1, softcap=0.0, dropout_p=0.0)
+        call = SimpleNamespace(
+            **vars(call), window_left=-1, window_right=0 if call.causal else -1, lower_right=False, softcap=0.0, dropout_p=0.0
+        )
     return SimpleNamespace(**{"mask": None, "alibi_slopes": None, "sinks": None, **vars(call)})
 
 
@@ -235,7 +237,8 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
         return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
 
     gpu = torch.cuda.get_device_properties(call.query.device.index)
-    out = call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
+    out_sizes = [*call.query.shape[:-1], call.value.shape[-1]]
+    out = call.query.new_empty_strided(out_sizes, dense_strides_in_order(out_sizes, call.query.stride()))
     lines = introspect.attention_candidates(
         str(LIBRARY),
         _dtype_name(call.query),
@@ -244,15 +247,16 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
         None if call.mask is None else (_dtype_name(call.mask), shape(call.mask)),
         call.alibi_slopes is not None,
         call.sinks is not None,
-        packed,
+        (call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q, call.max_seqlen_k) if packed else None,
         call.window_left,
         call.window_right,
+        call.lower_right,
         call.scale,
         call.softcap,
         call.dropout_p,
         call.tf32,
         (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
-        False,
+        None,
     ).splitlines()
     refused = {}
     for line in lines:

@@ -1,5 +1,5 @@
 // The only symbol that libflash_online.so exports: what the library can tell about itself without torch or Python. _introspect
-// looks it up by name, so the table only ever grows at its end.
+// looks it up by name; both files are of one build.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,10 @@ struct Api {
   int64_t (*attention_memory)(const AttentionProblem& problem, int64_t workers);
   int64_t (*row_scratch)(bool float64, int64_t k);  // k: topk_softmax's, else 0
   // The CUDA kernels that attention may run on, the best first, one per line: its name, a space, and the reason why it does not
-  // take the problem, or nothing if it does. The result lives until the thread's next call. Empty in a build without CUDA.
-  const char* (*attention_candidates)(const AttentionProblem& problem, int major, int minor, int shared_bytes, bool backward);
+  // take the pass, or nothing if it does. Without gradients it is a forward pass, to which `deterministic` means nothing. The
+  // result lives until the thread's next call. Empty in a build without CUDA.
+  const char* (*attention_candidates)(const AttentionProblem& problem, const AttentionGradients* gradients, bool deterministic,
+                                      int major, int minor, int shared_bytes);
   // How many passes of attention this process has planned on CUDA.
   int64_t (*attention_plans)();
 };

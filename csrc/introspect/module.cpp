@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
@@ -175,8 +176,10 @@ int64_t attention_memory(const std::string& library, const std::string& dtype, c
 std::string attention_candidates(const std::string& library, const std::string& dtype, const TensorShape& query,
                                  const TensorShape& key, const TensorShape& value, const TensorShape& out,
                                  const std::optional<std::pair<std::string, TensorShape>>& mask, bool alibi, bool sinks,
-                                 bool packed, int64_t window_left, int64_t window_right, double scale, double softcap,
-                                 double dropout_p, bool tf32, const std::tuple<int, int, int>& gpu, bool backward) {
+                                 const std::optional<std::tuple<int64_t, int64_t, int64_t>>& packed, int64_t window_left,
+                                 int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p,
+                                 bool tf32, const std::tuple<int, int, int>& gpu,
+                                 const std::optional<std::pair<TensorShape, bool>>& backward) {
   AttentionProblem problem;
   problem.dtype = dtypes().at(dtype);
   const auto size = [](const TensorShape& shape, size_t i) { return std::get<0>(shape)[i]; };
@@ -191,12 +194,19 @@ std::string attention_candidates(const std::string& library, const std::string& 
   if (packed) {
     problem.query_starts = problem.key_starts = &start;
     problem.total_queries = problem.queries, problem.total_keys = problem.keys;
+    const auto& [sequences, longest_query, longest_key] = *packed;
+    problem.batch = sequences;
+    problem.queries = std::min(longest_query, problem.total_queries), problem.keys = std::min(longest_key, problem.total_keys);
   }
-  problem.visible = {window_left, window_right, 0};
+  problem.visible = {window_left, window_right, lower_right && !packed ? problem.keys - problem.queries : 0};
+  problem.lower_right = lower_right;
   problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p, problem.tf32 = tf32;
   const Api& api = api_of(library);
   const auto [major, minor, shared_bytes] = gpu;
-  return api.attention_candidates(problem, major, minor, shared_bytes, backward);
+  AttentionGradients gradients;
+  if (backward) set_view(gradients.grad_out, backward->first);
+  return api.attention_candidates(problem, backward ? &gradients : nullptr, backward && backward->second, major, minor,
+                                  shared_bytes);
 }
 
 auto ranges(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t count) {
@@ -229,11 +239,13 @@ PYBIND11_MODULE(_introspect, m) {
   m.def(
       "attention_candidates", attention_candidates, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
       py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("packed"),
-      py::arg("window_left"), py::arg("window_right"), py::arg("scale"), py::arg("softcap"), py::arg("dropout_p"),
-      py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
+      py::arg("window_left"), py::arg("window_right"), py::arg("lower_right"), py::arg("scale"), py::arg("softcap"),
+      py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
       "The CUDA kernels that a call of attention may run on, the best first, one per line: its name and the reason why it does "
       "not take the call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, head_dim]; mask: "
-      "(dtype, tensor) or None; gpu: compute capability and bytes of shared memory per CTA.");
+      "(dtype, tensor) or None; packed: the number of sequences and the maximum lengths of queries and keys, or None; gpu: "
+      "compute capability and bytes of shared memory per CTA; backward: (grad_out, deterministic), or None for a forward "
+      "pass.");
   m.def(
       "attention_plans", [](const std::string& library) { return api_of(library).attention_plans(); }, py::arg("library"),
       "How many passes of attention this process has planned on CUDA: one per forward or backward pass.");

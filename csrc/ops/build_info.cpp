@@ -48,13 +48,16 @@ static int64_t row_scratch(bool float64, int64_t k) {
   return cpu::kernels().rows.scratch(problem);
 }
 
-static const char* attention_candidates(const AttentionProblem& problem, int major, int minor, int shared_bytes,
-                                        bool backward) {
+static const char* attention_candidates(const AttentionProblem& problem, const AttentionGradients* gradients,
+                                        bool deterministic, int major, int minor, int shared_bytes) {
   thread_local std::string lines;
   lines.clear();
-  if constexpr (kBuiltWithCuda)
-    for (const auto& [name, reason] : cuda::attention_candidates(problem, {major, minor, shared_bytes}, backward))
+  if constexpr (kBuiltWithCuda) {
+    const cuda::Gpu gpu{major, minor, shared_bytes};
+    for (const auto& [name, reason] : gradients ? cuda::backward_candidates({problem, *gradients, deterministic}, gpu)
+                                                : cuda::forward_candidates(problem, gpu))
       lines += name + ' ' + reason + '\n';
+  }
   return lines.c_str();
 }
 

@@ -89,7 +89,7 @@ def test_merge_of_sizes_0_and_single_rows(device, shape):
 
 def test_merge_many_rows(device):
     """More rows than CTAs can hold at a time, whose number is no multiple of anything."""
-    outs, lses = parts_of(3, (100_003, 16), torch.float16)
+    outs, lses = parts_of(3, (300_003, 16), torch.float16)
     check(outs, lses, device)
 
 
@@ -187,5 +187,17 @@ def test_merge_past_2_to_the_31_elements():
     rows, width = (1 << 25) + 3, 64
     outs = [torch.full((rows, width), value, device="cuda", dtype=torch.float16) for value in (1.0, 3.0)]
     lses = [torch.zeros(rows, device="cuda") for _ in range(2)]
-    out, lse = flash_online.merge_attention(outs, lses)
-    assert out.min() == out.max() == 2 and torch.allclose(lse, torch.tensor(math.log(2.0), device="cuda"))
+    last = slice(-3, None)  # past 2^31 elements
+    outs[0][last], outs[1][last], lses[1][last] = 5.0, 9.0, math.log(3.0)
+    grad_out = torch.ones_like(outs[0])
+    grad_out[last] = 2.0
+    leaves = [tensor.requires_grad_() for tensor in (*outs, *lses)]
+    out, lse = flash_online.merge_attention(leaves[:2], leaves[2:])
+    results = out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
+    # out, lse, and the gradients of outs and lses: weight * grad_out, and weight * grad_out . (out of the part - out)
+    first_rows = (2.0, math.log(2.0), 0.5, 0.5, -32.0, 32.0)
+    last_rows = (8.0, math.log(4.0), 0.5, 1.5, -96.0, 96.0)
+    for result, first, end in zip(results, first_rows, last_rows, strict=True):
+        for rows, expected in ((result[:-3], first), (result[last], end)):
+            assert rows.min() == rows.max()
+            assert rows.flatten()[0].item() == pytest.approx(expected, rel=1e-3 if result.dtype == torch.float16 else 1e-5)

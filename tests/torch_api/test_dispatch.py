@@ -284,14 +284,31 @@ def test_decisions_for_gpus(major, dtype, word, monkeypatch):
             assert "float64" in _policy.refusal("softmax", x, dtype=torch.float64)
 
 
-def candidates(dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), head_dim=64, packed=False, backward=False):
+def candidates(
+    dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), head_dim=64, packed=None, backward=False, deterministic=False
+):
     """(name, reason to refuse) of the CUDA kernels for a call of attention, the best first."""
     introspect = pytest.importorskip("flash_online._introspect")
     if not introspect.build_info(str(LIBRARY))["architectures"]:
         pytest.skip("a build without CUDA has no kernels to choose among")
     tensor = ((2, 4, 512, head_dim), (2048 * head_dim, 512 * head_dim, head_dim, 1), 0)
     lines = introspect.attention_candidates(
-        str(LIBRARY), dtype, *(tensor,) * 4, mask, False, False, packed, -1, 0, 0.125, 0.0, 0.0, False, gpu, backward
+        str(LIBRARY),
+        dtype,
+        *(tensor,) * 4,
+        mask,
+        False,
+        False,
+        packed,
+        -1,
+        0,
+        False,
+        0.125,
+        0.0,
+        0.0,
+        False,
+        gpu,
+        (tensor, deterministic) if backward else None,
     )
     return dict(line.split(" ", 1) for line in lines.splitlines())
 
@@ -304,8 +321,8 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         ({"mask": ("bfloat16", ((1, 1, 512, 512), (0, 0, 1, 512), 0))}, "mask's rows"),
         ({"mask": ("bool", mask), "head_dim": 256}, "192"),
         ({"mask": ("bool", mask), "head_dim": 512}, "192"),
-        ({"packed": True, "mask": ("bool", mask)}, "packed"),
-        ({"packed": True, "head_dim": 264}, "packed"),
+        ({"packed": (2, 512, 512), "mask": ("bool", mask)}, "packed"),
+        ({"packed": (2, 512, 512), "head_dim": 264}, "packed"),
         ({"head_dim": 36}, "multiple of 8"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
@@ -320,8 +337,8 @@ def test_what_hoppers_forward_pass_takes():
         {},
         {"head_dim": 264},
         {"head_dim": 512},
-        {"packed": True},
-        {"packed": True, "head_dim": 256},
+        {"packed": (2, 512, 512)},
+        {"packed": (2, 512, 512), "head_dim": 256},
         {"mask": ("bool", mask)},
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 1, 512), 0))},
         {"mask": ("bfloat16", mask)},
@@ -343,6 +360,7 @@ def test_what_hoppers_backward_pass_takes():
         ({"head_dim": 36}, "16 bytes"),
         ({"head_dim": 264}, "head dim"),
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
+        ({"mask": ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0)), "deterministic": True}, "deterministic"),
     ):
         found = candidates(backward=True, **options)
         assert found["sm80"] == "" and reason in found["sm90"]

@@ -55,7 +55,8 @@ int64_t plans_made();
 // The kernel families of a forward or backward pass in order of preference, each with its reason to refuse the problem, or an
 // empty string. A plan takes the first one without a reason.
 using Candidates = std::vector<std::pair<std::string, std::string>>;
-Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward);
+Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu);
+Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu);
 
 // The number of heads that dK and dV should have (gradients.kv_grad_heads): a multiple of the numbers of key and value heads,
 // to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads; with

@@ -177,12 +177,15 @@ Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const Attentio
 
 int64_t plans_made() { return plan_count.load(std::memory_order_relaxed); }
 
-Candidates attention_candidates(const AttentionProblem& problem, const Gpu& gpu, bool backward) {
+Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu) {
   Candidates list;
-  if (backward)
-    choose(kBackward, BackwardPass{problem, AttentionGradients{}}, gpu, &list);
-  else
-    choose(kForward, ForwardPass{with_groups_as_rows(problem)}, gpu, &list);
+  choose(kForward, ForwardPass{with_groups_as_rows(problem)}, gpu, &list);
+  return list;
+}
+
+Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu) {
+  Candidates list;
+  choose(kBackward, pass, gpu, &list);
   return list;
 }
 
