@@ -138,3 +138,14 @@ def test_every_instruction_set(instruction_set):
     environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
     result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+
+
+def test_a_factor_and_its_inverse_multiply_to_1():
+    """The arithmetic of FusedWeights (csrc/cuda/rows/loops/row_reduce.cuh), for every float within 2^-13.5 of 1."""
+    ends = torch.tensor([1 - 2**-13.5, 1 + 2**-13.5]).view(torch.int32)
+    factor = torch.arange(ends[0].item(), ends[1].item() + 1, dtype=torch.int32).view(torch.float32)
+    d = (factor - 1).double()
+    rounded = (1 - d).float()
+    upwards = torch.where(rounded.double() < 1 - d, torch.nextafter(rounded, torch.tensor(2.0)), rounded)
+    inverse = (d * d + upwards.double()).float()  # the sum is exact in float64, as in a fused multiply-add
+    assert len(factor) > 2000 and (factor * inverse == 1).all()
