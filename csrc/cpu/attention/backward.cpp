@@ -15,13 +15,6 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The weight of a head's sink among the scores of the query whose lse is at `row`.
-template <class A>
-A sink_weight(const AttentionProblem& problem, int64_t head, int64_t row) {
-  const A lse = pivot(static_cast<const A*>(problem.lse)[row]), low = static_cast<const A*>(problem.lse_low)[row];
-  return FastNatural::exp((static_cast<const A*>(problem.sinks)[head] - lse) - low);
-}
-
 // Writes delta of a tile of queries, as grad_out . out, which equals the sum over keys of weight * grad_weight except for the
 // rounding of out. The gradients of a mask and of sinks add up whole rows, over which that rounding does not average out
 // (without sinks a row's score gradients sum to 0). For them the sum over the keys is taken, at the cost of two more matmuls.
@@ -40,6 +33,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   if (gradients.wide_delta) std::fill_n(gradients.wide_delta + offset, query.rows, 0.0);
   if (gradients.grad_mask.data || gradients.grad_sinks) {
     load_queries(problem, gradients, query, tile);
+    std::fill_n(tile.row_sum, kQueries, A(0));
     const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
     for_each_key_block(range, 0, problem.keys, 0, [&](int64_t begin, int64_t count) {
       const auto key = key_rows_or_copy<E>(problem, query.batch, query.head, begin, count, tile.key_buffer),
@@ -91,12 +85,15 @@ int64_t kv_groups(const AttentionProblem& problem) { return std::gcd(problem.key
 constexpr int64_t kMaxSpanKeys = 4 * kKeys;
 
 // How many keys a work item owns: many, since each item loads all queries again, but few enough that there are items for every
-// thread. The problem alone decides (of a packed call, the sequence's own), as the order of sums depends on it.
-int64_t span_of(const AttentionProblem& problem) {
-  constexpr int64_t kItems = 16;
-  int64_t span = kMaxSpanKeys;
-  while (span > kKeys && problem.batch * kv_groups(problem) * ceil_div(problem.keys, span) < kItems) span /= 2;
-  return span;
+// thread. The sequence's number of keys alone decides, as the order of sums depends on it: the gradients of a head must not
+// depend on how many heads or sequences are beside it.
+int64_t span_of(const AttentionProblem& problem) { return std::min(kMaxSpanKeys, round_up(problem.keys, kKeys)); }
+
+// Whether one work item has all keys that the tile's queries see. It then knows the row sums before it uses any gradient.
+bool is_in_one_span(const AttentionProblem& problem, const QueryTile& query) {
+  const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
+  const int64_t span = span_of(problem);
+  return range.begin >= range.end || range.begin / span == (range.end - 1) / span;
 }
 
 TileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
@@ -104,8 +101,8 @@ TileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
                   [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, span_of(sequence.problem)); });
 }
 
-// The dQ accumulator: for each tile of queries a sum [padded(head_dim), kQueries], and a semaphore that counts the items that
-// have added to it.
+// The dQ accumulator: for each tile of queries a sum [padded(head_dim) + 1, kQueries], and a semaphore that counts the items
+// that have added to it. The last row is the excess of the row sums, see excess_of_row_sums; 0 if no item had it left over.
 template <class E>
 struct DqAccumulator {
   using A = Accumulator<E>;
@@ -115,7 +112,7 @@ struct DqAccumulator {
   int64_t tile_size;
 
   DqAccumulator(const AttentionProblem& call, ScratchAllocator& allocator) : tiles(query_tiles(call, allocator)) {
-    tile_size = padded(call.head_dim) * kQueries;
+    tile_size = (padded(call.head_dim) + 1) * kQueries;
     accum = allocator.take<A>(call.heads * tiles.total() * tile_size);
     semaphore = allocator.take<std::atomic<int32_t>>(call.heads * tiles.total());
   }
@@ -136,6 +133,36 @@ struct DqAccumulator {
       for (int64_t i = 0; i < tile_size; ++i) to[i] += share[i];
     }
     semaphore[tile].store(before + 1, std::memory_order_release);
+  }
+};
+
+// The mean of the keys of each head, [key_heads, padded(head_dim)] of each sequence. With score gradients that should sum to 0
+// but do not, dQ has an error in the direction of what the keys have in common, which may be large; taking excess * mean from
+// dQ removes it. A mean that is not finite is taken to be 0.
+template <class E>
+struct KeyMeans {
+  using A = Accumulator<E>;
+  A* mean;
+  int64_t pitch;
+
+  KeyMeans(const AttentionProblem& call, ScratchAllocator& allocator) : pitch(padded(call.head_dim)) {
+    mean = allocator.take<A>(call.batch * call.key_heads * pitch);
+  }
+  A* of(const SequenceProblem& sequence, int64_t key_head) const {
+    return mean + (sequence.index * sequence.problem.key_heads + key_head) * pitch;
+  }
+  void compute(const SequenceProblem& sequence, int64_t key_head) const {
+    const AttentionProblem& problem = sequence.problem;
+    if (problem.keys <= span_of(problem)) return;  // no dQ has an excess
+    const auto key = matrix_of<const E>(problem.key, sequence.batch, key_head, 0);
+    A* to = of(sequence, key_head);
+    std::fill_n(to, problem.head_dim, A(0));
+    for (int64_t k = 0; k < problem.keys; ++k)
+      for (int64_t e = 0; e < problem.head_dim; ++e) to[e] += widen(key.data[k * key.row_stride + e * key.column_stride]);
+    for (int64_t e = 0; e < problem.head_dim; ++e) {
+      to[e] /= static_cast<A>(problem.keys);
+      if (to[e] - to[e] != 0) to[e] = A(0);
+    }
   }
 };
 
@@ -237,11 +264,12 @@ struct BackwardScratch : GradientScratch<E> {
   F* unpaired_rows;  // paired: [kQueries, the larger of the two padded head dims]
   F *weight_rows, *grad_rows;  // paired: [kKeys, kQueries] each
   F* grad_pairs;  // paired: [kKeys / 2, kQueries] pairs
-  A* grad_query;  // [padded(head_dim), kQueries]
+  A* grad_query;  // [padded(head_dim) + 1, kQueries], see DqAccumulator
+  bool* is_visible;  // [tiles]
   A *grad_key, *grad_value;  // [heads of the group, span, padded(head_dim or head_dim_v)]
 
   BackwardScratch(const AttentionProblem& problem, int64_t span, ScratchAllocator& allocator)
-      : GradientScratch<E>(problem, allocator) {
+      : GradientScratch<E>(problem, allocator, span / kKeys) {
     const int64_t groups = kv_groups(problem);
     const int64_t padded_head_dim = padded(problem.head_dim), padded_head_dim_v = padded(problem.head_dim_v);
     keys = allocator.take<F>(span * operand_pitch<F>(problem.head_dim));
@@ -256,7 +284,8 @@ struct BackwardScratch : GradientScratch<E> {
     weight_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_pairs = allocator.take<F>(paired * kKeys * kQueries);
-    grad_query = allocator.take<A>(padded_head_dim * kQueries);
+    grad_query = allocator.take<A>((padded_head_dim + 1) * kQueries);
+    is_visible = allocator.take<bool>(span / kKeys);
     grad_key = allocator.take<A>(problem.key_heads / groups * span * padded_head_dim);
     grad_value = allocator.take<A>(problem.value_heads / groups * span * padded_head_dim_v);
   }
@@ -285,7 +314,8 @@ RowMatrix<Operand<E>> right_operand_rows(const ConstView4& view, const QueryTile
 template <class E>
 void add_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t count, int64_t key_in_span, bool first,
                    RowMatrix<Operand<E>> key, RowMatrix<Operand<E>> query_rows, RowMatrix<Operand<E>> grad_out_rows,
-                   Accumulator<E>* grad_key, Accumulator<E>* grad_value, const BackwardScratch<E>& tile) {
+                   Accumulator<E>* grad_key, Accumulator<E>* grad_value, const GradientScratch<E>& scores,
+                   const BackwardScratch<E>& tile) {
   using F = Operand<E>;
   const int64_t padded_head_dim = padded(problem.head_dim), padded_head_dim_v = padded(problem.head_dim_v);
   const Accumulate mode = first ? Accumulate::kOverwrite : Accumulate::kAdd;
@@ -293,9 +323,9 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
   grad_value += key_in_span * padded_head_dim_v;
   if constexpr (kPaired<F>) {
     const int64_t rows = round_up(count, kRowStep<F>), depth = round_up(query.rows, kDepthStep<F>);
-    narrow_rows(tile.score, count, rows, query.lanes, depth, kQueries, tile.weight_rows);
-    narrow_rows(tile.grad, count, rows, query.lanes, depth, kQueries, tile.grad_rows);
-    narrow_to_pairs(tile.grad, count, round_up(count, kDepthStep<F>), query.lanes, kQueries, tile.grad_pairs);
+    narrow_rows(scores.score, count, rows, query.lanes, depth, kQueries, tile.weight_rows);
+    narrow_rows(scores.grad, count, rows, query.lanes, depth, kQueries, tile.grad_rows);
+    narrow_to_pairs(scores.grad, count, round_up(count, kDepthStep<F>), query.lanes, kQueries, tile.grad_pairs);
     matmul(Accumulate::kAdd, rows, padded_head_dim_v, depth, tile.weight_rows, kQueries, 1, grad_out_rows.data,
            grad_out_rows.pitch, grad_value, padded_head_dim_v);
     matmul(Accumulate::kAdd, rows, padded_head_dim, depth, tile.grad_rows, kQueries, 1, query_rows.data, query_rows.pitch,
@@ -305,11 +335,12 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
            tile.key_columns + block * padded_head_dim + key_in_span - block, kKeys, 1, tile.grad_pairs, kQueries,
            tile.grad_query, kQueries);
   } else {
-    matmul(Accumulate::kAdd, count, padded_head_dim_v, query.rows, tile.score, kQueries, 1, grad_out_rows.data,
+    matmul(Accumulate::kAdd, count, padded_head_dim_v, query.rows, scores.score, kQueries, 1, grad_out_rows.data,
            grad_out_rows.pitch, grad_value, padded_head_dim_v);
-    matmul(Accumulate::kAdd, count, padded_head_dim, query.rows, tile.grad, kQueries, 1, query_rows.data, query_rows.pitch,
+    matmul(Accumulate::kAdd, count, padded_head_dim, query.rows, scores.grad, kQueries, 1, query_rows.data, query_rows.pitch,
            grad_key, padded_head_dim);
-    matmul(mode, problem.head_dim, query.lanes, count, key.data, 1, key.pitch, tile.grad, kQueries, tile.grad_query, kQueries);
+    matmul(mode, problem.head_dim, query.lanes, count, key.data, 1, key.pitch, scores.grad, kQueries, tile.grad_query,
+           kQueries);
   }
 }
 
@@ -324,6 +355,78 @@ FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64
     transpose_pairs(tile.key_padded, kKeys, padded_head_dim, tile.pairs, tile.key_columns + (begin - start) * padded_head_dim,
                     kKeys);
   }
+}
+
+// What a work item has of one head: operands, and where its sums are.
+template <class E>
+struct SpanHead {
+  using A = Accumulator<E>;
+  int64_t index, start, end;  // of the span; its keys
+  RowMatrix<Operand<E>> keys, values;
+  A *grad_key, *grad_value;
+};
+
+// Adds what one tile of queries contributes to the gradients of a span's keys and values, and computes tile.grad_query, the
+// span's share of the gradients of the queries. Returns false if no key of the span is visible. Where all keys that the queries
+// see are in the span, all tiles of scores are computed before any is used, and delta is corrected by the sums over their rows.
+template <class E>
+bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& gradients, const MaskGradients<E>& mask,
+                    const QueryTile& query, KeyRange range, const SpanHead<E>& head, const BackwardScratch<E>& tile) {
+  using A = Accumulator<E>;
+  if (mask.wanted) mask.begin(problem, query, head.index);
+  load_queries(problem, gradients, query, tile);
+  const auto query_rows = right_operand_rows<E>(problem.query, query, problem.head_dim, tile.query_rows, tile.unpaired_rows),
+             grad_out_rows =
+                 right_operand_rows<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out_rows, tile.unpaired_rows);
+  std::fill_n(tile.row_sum, kQueries, A(0));
+  A* excess = tile.grad_query + padded(problem.head_dim) * kQueries;
+  const bool has_whole_rows = is_in_one_span(problem, query);
+  bool empty = true;
+  int64_t done = head.start;  // up to here the mask's gradient is written
+
+  const auto for_each_block = [&](const auto& run) FLASH_ONLINE_LAMBDA_INLINE {
+    for_each_key_block(range, head.start, head.end, head.start, [&](int64_t begin, int64_t count) {
+      const int64_t block = (begin - head.start) / kKeys;
+      GradientScratch<E> scores = tile.at_tile(has_whole_rows ? block : 0);
+      run(begin, count, tile.is_visible[block], scores);
+    });
+  };
+  const auto compute = [&](int64_t begin, int64_t count, bool& is_visible, GradientScratch<E>& scores) {
+    const RowMatrix<Operand<E>> key{head.keys.data + (begin - head.start) * head.keys.pitch, head.keys.pitch},
+        value{head.values.data + (begin - head.start) * head.values.pitch, head.values.pitch};
+    is_visible = compute_score_gradients(problem, query, begin, count, key, value, scores);
+  };
+  const auto use = [&](int64_t begin, int64_t count, bool is_visible, const GradientScratch<E>& scores) {
+    if (is_visible && has_whole_rows) correct_delta(problem, query, count, excess, scores);
+    if (mask.wanted) {
+      mask.add(query, done, begin - done, nullptr);
+      mask.add(query, begin, count, is_visible ? scores.grad : nullptr);
+      done = begin + count;
+    }
+    if (!is_visible) return;
+    ScoreMod::chain(problem, query, count, scores.grad, scores.derivative);
+    const RowMatrix<Operand<E>> key{head.keys.data + (begin - head.start) * head.keys.pitch, head.keys.pitch};
+    add_gradients(problem, query, count, begin - head.start, empty, key, query_rows, grad_out_rows, head.grad_key,
+                  head.grad_value, scores, tile);
+    empty = false;
+  };
+  if (has_whole_rows) {
+    for_each_block(compute);
+    excess_of_row_sums(problem, gradients, query, tile.row_sum, excess);
+    for_each_block(use);
+    std::fill_n(excess, kQueries, A(0));
+  } else {
+    for_each_block([&](int64_t begin, int64_t count, bool& is_visible, GradientScratch<E>& scores) {
+      compute(begin, count, is_visible, scores);
+      use(begin, count, is_visible, scores);
+    });
+    std::copy_n(tile.row_sum, kQueries, excess);
+  }
+  if (mask.wanted) {
+    mask.add(query, done, head.end - done, nullptr);
+    mask.end(query, head.index);
+  }
+  return !empty;
 }
 
 // A work item: the gradients of the keys and values of one span, and their share of the gradients of all queries.
@@ -346,10 +449,15 @@ void backward_span(const SequenceProblem& sequence, const AttentionGradients& gr
 
   for (int64_t member = 0; member < heads; ++member) {
     const int64_t head = group * heads + member;
-    A* grad_key = tile.grad_key + member / (heads / key_heads) * span * padded_head_dim;
-    A* grad_value = tile.grad_value + member / (heads / value_heads) * span * padded_head_dim_v;
-    const auto keys = key_rows_or_copy<E>(problem, batch, head, start, end - start, tile.keys),
-               values = value_rows_or_copy<E>(problem, batch, head, start, end - start, tile.values);
+    const SpanHead<E> of_head{
+        .index = index,
+        .start = start,
+        .end = end,
+        .keys = key_rows_or_copy<E>(problem, batch, head, start, end - start, tile.keys),
+        .values = value_rows_or_copy<E>(problem, batch, head, start, end - start, tile.values),
+        .grad_key = tile.grad_key + member / (heads / key_heads) * span * padded_head_dim,
+        .grad_value = tile.grad_value + member / (heads / value_heads) * span * padded_head_dim_v,
+    };
     if constexpr (kPaired<F>) {
       if (member % (heads / key_heads) == 0)
         load_key_columns<E>(problem, batch, head / (problem.heads / problem.key_heads), start, end, tile);
@@ -361,36 +469,8 @@ void backward_span(const SequenceProblem& sequence, const AttentionGradients& gr
         if (mask.wanted) mask.add(query, start, end - start, nullptr);
         continue;
       }
-      RowMatrix<F> query_rows{}, grad_out_rows{};
-      bool is_loaded = false, empty = true;
-      int64_t done = start;  // up to here the mask's gradient is written
-      for_each_key_block(range, start, end, start, [&](int64_t begin, int64_t count) {
-        if (!is_loaded) {
-          if (mask.wanted) mask.begin(problem, query, index);
-          load_queries(problem, gradients, query, tile);
-          query_rows = right_operand_rows<E>(problem.query, query, problem.head_dim, tile.query_rows, tile.unpaired_rows);
-          grad_out_rows =
-              right_operand_rows<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out_rows, tile.unpaired_rows);
-          is_loaded = true;
-        }
-        const RowMatrix<F> key{keys.data + (begin - start) * keys.pitch, keys.pitch},
-            value{values.data + (begin - start) * values.pitch, values.pitch};
-        const bool is_visible = compute_score_gradients(problem, query, begin, count, key, value, tile);
-        if (mask.wanted) {
-          mask.add(query, done, begin - done, nullptr);
-          mask.add(query, begin, count, is_visible ? tile.grad : nullptr);
-          done = begin + count;
-        }
-        if (!is_visible) return;
-        ScoreMod::chain(problem, query, count, tile.grad, tile.derivative);
-        add_gradients(problem, query, count, begin - start, empty, key, query_rows, grad_out_rows, grad_key, grad_value, tile);
-        empty = false;
-      });
-      if (mask.wanted) {
-        mask.add(query, done, end - done, nullptr);
-        mask.end(query, index);
-      }
-      dq_accum.add(sequence, query, static_cast<int32_t>(index - range.begin / span), empty ? nullptr : tile.grad_query);
+      const bool is_seen = add_query_tile(problem, gradients, mask, query, range, of_head, tile);
+      dq_accum.add(sequence, query, static_cast<int32_t>(index - range.begin / span), is_seen ? tile.grad_query : nullptr);
     }
   }
   const A scale = static_cast<A>(problem.scale);
@@ -402,9 +482,10 @@ void backward_span(const SequenceProblem& sequence, const AttentionGradients& gr
                   matrix_of<E>(gradients.grad_value, batch, group * value_heads + h, start));
 }
 
+// Writes the gradients of a tile of queries; `key_mean` is that of their keys.
 template <class E>
 void store_dq(const AttentionProblem& problem, const AttentionGradients& gradients, const DqAccumulator<E>& dq_accum,
-              int64_t tile, const QueryTile& query) {
+              const Accumulator<E>* key_mean, int64_t tile, const QueryTile& query) {
   using A = Accumulator<E>;
   const auto to = matrix_of<E>(gradients.grad_query, query.batch, query.head, query.first);
   // Without a visible key no item has written the accumulator.
@@ -413,9 +494,17 @@ void store_dq(const AttentionProblem& problem, const AttentionGradients& gradien
       for (int64_t e = 0; e < problem.head_dim; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(A(0));
     return;
   }
+  A* accum = dq_accum.accum + tile * dq_accum.tile_size;
+  // Behind a score modification the gradients of a row's scores have no sum that is known.
+  if (!is_in_one_span(problem, query) && !ScoreMod::has_derivative(problem)) {
+    A excess[kQueries];
+    excess_of_row_sums(problem, gradients, query, accum + padded(problem.head_dim) * kQueries, excess);
+    for_each_vector(accum, problem.head_dim, query.lanes,
+                    [&](Vector<A> x, int64_t e, int64_t l) { return x - load_vector(excess + l) * key_mean[e]; });
+  }
   A scale[kQueries];
   std::fill_n(scale, kQueries, static_cast<A>(problem.scale));
-  store_transposed<E>(dq_accum.accum + tile * dq_accum.tile_size, kQueries, scale, query.rows, problem.head_dim, to);
+  store_transposed<E>(accum, kQueries, scale, query.rows, problem.head_dim, to);
 }
 
 // A sink is in the denominator alone: its gradient is the sum over queries of its weight times grad_lse - grad_out . out.
@@ -499,6 +588,7 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
     BackwardScratch<E>(call, call.query_starts ? kMaxSpanKeys : span_of(call), backward);
     MaskScratch<E>(call, mask);
     DqAccumulator<E>(call, shared);
+    KeyMeans<E>(call, shared);
     MaskGradients<E>(call, gradients, shared);
     key_spans(call, shared);
   });
@@ -508,8 +598,10 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
 void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
   const int64_t groups = kv_groups(call);
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    using A = Accumulator<E>;
     ScratchAllocator shared(executor.shared);
     const DqAccumulator<E> dq_accum(call, shared);
+    const KeyMeans<E> key_means(call, shared);
     const MaskGradients<E> mask(call, gradients, shared);
     const TileList spans = key_spans(call, shared);
     const int64_t* mask_size = gradients.mask_size;
@@ -527,6 +619,9 @@ void backward(const AttentionProblem& call, const AttentionGradients& gradients,
       dq_accum.semaphore[tile].store(0, std::memory_order_relaxed);
       fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
     });
+    for_each_item(executor, call.batch * call.key_heads, [&](int64_t item, std::byte*) {
+      key_means.compute(SequenceProblem(call, item / call.key_heads), item % call.key_heads);
+    });
     // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
     for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
       const auto [index, group, span] = spans.interleaved_tile(groups, item);
@@ -534,7 +629,8 @@ void backward(const AttentionProblem& call, const AttentionGradients& gradients,
       backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
     });
     for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
-      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, tile, query);
+      const A* key_mean = key_means.of(sequence, query.head / (call.heads / call.key_heads));
+      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, key_mean, tile, query);
     });
     if (gradients.grad_sinks)
       for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {

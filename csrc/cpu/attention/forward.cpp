@@ -157,7 +157,9 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
   const int64_t paired_count = round_up(count, kDepthStep<F>);
   for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
     const State state{load_vector(tile.shift + l), load_vector(tile.sum + l)};
-    Vector<A> partial_sum[4] = {};  // four sums, so that no addition waits for the previous one
+    // Four sums, so that no addition waits for the previous one. The key alone says to which of them its weight goes: a block
+    // may end with the last key of the tile's last query, which must not change the others' order of sums.
+    Vector<A> partial_sum[4] = {};
     A* score = tile.score + l;
     const auto exp_scores = [&](int64_t k, int lane) {
       const Vector<A> weight = state.weight(load_vector(score + k * kQueries) * deferred_scale);
@@ -173,9 +175,9 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
           const Vector<A> third = exp_scores(k + 2, 2), fourth = exp_scores(k + 3, 3);
           store_pairs(tile.weight_pairs + (k + 2) * kQueries + 2 * l, third, fourth);
         }
-        for (; k < paired_count; k += 2) {
-          const Vector<A> first = k < count ? exp_scores(k, 0) : Vector<A>{},
-                          second = k + 1 < count ? exp_scores(k + 1, 1) : Vector<A>{};
+        for (int lane = 0; k < paired_count; k += 2, lane ^= 2) {
+          const Vector<A> first = k < count ? exp_scores(k, lane) : Vector<A>{},
+                          second = k + 1 < count ? exp_scores(k + 1, lane + 1) : Vector<A>{};
           store_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
         }
       }
@@ -184,7 +186,7 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
       int64_t k = 0;
       for (; k + 4 <= count; k += 4)
         for (int lane = 0; lane < 4; ++lane) store_vector(score + (k + lane) * kQueries, exp_scores(k + lane, lane));
-      for (; k < count; ++k) store_vector(score + k * kQueries, exp_scores(k, 0));
+      for (int lane = 0; k < count; ++k, ++lane) store_vector(score + k * kQueries, exp_scores(k, lane));
     }
     State total = state;
     total.add((partial_sum[0] + partial_sum[1]) + (partial_sum[2] + partial_sum[3]));
@@ -247,7 +249,8 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
   bool is_first = true;
   const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
   // ALiBi's scores fall with the distance. Visiting the nearest keys first shows early that the scores of far keys are small.
-  const int64_t start_key = problem.alibi_slopes ? query.end() - 1 + problem.visible.offset : 0;
+  // All queries of a tile stand in one block of positions (see ForwardTiles), so that each has the order it has in any call.
+  const int64_t start_key = problem.alibi_slopes ? query.first + problem.visible.offset : 0;
   for_each_key_block(range, 0, problem.keys, start_key, [&](int64_t begin, int64_t count) {
     if (!load_mask(problem, query, begin, count, tile.mask)) return;
     const auto key = matrix_of<const E>(problem.key, query.batch, key_head, begin),
@@ -290,12 +293,34 @@ void forward_padding(const AttentionProblem& call, int64_t index) {
   }
 }
 
+// The tiles of the forward pass. Where the order of key blocks goes by position (ALiBi), tiles are cut at multiples of kQueries
+// of the position, not of the query's index: the order, and with it the rounding, is then that of the position alone.
+struct ForwardTiles {
+  int64_t skipped = 0;  // positions of the first tile before the first query
+
+  explicit ForwardTiles(const AttentionProblem& problem) {
+    if (problem.alibi_slopes) skipped = (problem.visible.offset % kQueries + kQueries) % kQueries;
+  }
+  int64_t count(const AttentionProblem& problem) const {
+    return problem.queries ? ceil_div(problem.queries + skipped, kQueries) : 0;
+  }
+  QueryTile tile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t index) const {
+    const int64_t first = index * kQueries - skipped;
+    return {batch, head, std::max<int64_t>(first, 0), std::min(first + kQueries, problem.queries)};
+  }
+};
+
+TileList forward_tiles(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return TileList(call, allocator,
+                  [](const SequenceProblem& sequence) { return ForwardTiles(sequence.problem).count(sequence.problem); });
+}
+
 Memory forward_memory(const AttentionProblem& call) {
   ScratchAllocator scratch(nullptr), pack(nullptr), shared(nullptr);
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
     ForwardScratch<E>(call, scratch);
     PairScratch<E>(call, pack);
-    query_tiles(call, shared);
+    forward_tiles(call, shared);
     KeyValueOperands<E>(call, shared);
   });
   return {std::max(scratch.bytes(), pack.bytes()), shared.bytes()};
@@ -304,7 +329,7 @@ Memory forward_memory(const AttentionProblem& call) {
 void forward(const AttentionProblem& call, const Executor& executor) {
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
     ScratchAllocator shared(executor.shared);
-    const TileList tiles = query_tiles(call, shared);
+    const TileList tiles = forward_tiles(call, shared);
     const KeyValueOperands<E> operands(call, shared);
     const int64_t key_heads = std::max(call.key_heads, call.value_heads);
     if (operands.key || operands.value)
@@ -317,8 +342,9 @@ void forward(const AttentionProblem& call, const Executor& executor) {
       // visibility the last tile has the most work.
       const auto [index, head, tile] = tiles.tile(call.heads, item);
       const SequenceProblem sequence(call, index);
-      const int64_t first = (tiles.tiles_per_head(index) - 1 - tile) * kQueries;
-      forward_tile<E>(sequence, operands, QueryTile(sequence.problem, sequence.batch, head, first), scratch);
+      const ForwardTiles cut(sequence.problem);
+      forward_tile<E>(sequence, operands,
+                      cut.tile(sequence.problem, sequence.batch, head, tiles.tiles_per_head(index) - 1 - tile), scratch);
     });
     if (call.query_starts)
       for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) { forward_padding<E>(call, index); });

@@ -15,24 +15,36 @@ struct GradientScratch : ScoreTile<E> {
   // [kKeys, kQueries]: gradients of the weights, then of the scores; the score modification's; dropout's
   A *grad, *derivative, *dropout_factor;
   A *lse, *lse_low, *delta, *shift;  // [kQueries]; shift: what is subtracted from the scores
+  A* row_sum;  // [kQueries]: the sum over keys of the gradients of the modified scores
   double *double_grad_out, *double_value, *double_grad, *double_delta;
 
-  GradientScratch(const AttentionProblem& problem, ScratchAllocator& allocator) : ScoreTile<E>(problem, allocator) {
+  // `tiles` is how many tiles there is room for in score, grad, derivative and dropout_factor.
+  GradientScratch(const AttentionProblem& problem, ScratchAllocator& allocator, int64_t tiles = 1)
+      : ScoreTile<E>(problem, allocator, tiles) {
     grad_out = allocator.take<F>(operand_pitch<F>(problem.head_dim_v) * kQueries);
     key_buffer = allocator.take<F>(kKeys * operand_pitch<F>(problem.head_dim));
     value_buffer = allocator.take<F>(kKeys * operand_pitch<F>(problem.head_dim_v));
-    grad = allocator.take<A>(kKeys * kQueries);
-    derivative = allocator.take<A>(ScoreMod::has_derivative(problem) ? kKeys * kQueries : 0);
-    dropout_factor = allocator.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
+    grad = allocator.take<A>(tiles * kKeys * kQueries);
+    derivative = allocator.take<A>(ScoreMod::has_derivative(problem) ? tiles * kKeys * kQueries : 0);
+    dropout_factor = allocator.take<A>(problem.dropout > 0 ? tiles * kKeys * kQueries : 0);
     lse = allocator.take<A>(kQueries);
     lse_low = allocator.take<A>(kQueries);
     delta = allocator.take<A>(kQueries);
     shift = allocator.take<A>(kQueries);
+    row_sum = allocator.take<A>(kQueries);
     constexpr bool may_use_double = ScoreTile<E>::kMayUseDouble;
     double_grad_out = allocator.take<double>(may_use_double ? problem.head_dim_v * kQueries : 0);
     double_value = allocator.take<double>(may_use_double ? problem.head_dim_v * kKeys : 0);
     double_grad = allocator.take<double>(may_use_double ? kKeys * kQueries : 0);
     double_delta = allocator.take<double>(kQueries);
+  }
+
+  // The scratch with which tile n is computed; all else is shared.
+  GradientScratch at_tile(int64_t n) const {
+    GradientScratch other = *this;
+    const int64_t size = n * kKeys * kQueries;
+    other.score += size, other.grad += size, other.derivative += size, other.dropout_factor += size;
+    return other;
   }
 };
 
@@ -67,9 +79,9 @@ void load_queries(const AttentionProblem& problem, const AttentionGradients& gra
   }
 }
 
-// Computes score, the attention weights of a tile after dropout, and grad, the gradients of the modified scores. weight_sum,
-// unless it is null, is increased by the sum of each query's weights before dropout. Returns false, and computes nothing, if
-// the tile is hidden.
+// Computes score, the attention weights of a tile after dropout, and grad, the gradients of the modified scores, whose sums are
+// added to row_sum. With dropout, dropout_factor then holds the weights before dropout. weight_sum, unless it is null, is
+// increased by the sum of each query's weights before dropout. Returns false, and computes nothing, if the tile is hidden.
 template <class E, class A = Accumulator<E>, class F = Operand<E>>
 bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                              RowMatrix<F> key, RowMatrix<F> value, GradientScratch<E>& tile, double* weight_sum = nullptr) {
@@ -111,7 +123,8 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
     // score - lse is exact where it matters, near 0; subtracting lse_low then restores what rounding took from lse.
     const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l),
                     delta = load_vector(pending_delta + l);
-    for (int64_t k = 0; k < count; ++k) {
+    Vector<A> partial_sum[4] = {};  // of gradients; four, since a long sum loses digits that row_sum is there for
+    const auto at_key = [&](int64_t k, int lane) FLASH_ONLINE_LAMBDA_INLINE {
       const int64_t index = k * kQueries + l;
       Vector<A> weight = FastNatural::exp((load_vector(tile.score + index) * deferred_scale - lse) - low),
                 grad = load_vector(tile.grad + index);
@@ -124,18 +137,63 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
         else
           grad *= dropout_factor;
         grad = weight * (grad - delta);
+        store_vector(tile.dropout_factor + index, weight);
         weight *= dropout_factor;
       } else {
         grad = weight * (grad - delta);
       }
+      partial_sum[lane] += grad;
       store_vector(tile.score + index, weight);
       store_vector(tile.grad + index, grad);
-    }
+    };
+    int64_t k = 0;
+    for (; k + 4 <= count; k += 4)
+      for (int lane = 0; lane < 4; ++lane) at_key(k + lane, lane);
+    for (; k < count; ++k) at_key(k, 0);
+    store_vector(tile.row_sum + l,
+                 load_vector(tile.row_sum + l) + ((partial_sum[0] + partial_sum[1]) + (partial_sum[2] + partial_sum[3])));
   }
   // Padding rows of queries are 0, since matmuls run over queries
   for (int64_t k = 0; query.rows < query.lanes && k < count; ++k)
     for (int64_t i = query.rows; i < query.lanes; ++i) tile.score[k * kQueries + i] = tile.grad[k * kQueries + i] = A(0);
   return true;
+}
+
+// The weight of a head's sink among the scores of the query whose lse is at `row`.
+template <class A>
+A sink_weight(const AttentionProblem& problem, int64_t head, int64_t row) {
+  const A lse = pivot(static_cast<const A*>(problem.lse)[row]), low = static_cast<const A*>(problem.lse_low)[row];
+  return FastNatural::exp((static_cast<const A*>(problem.sinks)[head] - lse) - low);
+}
+
+// Sets excess[kQueries] to what the gradients of each query's scores sum to, `row_sum`, beyond what they would without
+// rounding. With weights p and gradients dp of the weights, these gradients are p (dp - delta), delta = sum of p dp, less
+// grad_lse. Their sum is exactly 0 without sinks and without grad_lse. The excess comes from the rounding of `out`, from which
+// delta was computed, and from scores that differ from those of the forward pass or are large; it is also the error of delta.
+template <class A>
+void excess_of_row_sums(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
+                        const A* row_sum, A* excess) {
+  const int64_t offset = query.lse_offset(problem);
+  std::copy_n(row_sum, query.lanes, excess);
+  if (!problem.sinks && !gradients.grad_lse) return;
+  for (int64_t i = 0; i < query.rows; ++i) {
+    const int64_t row = offset + i;
+    if (static_cast<const A*>(problem.lse)[row] == lowest<A>()) continue;  // nothing is visible
+    const double grad_lse = gradients.grad_lse ? static_cast<const A*>(gradients.grad_lse)[row] : 0.0;
+    const double delta = gradients.wide_delta ? gradients.wide_delta[row] : static_cast<const A*>(gradients.delta)[row];
+    const double sink = problem.sinks ? sink_weight<A>(problem, query.head, row) : 0.0;
+    excess[i] = static_cast<A>(excess[i] - (grad_lse + sink * delta));
+  }
+}
+
+// Takes the error of delta, `excess`, from the gradients of a tile of scores.
+template <class E, class A = Accumulator<E>>
+void correct_delta(const AttentionProblem& problem, const QueryTile& query, int64_t count, const A* excess,
+                   const GradientScratch<E>& tile) {
+  const A* weight = problem.dropout > 0 ? tile.dropout_factor : tile.score;
+  for_each_vector(tile.grad, count, query.lanes, [&](Vector<A> x, int64_t k, int64_t l) {
+    return x - load_vector(weight + k * kQueries + l) * load_vector(excess + l);
+  });
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

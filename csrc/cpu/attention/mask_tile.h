@@ -18,8 +18,10 @@ constexpr int64_t kKeyStep = 32;
 // Queries [first, first + rows) of a head, in padded(rows) lanes.
 struct QueryTile {
   int64_t batch, head, first, rows, lanes;
+  QueryTile(int64_t batch, int64_t head, int64_t first, int64_t end)
+      : batch(batch), head(head), first(first), rows(end - first), lanes(padded(rows)) {}
   QueryTile(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t first)
-      : batch(batch), head(head), first(first), rows(std::min(kQueries, problem.queries - first)), lanes(padded(rows)) {}
+      : QueryTile(batch, head, first, std::min(first + kQueries, problem.queries)) {}
   int64_t end() const { return first + rows; }
   // The offset of the first query's lse, in lse and all other arrays with one number per query.
   int64_t lse_offset(const AttentionProblem& problem) const {
@@ -136,21 +138,21 @@ __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const 
   return true;
 }
 
-// x where the lane's bit is set, else -inf.
+// x where the lane's bit is set, else `hidden`.
 template <class T>
-FLASH_ONLINE_INLINE Vector<T> hide(Vector<T> x, uint64_t bits) {
+FLASH_ONLINE_INLINE Vector<T> hide(Vector<T> x, uint64_t bits, Vector<T> hidden = lowest<Vector<T>>()) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4)
-    return reinterpret_cast<Vector<T>>(_mm512_mask_mov_ps(reinterpret_cast<__m512>(lowest<Vector<T>>()),
-                                                          static_cast<__mmask16>(bits), reinterpret_cast<__m512>(x)));
+    return reinterpret_cast<Vector<T>>(
+        _mm512_mask_mov_ps(reinterpret_cast<__m512>(hidden), static_cast<__mmask16>(bits), reinterpret_cast<__m512>(x)));
   else
-    return reinterpret_cast<Vector<T>>(_mm512_mask_mov_pd(reinterpret_cast<__m512d>(lowest<Vector<T>>()),
-                                                          static_cast<__mmask8>(bits), reinterpret_cast<__m512d>(x)));
+    return reinterpret_cast<Vector<T>>(
+        _mm512_mask_mov_pd(reinterpret_cast<__m512d>(hidden), static_cast<__mmask8>(bits), reinterpret_cast<__m512d>(x)));
 #else
   using Bits = Vector<std::conditional_t<sizeof(T) == 8, int64_t, int32_t>>;
   Bits bit;
   for (int l = 0; l < kLanes<T>; ++l) bit[l] = 1 << l;
-  return (bit & static_cast<int32_t>(bits & 0xffff)) != 0 ? x : lowest<Vector<T>>();
+  return (bit & static_cast<int32_t>(bits & 0xffff)) != 0 ? x : hidden;
 #endif
 }
 

@@ -70,6 +70,14 @@ void load_query_lanes(const ConstView4& view, const QueryTile& query, int64_t he
   }
 }
 
+// x where the query of each lane sees key k of the tile, else -inf.
+template <class A>
+FLASH_ONLINE_INLINE Vector<A> seen_only(const MaskTile<A>& mask, int64_t k, int64_t l, Vector<A> x) {
+  if (mask.has_hidden) x = hide<A>(x, mask.visible[k] >> l);
+  if (mask.has_bias) x = load_vector(mask.bias + k * kQueries + l) == lowest<Vector<A>>() ? lowest<Vector<A>>() : x;
+  return x;
+}
+
 // The scores of a tile and what they are computed from. The exponential turns the absolute error of a score, which grows with
 // the score, into the relative error of a weight. Where scores of float inputs are large, they are therefore computed in
 // double, query by query; the names of that path begin with double_.
@@ -85,16 +93,17 @@ struct ScoreTile {
   A* score;  // [kKeys, kQueries]
   A* block_max;  // [kQueries]: a query's largest score in this block of keys, unless its scores are in double
   MaskTile<A> mask;
-  A deferred_scale = 1;  // what the scores still have to be multiplied by
+  A deferred_scale = 1;  // what the scores still have to be multiplied by; the same number in all tiles of a call
   bool* is_double;  // [kQueries]: whether a query's scores are in double_score instead
   double *double_query, *double_key;  // [head_dim, kQueries], [kKeys, head_dim]
   double *double_score, *double_block_max;  // [kKeys, kQueries], [kQueries]
 
-  ScoreTile(const AttentionProblem& problem, ScratchAllocator& allocator) {
+  // `tiles` is how many tiles of scores there is room for; `score` is the first.
+  ScoreTile(const AttentionProblem& problem, ScratchAllocator& allocator, int64_t tiles = 1) {
     query = allocator.take<F>(operand_pitch<F>(problem.head_dim) * kQueries);
     row_buffer =
         allocator.take<F>(kPaired<F> ? kQueries * operand_pitch<F>(std::max(problem.head_dim, problem.head_dim_v)) : 0);
-    score = allocator.take<A>(kKeys * kQueries);
+    score = allocator.take<A>(tiles * kKeys * kQueries);
     block_max = allocator.take<A>(kQueries);
     mask.visible = allocator.take<uint64_t>(kKeys);
     const bool has_bias = problem.mask.data && problem.mask_dtype != DType::kBool;
@@ -106,6 +115,15 @@ struct ScoreTile {
     double_block_max = allocator.take<double>(kMayUseDouble ? kQueries : 0);
   }
 };
+
+// Sets the scores to -inf that become hidden once they are multiplied by `deferred_scale`, which is not 0.
+template <class Score, class A>
+FLASH_ONLINE_INLINE void hide_scores(const MaskTile<A>& mask, int64_t count, int64_t lanes, Score* score,
+                                     Score deferred_scale) {
+  const Vector<Score> hidden = deferred_scale < 0 ? -lowest<Vector<Score>>() : lowest<Vector<Score>>();
+  for_each_vector(score, count, lanes,
+                  [&](Vector<Score> x, int64_t k, int64_t l) { return hide<Score>(x, mask.visible[k] >> l, hidden); });
+}
 
 // Turns scale * query . key, in place, into the scores that the exponential takes: applies the score modification, adds a float
 // mask, and sets hidden scores to -inf. `derivative`, unless it is null, receives the derivative of the score modification, for
@@ -123,9 +141,7 @@ void apply_score_mod_and_mask(const AttentionProblem& problem, const QueryTile& 
         for (int i = 0; i < kLanes<Score>; ++i) x[i] += bias[i];
       return x;
     });
-  if (mask.has_hidden)
-    for_each_vector(score, count, query.lanes,
-                    [&](Vector<Score> x, int64_t k, int64_t l) { return hide<Score>(x, mask.visible[k] >> l); });
+  if (mask.has_hidden) hide_scores(mask, count, query.lanes, score, Score(1));
 }
 
 template <class T>
@@ -154,10 +170,19 @@ FLASH_ONLINE_INLINE void block_maxima(const Score* score, int64_t count, int64_t
   }
 }
 
+// Whether the scaling of scores is left to the exponential. The problem alone decides: a product that is rounded before the
+// maximum is subtracted differs in its last bit from one that is not, and a query's result must not depend on whether its
+// neighbours in the tile have hidden scores.
+template <class E>
+bool defers_scale(const AttentionProblem& problem) {
+  const bool has_bias = problem.mask.data && problem.mask_dtype != DType::kBool;
+  return ScoreTile<E>::kDefersScale && ScoreMod::is_identity(problem) && !has_bias && problem.scale != 0;
+}
+
 // Computes a tile's scores and their maxima for keys [begin, begin + count), whose rows are `key`; load_mask comes before.
 // Large scores of float inputs are computed in double and stay in double_score until the maximum has been subtracted. Each
-// query decides for itself, so that a result does not depend on its neighbours: `reference` is the maximum from which its
-// weights are measured so far. Returns whether any query's scores are in double.
+// query decides for itself, by the scores that it sees, so that a result does not depend on its neighbours nor on hidden keys:
+// `reference` is the maximum from which its weights are measured so far. Returns whether any query's scores are in double.
 template <class E, class A = Accumulator<E>, class F = Operand<E>>
 bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowMatrix<F> key,
                     ScoreTile<E>& tile, const A* reference, A* derivative) {
@@ -168,13 +193,15 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
          key.pitch, 1, tile.query, kQueries, tile.score, kQueries);
 
   if constexpr (ScoreTile<E>::kDefersScale) {
-    tile.deferred_scale = is_plain ? scale : A(1);
-    if (is_plain) {
+    tile.deferred_scale = A(1);
+    if (defers_scale<E>(problem)) {
+      tile.deferred_scale = scale;
+      if (tile.mask.has_hidden) hide_scores(tile.mask, count, query.lanes, tile.score, scale);
       block_maxima(tile.score, count, query.lanes, tile.block_max, scale);
       return false;
     }
   }
-  A max_scaled[kQueries], max_negated[kQueries];  // of the scaled products, before modification and mask
+  A max_scaled[kQueries], max_negated[kQueries];  // of the visible scaled products, before modification and mask
   for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
     Vector<A> high = lowest<Vector<A>>(), low = high;
     A* score = tile.score + l;
@@ -182,9 +209,18 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
       // The scaled score is stored before anything is subtracted: contracted into one operation, the same score would round
       // differently elsewhere.
       const Vector<A> scaled = load_vector(score) * scale;
-      high = max_ignoring_nan<A>(high, scaled);
-      if constexpr (ScoreTile<E>::kMayUseDouble) low = max_ignoring_nan<A>(low, -scaled);
       store_vector(score, scaled);
+      if constexpr (ScoreTile<E>::kMayUseDouble) {
+        if (is_plain) {
+          high = max_ignoring_nan<A>(high, scaled);
+          low = max_ignoring_nan<A>(low, -scaled);
+        } else {
+          high = max_ignoring_nan<A>(high, seen_only(tile.mask, k, l, scaled));
+          low = max_ignoring_nan<A>(low, seen_only(tile.mask, k, l, -scaled));
+        }
+      } else {
+        high = max_ignoring_nan<A>(high, scaled);
+      }
     }
     store_vector(max_scaled + l, high);
     if constexpr (ScoreTile<E>::kMayUseDouble) store_vector(max_negated + l, low);
