@@ -1,10 +1,10 @@
 """linear_cross_entropy, forward and backward, beside torch's and torch.compile's, then part by part: python -m flash_online
 bench linear
 
-Loss and both gradients of every provider are checked against float64 first; ours by the tolerance of the tests, which takes torch's
-own error, where torch is measured too. Forward runs without gradient; a step is forward
-and backward. Samples of all providers, and of the parts of one step of ours, are interleaved; memory is the peak of torch's
-allocator in a step beyond the two gradients.
+Loss and both gradients of every provider are checked against float64 first; ours by the tolerance of the tests, which takes
+torch's own error, where torch is measured too. Forward runs without gradient; a step is forward and backward. Samples of all
+providers, and of the parts of one step of ours, are interleaved; memory is the peak of torch's allocator in a step beyond the
+two gradients.
 """
 
 from __future__ import annotations
