@@ -25,14 +25,21 @@ def run(
     line: Callable[[dict], str],
     facts: dict,
     path: Path,
-    finish: Callable[[dict], dict] = lambda record: record,
+    finish: Callable[[dict, bool], dict] = lambda record, done: record,
     summary: Callable[[dict], list[str]] = lambda record: [],
 ) -> int:
     """Measures every case and writes the record: after every case, in case the run is cut short. `measure` raises
     AssertionError for a wrong result; `line` shows a result and `summary` the whole record on the terminal; `finish` adds what
-    is computed from all results. Returns 1 if a result was wrong."""
+    is computed from the results so far, told whether all are there. Returns 1 if a result was wrong."""
     started, record = time.perf_counter(), facts | {"wrong": 0, "results": []}
     path.parent.mkdir(parents=True, exist_ok=True)
+
+    def save(done: bool) -> dict:
+        record["took_seconds"] = round(time.perf_counter() - started)
+        whole = finish(record, done)
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        return whole
+
     # A log file wants a line now and then, a terminal a moving bar.
     with tqdm(cases, desc=name, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
         for case in bar:
@@ -44,10 +51,9 @@ def run(
             except AssertionError as wrong:
                 bar.write(f"WRONG, not timed: {wrong}")
                 record["wrong"] += 1
-            record["took_seconds"] = round(time.perf_counter() - started)
-            path.write_text(json.dumps(record, indent=1) + "\n")
-    record = finish(record)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print("\n".join(summary(record)))
+            save(done=False)
+    whole = save(done=True)
+    if whole["results"]:
+        print("\n".join(summary(whole)))
     print(f"wrote {path}" + (f"; {record['wrong']} cases were WRONG" if record["wrong"] else ""))
     return 1 if record["wrong"] else 0

@@ -1,9 +1,10 @@
 """linear_cross_entropy, forward and backward, beside torch's and torch.compile's, then part by part: python -m flash_online
 bench linear
 
-Loss and both gradients of every provider are checked against float64 first. Forward runs without gradient; a step is forward
-and backward. Samples of all providers, and of the parts of one step of ours, are interleaved; memory is the peak of torch's
-allocator in a step beyond the two gradients.
+Loss and both gradients of every provider are checked against float64 first; ours by the tolerance of the tests, which takes
+torch's own error, where torch is measured too. Forward runs without gradient; a step is forward and backward. Samples of all
+providers, and of the parts of one step of ours, are interleaved; memory is the peak of torch's allocator in a step beyond the
+two gradients.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def check(case: Case, functions: dict, tensors: tuple, result: dict) -> dict[str
             theirs = parts
         for n, error in enumerate(errors):
             what = f"{case.label}, {name}: {f'gradient {n}' if n else 'loss'}"
-            if name.startswith(OURS):
+            if name.startswith(OURS) and theirs:
                 testing.assert_close_to_float64(parts[n], theirs[n : n + 1], expected[n], case.dtype, name=what)
             assert error <= PEER_TOLERANCE[case.dtype], f"{what}: off by {error:.2g} of the largest"
         returned = sum(t.numel() * t.element_size() for t in parts)

@@ -326,8 +326,9 @@ def run(cases: list[RowCase], device: str, facts: dict, path: Path, peers: list[
     dtypes = dict.fromkeys(c.dtype for c in cases if c.family == "attention")
     matmul_rates(record, device, "at_start", dtypes)
 
-    def finish(record: dict) -> dict:
-        matmul_rates(record, device, "at_end", dtypes)
+    def finish(record: dict, done: bool) -> dict:
+        if done:
+            matmul_rates(record, device, "at_end", dtypes)
         for dtype, rates in record["matmul"].items():
             during = [r["matmul"] for r in record["results"] if r["dtype"] == dtype and "matmul" in r]
             if during:

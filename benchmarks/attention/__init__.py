@@ -1,5 +1,5 @@
-"""Attention on a GPU beside its peers: python benchmarks/run.py attention.
+"""Attention on a GPU beside its peers: python -m flash_online bench attention.
 
-cases.py lists the cells and makes their tensors, peers.py has the providers, measure.py checks and times them, tables.py sums
-up, judges the targets and makes docs/attention_benchmarks.md, figures.py its curves.
+cases.py lists the cells and makes their tensors, peers.py has the providers, measure.py checks and times them, summary.py sums
+up and judges the targets.
 """

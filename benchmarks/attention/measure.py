@@ -256,7 +256,7 @@ def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str
     def of_cell(cell: Cell) -> dict:
         return measure(cell, device, facts["seconds"], facts["rounds"], peers)
 
-    def finish(record: dict) -> dict:
+    def finish(record: dict, _: bool) -> dict:
         return record | {"summary": summarize(record["results"]), "targets": targets(record["results"])}
 
     return harness.run("attention", cells, of_cell, line, facts, path, finish, attention_terminal_summary)

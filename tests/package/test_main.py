@@ -112,7 +112,7 @@ def test_demo_writes_its_files_and_reports_disagreement(capsys, monkeypatch, tmp
 
 def test_bench_hands_its_arguments_on():
     pytest.importorskip("tqdm")
-    command = [sys.executable, "-m", "flash_online", "bench", "cpu", "--list", "--only", "topk_softmax"]
+    command = [sys.executable, "-m", "flash_online", "bench", "rows", "--device", "cpu", "--list", "--cases", "topk_softmax"]
     listed = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
     assert listed and all(line.startswith("topk_softmax") and "k 5" in line for line in listed)
 
