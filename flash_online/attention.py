@@ -12,6 +12,7 @@ from ._attention_arguments import AttentionGradients, AttentionOptions, Attentio
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable, eager_transforms_active, transforms_active
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_kinds
+from ._checks import check_float
 from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
 
 
@@ -71,11 +72,12 @@ def attention(
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
-    if mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left" and return_lse is False:
-        if softcap == dropout_p == 0.0 and isinstance(causal, bool):
-            out = try_fast_path(query, key, value, causal, scale, True)
-            if out is not None:
-                return out
+    plain = mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
+    plain = plain and type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS and type(causal) is bool
+    if plain and not (softcap or dropout_p or return_lse):
+        out = try_fast_path(query, key, value, causal, scale, True)
+        if out is not None:
+            return out
     check_attention_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value, mask = autocast(query, key, value, mask)
     check_kinds(query, key, value, mask)
@@ -196,6 +198,7 @@ class _PlainAttention(torch.autograd.Function):
 
 
 is_compiling, _any_autocast_enabled, _STRIDED = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled, torch.strided
+_NUMBERS = (float, int)
 _run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
 _run_inference = boxed_call(ops.attention_inference.default)
 
@@ -221,7 +224,7 @@ def attention_impl(
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     tf32 = tf32_for(query)
-    scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+    scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
     if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):
