@@ -147,11 +147,12 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
         return None
+    tf32 = dtype is torch.float32 and tf32_for(query)
     try:
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32_for(query))
+        if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
             return _PlainAttention.apply(query, key, value, options)
-        return _run_inference(query, key, value, causal, scale, tf32_for(query))
+        return _run_inference(query, key, value, causal, scale, tf32)
     except RuntimeError as error:
         raise surfaced(error, query) from None
 
@@ -160,9 +161,14 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
     """Whether query, key and value of these shapes need no broadcasting, and their heads go together."""
     if not 4 <= len(shape) == len(key_shape) == len(value_shape):
         return False
-    *batch, heads, _, width = shape
-    *key_batch, key_heads, keys, key_width = key_shape
-    *value_batch, value_heads, values, _ = value_shape
+    if len(shape) == 4:  # usual, and three lists shorter
+        batch, heads, _, width = shape
+        key_batch, key_heads, keys, key_width = key_shape
+        value_batch, value_heads, values, _ = value_shape
+    else:
+        *batch, heads, _, width = shape
+        *key_batch, key_heads, keys, key_width = key_shape
+        *value_batch, value_heads, values, _ = value_shape
     if not (batch == key_batch == value_batch and width == key_width and keys == values):
         return False
     if heads == key_heads == value_heads:
@@ -197,7 +203,8 @@ class _PlainAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None
 
 
-is_compiling, _any_autocast_enabled, _STRIDED = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled, torch.strided
+is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_any_autocast_enabled, _STRIDED = torch._C._is_any_autocast_enabled, torch.strided
 _NUMBERS = (float, int)
 _run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
 _run_inference = boxed_call(ops.attention_inference.default)

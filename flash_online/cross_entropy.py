@@ -176,13 +176,9 @@ class CrossEntropyLoss(Function):
         input, target, weight, divisor = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
             rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
-            grad_input, _ = _cross_entropy_backward(
-                rows, None, input, target, weight, ctx.ignore_index, ctx.label_smoothing, False
-            )
+            grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
         else:
-            grad_input = ops.cross_entropy_loss_backward.default(
-                grad, divisor, input, target, weight, ctx.ignore_index, ctx.label_smoothing
-            )
+            grad_input = ops.cross_entropy_loss_backward.default(grad, divisor, input, target, weight, *ctx.row_options)
         return grad_input, None, None, None
 
 

@@ -44,7 +44,7 @@ def test_what_stands_for_a_float(value):
 
 
 @pytest.mark.parametrize("function", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("dtype", ["float32", 1, 0.5, float], ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", 1, 0.5, str], ids=repr)
 def test_what_is_no_dtype(function, dtype):
     x = torch.randn(3, 5)
     for module in (TF, F):
@@ -52,6 +52,15 @@ def test_what_is_no_dtype(function, dtype):
             getattr(module, function)(x, 1, dtype=dtype)
     with pytest.raises(TypeError, match="dtype"):
         getattr(flash_online, function)(x, 1, dtype)
+
+
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+def test_pythons_float_is_a_dtype(function):
+    x = torch.randn(3, 5)
+    expected = getattr(TF, function)(x, 1, dtype=float)
+    for result in (getattr(F, function)(x, 1, dtype=float), getattr(flash_online, function)(x, 1, float)):
+        assert result.dtype == expected.dtype == torch.float64
+        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("function", ["softmax", "log_softmax", "topk_softmax"])
