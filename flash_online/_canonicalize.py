@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._checks import check_float
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
@@ -80,6 +81,7 @@ def check_attention_options(query, heads_dim, causal, window, alignment, softcap
                 raise InvalidArgument(f"window: {side} is {bound}; accepted are None and integers >= 0")
     if alignment not in ("upper_left", "lower_right"):
         raise InvalidArgument(f"alignment: got {alignment!r}; accepted are 'upper_left' and 'lower_right'")
+    softcap, dropout_p = check_float("softcap", softcap), check_float("dropout_p", dropout_p)
     if not softcap >= 0 or softcap == math.inf:
         raise InvalidArgument(f"softcap: got {softcap}; accepted are 0 (none) and finite numbers above")
     if not 0 <= dropout_p <= 1:
@@ -152,8 +154,60 @@ def broadcast(names: str, *shapes) -> tuple:
         raise InvalidArgument(f"{names}: leading dimensions {[list(s) for s in shapes]} do not broadcast") from None
 
 
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None) -> None:
+    """Raises unless the heads (dimension -3) go together. enable_gqa None: key's and value's divide query's, and a single query
+    head may have several beside it. True: as in torch, they divide, and each tensor has that dimension. False: as in torch,
+    they are equal or 1."""
+    if enable_gqa is False:
+        if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+            return
+        heads = [tensor.shape[-3] for tensor in (query, key, value) if tensor.dim() > 2 and tensor.shape[-3] != 1]
+        if any(count != heads[0] for count in heads):
+            raise InvalidArgument(
+                f"query, key, value: {', '.join(map(str, heads))} heads (dimension -3), expected one number, or 1; with "
+                "enable_gqa=True a query may have a multiple of key's and value's"
+            )
+        return
+    tensors = (("query", query), ("key", key), ("value", value))
+    if enable_gqa:
+        for name, tensor in tensors:
+            if tensor.dim() < 3:
+                raise IndexError(f"{name}: shape {_shape(tensor)}, expected a head dimension (-3) beside enable_gqa=True")
+    heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for _, tensor in tensors)
+    if enable_gqa is None and heads == 1:
+        heads = max(key_heads, value_heads)
+    for name, own in (("key", key_heads), ("value", value_heads)):
+        divides = own > 0 and heads % own == 0
+        if not divides and (enable_gqa or own != heads):
+            raise InvalidArgument(f"{name}: {own} heads (dimension -3), expected a divisor of query's {heads}")
+
+
+def _scores_shape_of_torch(query: Tensor, key: Tensor) -> list:
+    """The shape that torch broadcasts a mask to: it has the dimensions of query and key, and no more."""
+    rank = max(query.dim(), key.dim())
+    sizes = ([1] * (rank - tensor.dim()) + list(tensor.shape[:-2]) for tensor in (query, key))
+    leading = [query_size if key_size == 1 else key_size for query_size, key_size in zip(*sizes, strict=True)]
+    if query.dim() > 2 and query.shape[-3] != 1:
+        leading[-1] = query.shape[-3]  # under GQA key has fewer heads
+    return [*leading, query.shape[-2], key.shape[-2]]
+
+
+def _check_mask(name: str, mask: Tensor, scores: list) -> None:
+    """Raises unless the mask broadcasts to the scores' shape; a mask that would enlarge that shape is an error."""
+    if mask.dim() > len(scores) or any(
+        size != 1 and size != full for size, full in zip(reversed(mask.shape), reversed(scores), strict=False)
+    ):
+        raise InvalidArgument(f"{name}: shape {_shape(mask)}, expected one that broadcasts to the scores' {scores}")
+
+
 def canonicalize(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    mask_name: str = "mask",
+    enable_gqa: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
     """Views of attention's tensors in the form that the raw operator takes, and a function that restores the callers' rank.
 
@@ -161,8 +215,12 @@ def canonicalize(
     mask broadcasts to [..., Hq, L, S]. Returns (query, key, value, mask, restore): the tensors have one rank >= 4 and equal
     batch dimensions. Hk and Hv divide Hq and are not expanded, but a single query head beside several is. The mask keeps size
     1 where it is broadcast. restore(result) brings [batch..., Hq, ...] to the rank that the callers' three tensors broadcast
-    to. Nothing is copied. Raises InvalidArgument where shapes do not fit.
+    to. Nothing is copied. Raises InvalidArgument where shapes do not fit. enable_gqa: torch's argument, with torch's rules for
+    heads and masks; None for ours. mask_name: what the caller's argument is called.
     """
+    _check_heads(query, key, value, enable_gqa)
+    if mask is not None and enable_gqa is not None:
+        _check_mask(mask_name, mask, _scores_shape_of_torch(query, key))
     check_lengths(query, key, value)
     rank = max(query.dim(), key.dim(), value.dim())
     raised = max(rank, 4)
@@ -176,16 +234,10 @@ def canonicalize(
     if heads == 1:
         heads = key.shape[-3] if value.shape[-3] <= key.shape[-3] else value.shape[-3]
     query = _expand(query, (*batch, heads))
-    for name, own in (("key", key.shape[-3]), ("value", value.shape[-3])):
-        if own != heads and (own == 0 or heads % own != 0):
-            raise InvalidArgument(f"{name}: {own} heads (dimension -3), expected a divisor of query's {heads}")
-
     if mask is not None:
-        full = (*batch, heads, query.shape[-2], key.shape[-2])
-        if mask.dim() > rank or any(
-            size != 1 and size != other for size, other in zip(reversed(mask.shape), reversed(full), strict=False)
-        ):
-            raise InvalidArgument(f"mask: shape {_shape(mask)} does not broadcast to {list(full[raised - rank :])}")
+        if enable_gqa is None:
+            scores = [*batch, heads, query.shape[-2], key.shape[-2]]
+            _check_mask(mask_name, mask, scores[raised - rank :])
         mask = _raise_rank(mask, raised)
 
     def restore(result: Tensor) -> Tensor:

@@ -37,7 +37,24 @@ def check_float(name: str, number) -> float:
         return number
     if isinstance(number, str) or not hasattr(number, "__float__"):
         raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-    return float(number)
+    if isinstance(number, Tensor) and number.numel() != 1:
+        raise TypeError(f"{name}: expected a float, got a tensor of shape {list(number.shape)}")
+    try:
+        return float(number)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected a float, got {type(number).__name__}: {error}") from None
+
+
+_PYTHON_TYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}  # as torch reads them
+
+
+def check_dtype(dtype) -> torch.dtype | None:
+    """The dtype of a result, for which Python's own types stand too, as in torch; None as it is. Raises TypeError."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if not isinstance(dtype, type) or dtype not in _PYTHON_TYPES:
+        raise TypeError(f"dtype: expected a torch.dtype or None, got {type(dtype).__name__}")
+    return _PYTHON_TYPES[dtype]
 
 
 def check_dim(dim, rank: int) -> int:

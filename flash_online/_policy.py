@@ -75,8 +75,10 @@ def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = 
             return f"a sparse tensor ({tensor.layout})"
         if tensor.is_quantized:
             return f"a quantized tensor ({tensor.dtype})"
-        if tensor.is_complex() or (dtype is not None and dtype.is_complex):
-            return f"a complex tensor ({dtype or tensor.dtype})"
+        if tensor.is_complex():
+            return f"a complex tensor ({tensor.dtype})"
+        if dtype is not None and dtype.is_complex:
+            return f"dtype: a complex result ({dtype})"
         reason = _device_refusal(function, tensor.dtype, tensor.device)
         if reason is not None:
             return reason

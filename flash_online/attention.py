@@ -12,6 +12,7 @@ from ._attention_arguments import AttentionGradients, AttentionOptions, Attentio
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable, eager_transforms_active, transforms_active
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_kinds
+from ._checks import check_float
 from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
 
 
@@ -71,11 +72,12 @@ def attention(
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
-    if mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left" and return_lse is False:
-        if softcap == dropout_p == 0.0 and isinstance(causal, bool):
-            out = try_fast_path(query, key, value, causal, scale, True)
-            if out is not None:
-                return out
+    plain = mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
+    plain = plain and type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS and type(causal) is bool
+    if plain and not (softcap or dropout_p or return_lse):
+        out = try_fast_path(query, key, value, causal, scale, True)
+        if out is not None:
+            return out
     check_attention_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value, mask = autocast(query, key, value, mask)
     check_kinds(query, key, value, mask)
@@ -145,11 +147,12 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
         return None
+    tf32 = dtype is torch.float32 and tf32_for(query)
     try:
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32_for(query))
+        if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
             return _PlainAttention.apply(query, key, value, options)
-        return _run_inference(query, key, value, causal, scale, tf32_for(query))
+        return _run_inference(query, key, value, causal, scale, tf32)
     except RuntimeError as error:
         raise surfaced(error, query) from None
 
@@ -158,9 +161,14 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
     """Whether query, key and value of these shapes need no broadcasting, and their heads go together."""
     if not 4 <= len(shape) == len(key_shape) == len(value_shape):
         return False
-    *batch, heads, _, width = shape
-    *key_batch, key_heads, keys, key_width = key_shape
-    *value_batch, value_heads, values, _ = value_shape
+    if len(shape) == 4:  # usual, and three lists shorter
+        batch, heads, _, width = shape
+        key_batch, key_heads, keys, key_width = key_shape
+        value_batch, value_heads, values, _ = value_shape
+    else:
+        *batch, heads, _, width = shape
+        *key_batch, key_heads, keys, key_width = key_shape
+        *value_batch, value_heads, values, _ = value_shape
     if not (batch == key_batch == value_batch and width == key_width and keys == values):
         return False
     if heads == key_heads == value_heads:
@@ -195,7 +203,9 @@ class _PlainAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None
 
 
-is_compiling, _any_autocast_enabled, _STRIDED = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled, torch.strided
+is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_any_autocast_enabled, _STRIDED = torch._C._is_any_autocast_enabled, torch.strided
+_NUMBERS = (float, int)
 _run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
 _run_inference = boxed_call(ops.attention_inference.default)
 
@@ -221,7 +231,7 @@ def attention_impl(
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     tf32 = tf32_for(query)
-    scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+    scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
     if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):

@@ -12,7 +12,7 @@ from torch.nn import _reduction
 from . import _policy
 from ._autograd import differentiable, transforms_active
 from ._canonicalize import autocasts
-from ._checks import check_float, check_floating, check_int, check_tensor
+from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, ops
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 
@@ -167,7 +167,8 @@ class CrossEntropyLoss(Function):
     def forward(ctx, input, target, weight, options):
         loss, divisor = ops.cross_entropy_loss.default(input, target, weight, *options)
         ctx.save_for_backward(input, target, weight, divisor)
-        ctx.options = options[:2]
+        ignore_index, label_smoothing, _, _ = options
+        ctx.row_options = (ignore_index, label_smoothing)
         return loss
 
     @staticmethod
@@ -175,9 +176,9 @@ class CrossEntropyLoss(Function):
         input, target, weight, divisor = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
             rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
-            grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.options, False)
+            grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
         else:
-            grad_input = ops.cross_entropy_loss_backward.default(grad, divisor, input, target, weight, *ctx.options)
+            grad_input = ops.cross_entropy_loss_backward.default(grad, divisor, input, target, weight, *ctx.row_options)
         return grad_input, None, None, None
 
 
@@ -373,6 +374,7 @@ def cross_entropy(
     reduction = reduction_enum(reduction, size_average, reduce)
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
     _policy.require_kernel("cross_entropy", input, target, weight)
+    dtype = check_dtype(dtype)
     if dtype is not None:
         check_floating("cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)

@@ -15,7 +15,7 @@ import torch.nn.functional as _torch
 from torch import Tensor
 
 from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
-from ._checks import check_tensor
+from ._checks import check_dtype, check_float, check_tensor
 from ._ops import InvalidArgument
 from ._policy import forward_to_torch, refusal, require_kernel
 from .attention import attention_impl, default_scale, try_fast_path
@@ -52,7 +52,8 @@ def scaled_dot_product_attention(
 
     Raises what torch raises, with messages that name the argument; RuntimeError in most cases. Source: as `attention`.
     """
-    if attn_mask is None and dropout_p == 0.0 and isinstance(is_causal, bool) and isinstance(enable_gqa, bool):
+    plain = attn_mask is None and type(dropout_p) in (float, int) and not dropout_p
+    if plain and type(is_causal) is bool is type(enable_gqa):
         out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
@@ -63,6 +64,9 @@ def scaled_dot_product_attention(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    dropout_p = check_float("dropout_p", dropout_p)
+    if scale is not None:
+        scale = check_float("scale", scale)
     reason = refusal("scaled_dot_product_attention", query, key, value, attn_mask)
     if reason is not None:
         return forward_to_torch(
@@ -74,20 +78,16 @@ def scaled_dot_product_attention(
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_kinds(query, key, value, attn_mask, "attn_mask")
     if query.shape[-2] == 0 or value.numel() == 0:  # torch too returns before it checks shapes, options or the mask
-        return _zeros(query, key, value, query.shape[:-1])
+        return _zeros(query, key, value, attn_mask, query.shape[:-1])
     if attn_mask is not None and is_causal:
         raise InvalidArgument("attn_mask: given together with is_causal=True; accepted is one of them")
-    dropout_p = float(dropout_p)
-    if dropout_p > 1:
+    if not 0 <= dropout_p <= 1:  # NaN too
         raise InvalidArgument(f"dropout_p: {dropout_p}, expected a probability, 0 to 1")
-    _check_heads(query, key, value, enable_gqa)
-    if attn_mask is not None:
-        _check_mask(query, key, attn_mask)
     if scale is None:
         scale = default_scale(query.shape[-1])
-    q, k, v, mask, restore = canonicalize(query, key, value, attn_mask)
+    q, k, v, mask, restore = canonicalize(query, key, value, attn_mask, mask_name="attn_mask", enable_gqa=enable_gqa)
     if q.shape[:-2].numel() == 0:
-        return restore(_zeros(query, key, value, q.shape[:-1]))
+        return restore(_zeros(query, key, value, attn_mask, q.shape[:-1]))
     out, _ = attention_impl(
         *(q, k, v, mask),
         alibi_slopes=None,
@@ -97,56 +97,19 @@ def scaled_dot_product_attention(
         lower_right=False,
         scale=scale,
         softcap=0.0,
-        dropout_p=dropout_p if dropout_p > 0 else 0.0,  # torch reads a negative or NaN dropout_p as 0
+        dropout_p=dropout_p,
         deterministic=None,
     )
     return restore(out)
 
 
-def _zeros(query: Tensor, key: Tensor, value: Tensor, leading) -> Tensor:
+def _zeros(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, leading) -> Tensor:
     """The result where there are no keys or no queries: zeros that depend on the inputs, so that these get gradients of 0, and
-    NaN where an input holds a NaN, as in torch."""
-    return query.new_zeros(*leading, value.shape[-1]) + (query.sum() + key.sum() + value.sum()) * 0
-
-
-def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    if enable_gqa:
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() < 3:
-                raise IndexError(f"{name}: shape {list(tensor.shape)}, expected a head dimension (-3) beside enable_gqa=True")
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.shape[-3] == 0 or query.shape[-3] % tensor.shape[-3] != 0:
-                raise InvalidArgument(
-                    f"{name}: {tensor.shape[-3]} heads (dimension -3), expected a divisor of query's {query.shape[-3]}"
-                )
-        return
-    if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
-        return
-    heads = [tensor.shape[-3] for tensor in (query, key, value) if tensor.dim() > 2 and tensor.shape[-3] != 1]
-    if any(count != heads[0] for count in heads):
-        raise InvalidArgument(
-            f"query, key, value: {', '.join(map(str, heads))} heads (dimension -3), expected one number, or 1; with "
-            "enable_gqa=True a query may have a multiple of key's and value's"
-        )
-
-
-def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> None:
-    """Raises unless the mask broadcasts to the scores' shape; a mask that would enlarge that shape is an error."""
-    rank = max(query.dim(), key.dim())
-    pairs = zip(_leading_sizes(query, rank), _leading_sizes(key, rank), strict=True)
-    leading = [query_size if key_size == 1 else key_size for query_size, key_size in pairs]
-    if query.dim() > 2 and query.shape[-3] != 1:
-        leading[-1] = query.shape[-3]  # under GQA key has fewer heads
-    scores = [*leading, query.shape[-2], key.shape[-2]]
-    if attn_mask.dim() > rank or any(
-        size != 1 and size != full for size, full in zip(reversed(attn_mask.shape), reversed(scores), strict=False)
-    ):
-        raise InvalidArgument(f"attn_mask: shape {list(attn_mask.shape)}, expected one that broadcasts to the scores' {scores}")
-
-
-def _leading_sizes(tensor: Tensor, rank: int) -> list:
-    """The rank - 2 sizes before the last two dimensions; ones stand for dimensions that the tensor lacks."""
-    return [1] * (rank - tensor.dim()) + list(tensor.shape[:-2])
+    NaN where query, key or value holds a NaN, as in torch."""
+    zero = (query.sum() + key.sum() + value.sum()) * 0
+    if mask is not None and mask.requires_grad:  # the sum of no elements: a mask may hold -inf, and -inf * 0 would be NaN
+        zero = zero + mask.reshape(-1).narrow(0, 0, 0).sum().to(zero.dtype)
+    return query.new_zeros(*leading, value.shape[-1]) + zero
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
@@ -164,6 +127,7 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
 def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(input, Tensor):
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
+    dtype = check_dtype(dtype)
     reason = refusal(name, input, dtype=dtype)
     if reason is not None:
         return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 3, dtype)

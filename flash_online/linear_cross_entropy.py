@@ -16,7 +16,7 @@ from torch.autograd import Function
 from . import _policy
 from ._autograd import transforms_active
 from ._canonicalize import autocasts
-from ._checks import check_float, check_floating, check_int, check_tensor
+from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, ops
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
@@ -106,8 +106,8 @@ class _ReducedLoss(Function):
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # so that grad_lse is None unless lse is differentiated
-        classes = linear_weight.shape[0]
-        return reduce_rows(loss, lse, row_weight, target, options[0], classes, reduction, z_loss), lse
+        classes, (ignore_index, _, _) = linear_weight.shape[0], options
+        return reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss), lse
 
     @staticmethod
     def backward(ctx, grad, grad_lse):
@@ -182,7 +182,8 @@ def _row_losses(tensors, weight, options):
     leaves = tensors if weight is None else (*tensors, weight)
     if transforms_active() or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
         return _logits_in_chunks(*tensors, weight, *options)
-    weight = _class_weights(weight, options[2], tensors[3])
+    (_, _, _, target), (_, _, dtype) = tensors, options
+    weight = _class_weights(weight, dtype, target)
     if torch.is_grad_enabled() and any(_require_grad(leaves)):
         return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors))
     return _call(ops.linear_cross_entropy_forward.default, *tensors, weight, *options)
@@ -339,6 +340,7 @@ def linear_cross_entropy(
     number = reduction_enum(reduction, None, None)
     check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)
     _policy.require_kernel("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
+    dtype = check_dtype(dtype)
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _policy
 from ._autograd import differentiable
 from ._canonicalize import autocasts
-from ._checks import check_dim, check_floating, check_int, check_tensor
+from ._checks import check_dim, check_dtype, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, ops
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "topk_softmax"]
@@ -150,6 +150,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
     Gimelshein, arXiv 1805.02867, section 3.
     """
     check_tensor("input", input)
+    dtype = check_dtype(dtype)
     _policy.require_kernel("softmax", input, dtype=dtype)
     return softmax_impl("softmax", input, dim, dtype, False)
 
@@ -158,6 +159,7 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
     """input - log(sum(exp(input))) along `dim`: the logarithm of `softmax`, without the rounding of its result. Arguments,
     result, errors and source are those of `softmax`."""
     check_tensor("input", input)
+    dtype = check_dtype(dtype)
     _policy.require_kernel("log_softmax", input, dtype=dtype)
     return softmax_impl("log_softmax", input, dim, dtype, True)
 
@@ -381,6 +383,7 @@ def topk_softmax(
     section 4: softmax and top k in one read of the input.
     """
     check_tensor("input", input)
+    dtype = check_dtype(dtype)
     _policy.require_kernel("topk_softmax", input, dtype=dtype)
     dim = check_dim(dim, input.dim())
     if dtype is None:

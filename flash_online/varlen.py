@@ -12,6 +12,7 @@ from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTens
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_kinds, check_packed
+from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops
 from .attention import default_scale, draw_rng, tf32_for
 
@@ -83,7 +84,7 @@ def varlen_attention(
             )
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
     left, right = (-1 if bound is None else bound for bound in window or (None, None))
-    scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+    scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
     lower_right = alignment == "lower_right"
     out, lse, _ = _varlen_attention(
         query,
