@@ -87,7 +87,7 @@ constexpr int64_t kMaxSpanKeys = 4 * kKeys;
 // How many keys a work item owns: many, since each item loads all queries again, but few enough that there are items for every
 // thread. The sequence's number of keys alone decides, as the order of sums depends on it: the gradients of a head must not
 // depend on how many heads or sequences are beside it.
-int64_t span_of(const AttentionProblem& problem) { return std::min(kMaxSpanKeys, round_up(problem.keys, kKeys)); }
+int64_t span_of(const AttentionProblem& problem) { return std::clamp(round_up(problem.keys, kKeys), kKeys, kMaxSpanKeys); }
 
 // Whether one work item has all keys that the tile's queries see. It then knows the row sums before it uses any gradient.
 bool is_in_one_span(const AttentionProblem& problem, const QueryTile& query) {
