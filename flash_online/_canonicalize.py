@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._checks import check_float
+from ._checks import check_flag, check_float, check_tensor
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
@@ -68,6 +68,17 @@ def check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
             raise InvalidArgument(f"{mask_name}: dtype {mask.dtype}, expected bool, float32 or query's {query.dtype}")
         if mask.device != query.device:
             raise InvalidArgument(f"{mask_name}: on {mask.device}, expected query's device {query.device}")
+
+
+def check_attention_types(tensors: dict, optional: dict, flags: dict) -> None:
+    """Raises TypeError with the argument's name unless `tensors` are Tensors, `optional` Tensors or None, `flags` bools."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    for name, tensor in optional.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+    for name, flag in flags.items():
+        check_flag(name, flag)
 
 
 def check_attention_options(query, heads_dim, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p) -> None:

@@ -7,13 +7,36 @@ import operator
 import torch
 from torch import Tensor
 
-from ._ops import FLOATING, UnsupportedDtype
+from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
 def check_tensor(name: str, tensor) -> None:
     """Raises TypeError unless `tensor` is a Tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+
+
+def check_tensors(name: str, tensors) -> list[Tensor]:
+    """A sequence of tensors, or a tensor that is stacked along dimension 0, as a list. Raises TypeError."""
+    if not isinstance(tensors, (list, tuple)) and not (isinstance(tensors, Tensor) and tensors.dim() > 0):
+        got = "a tensor without dimensions" if isinstance(tensors, Tensor) else type(tensors).__name__
+        raise TypeError(f"{name}: expected a sequence of Tensors, or one Tensor of them, got {got}")
+    tensors = list(tensors)
+    for n, tensor in enumerate(tensors):
+        check_tensor(f"{name}[{n}]", tensor)
+    return tensors
+
+
+def check_flag(name: str, flag) -> None:
+    """Raises TypeError unless `flag` is a bool."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+
+
+def check_device(name: str, tensor: Tensor | None, other_name: str, other: Tensor) -> None:
+    """Raises InvalidArgument unless a tensor is on the device of another. Subclasses of Tensor are not looked at."""
+    if type(tensor) is Tensor and type(other) is Tensor and tensor.device != other.device:
+        raise InvalidArgument(f"{name}: on {tensor.device}, expected {other_name}'s device {other.device}")
 
 
 def check_floating(name: str, dtype: torch.dtype) -> None:

@@ -104,11 +104,13 @@ def _device_refusal(function: str, dtype: torch.dtype, device: torch.device) -> 
     return "float64 on CUDA" if dtype is torch.float64 else None
 
 
-def require_kernel(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
-    """Raises NotImplementedError with the reason where our kernels do not take these tensors; for functions not in torch."""
-    reason = refusal(function, *tensors, dtype=dtype)
-    if reason is not None:
-        raise no_kernel(function, reason)
+def require_kernel(function: str, *, dtype: torch.dtype | None = None, **tensors: Tensor | None) -> None:
+    """Raises NotImplementedError, with the name of the argument and the reason, where our kernels do not take these tensors or
+    results in `dtype`; for functions not in torch."""
+    for name, tensor in tensors.items():
+        reason = refusal(function, tensor, dtype=dtype)
+        if reason is not None:
+            raise no_kernel(function, reason if reason.startswith("dtype") else f"{name}: {reason}")
 
 
 def no_kernel(function: str, reason: str) -> NotImplementedError:

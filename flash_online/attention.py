@@ -11,7 +11,7 @@ from . import _policy
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable, eager_transforms_active, transforms_active
-from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_kinds
+from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_attention_types, check_kinds
 from ._checks import check_float
 from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
 
@@ -78,10 +78,15 @@ def attention(
         out = try_fast_path(query, key, value, causal, scale, True)
         if out is not None:
             return out
+    check_attention_types(
+        {"query": query, "key": key, "value": value},
+        {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks},
+        {"causal": causal, "return_lse": return_lse} | ({} if deterministic is None else {"deterministic": deterministic}),
+    )
     check_attention_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value, mask = autocast(query, key, value, mask)
     check_kinds(query, key, value, mask)
-    _policy.require_kernel("attention", query, key, value, mask)
+    _policy.require_kernel("attention", query=query, key=key, value=value, mask=mask)
     query, key, value, mask, restore = canonicalize(query, key, value, mask)
     if alibi_slopes is not None:
         if broadcast("query, alibi_slopes", query.shape[:-2], alibi_slopes.shape) != query.shape[:-2]:

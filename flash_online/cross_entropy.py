@@ -373,7 +373,7 @@ def cross_entropy(
     """
     reduction = reduction_enum(reduction, size_average, reduce)
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
-    _policy.require_kernel("cross_entropy", input, target, weight)
+    _policy.require_kernel("cross_entropy", input=input, target=target, weight=weight)
     dtype = check_dtype(dtype)
     if dtype is not None:
         check_floating("cross_entropy: result", dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as _torch
 from torch import Tensor
 
 from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
-from ._checks import check_dtype, check_float, check_tensor
+from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor
 from ._ops import InvalidArgument
 from ._policy import forward_to_torch, refusal, require_kernel
 from .attention import attention_impl, default_scale, try_fast_path
@@ -61,9 +61,10 @@ def scaled_dot_product_attention(
         check_tensor(name, tensor)
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
+    for name, tensor in (("key", key), ("value", value), ("attn_mask", attn_mask)):
+        check_device(name, tensor, "query", query)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+        check_flag(name, flag)
     dropout_p = check_float("dropout_p", dropout_p)
     if scale is not None:
         scale = check_float("scale", scale)
@@ -151,6 +152,8 @@ def cross_entropy(
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (tensor is None and name == "weight"):
             check_tensor(name, tensor)
+    for name, tensor in (("target", target), ("weight", weight)):
+        check_device(name, tensor, "input", input)
     reason = refusal("cross_entropy", input, target, weight)
     if reason is not None:
         return forward_to_torch(
@@ -193,8 +196,11 @@ def linear_cross_entropy(
         if tensor is not None:
             check_tensor(name, tensor)
     tensors = (input, linear_weight, target, linear_bias, weight)
+    others = (("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias), ("weight", weight))
+    for name, tensor in others:
+        check_device(name, tensor, "input", input)
     if "linear_cross_entropy" not in ORIGINALS:
-        require_kernel("linear_cross_entropy", *tensors)
+        require_kernel("linear_cross_entropy", input=input, **dict(others))
     reason = refusal("linear_cross_entropy", *tensors)
     if reason is not None:
         return forward_to_torch(

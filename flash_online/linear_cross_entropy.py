@@ -339,7 +339,8 @@ def linear_cross_entropy(
     """
     number = reduction_enum(reduction, None, None)
     check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)
-    _policy.require_kernel("linear_cross_entropy", input, linear_weight, target, linear_bias, weight)
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}
+    _policy.require_kernel("linear_cross_entropy", **tensors)
     dtype = check_dtype(dtype)
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)

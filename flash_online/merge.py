@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _policy
 from ._autograd import differentiable
+from ._checks import check_tensors
 from ._ops import InvalidArgument, accumulator_of, ops
 
 
@@ -31,7 +32,7 @@ def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Te
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, section 3.1: the merge of (m, d), which the output joins.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = check_tensors("outs", outs), check_tensors("lses", lses)
     if not outs or len(outs) != len(lses):
         raise InvalidArgument(f"outs: got {len(outs)} partial results and {len(lses)} lses; accepted are as many, at least one")
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -45,7 +46,7 @@ def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Te
                 f"lses[{n}]: got {list(lse.shape)} {lse.dtype} on {lse.device}; accepted is {list(out.shape[:-1])} "
                 f"{accumulator_of(out.dtype)} on {out.device}"
             )
-    _policy.require_kernel("merge_attention", *outs)
+    _policy.require_kernel("merge_attention", outs=outs[0])
     return _merge(*outs, *lses)
 
 

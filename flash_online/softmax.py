@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _policy
 from ._autograd import differentiable
 from ._canonicalize import autocasts
-from ._checks import check_dim, check_dtype, check_floating, check_int, check_tensor
+from ._checks import check_dim, check_dtype, check_flag, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, ops
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "topk_softmax"]
@@ -151,7 +151,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
     """
     check_tensor("input", input)
     dtype = check_dtype(dtype)
-    _policy.require_kernel("softmax", input, dtype=dtype)
+    _policy.require_kernel("softmax", input=input, dtype=dtype)
     return softmax_impl("softmax", input, dim, dtype, False)
 
 
@@ -160,7 +160,7 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
     result, errors and source are those of `softmax`."""
     check_tensor("input", input)
     dtype = check_dtype(dtype)
-    _policy.require_kernel("log_softmax", input, dtype=dtype)
+    _policy.require_kernel("log_softmax", input=input, dtype=dtype)
     return softmax_impl("log_softmax", input, dim, dtype, True)
 
 
@@ -245,7 +245,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     twice, NotImplementedError for tensors that no kernel takes. Source: arXiv 1805.02867, as `softmax`.
     """
     check_tensor("input", input)
-    _policy.require_kernel("logsumexp", input)
+    _policy.require_kernel("logsumexp", input=input)
     if not input.is_floating_point():
         input = input.to(torch.get_default_dtype())
     check_floating("logsumexp: input", input.dtype)
@@ -384,18 +384,19 @@ def topk_softmax(
     """
     check_tensor("input", input)
     dtype = check_dtype(dtype)
-    _policy.require_kernel("topk_softmax", input, dtype=dtype)
+    _policy.require_kernel("topk_softmax", input=input, dtype=dtype)
     dim = check_dim(dim, input.dim())
     if dtype is None:
         dtype = input.dtype
     check_floating("topk_softmax: result" if input.is_floating_point() else "topk_softmax: input", dtype)
     k = check_int("k", k)
+    check_flag("renormalize", renormalize)
     classes = input.shape[dim] if input.dim() else 1
     if k < 0 or k > classes:
         raise InvalidArgument(f"k: {k}, expected 0 to the {classes} elements of dimension {dim}")
     if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _16_BIT):
         input = input.to(dtype)
     if input.dim() == 0:
-        probabilities, indices = _topk_softmax(input.unsqueeze(0), k, dim, bool(renormalize), dtype)
+        probabilities, indices = _topk_softmax(input.unsqueeze(0), k, dim, renormalize, dtype)
         return (probabilities.squeeze(0), indices.squeeze(0)) if k else (probabilities, indices)
-    return _topk_softmax(input, k, dim, bool(renormalize), dtype)
+    return _topk_softmax(input, k, dim, renormalize, dtype)

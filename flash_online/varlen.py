@@ -11,7 +11,7 @@ from . import _policy
 from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors
 from ._attention_derivatives import gradient_jvp
 from ._autograd import differentiable
-from ._canonicalize import autocast, broadcast, check_attention_options, check_kinds, check_packed
+from ._canonicalize import autocast, broadcast, check_attention_options, check_attention_types, check_kinds, check_packed
 from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops
 from .attention import default_scale, draw_rng, tf32_for
@@ -69,10 +69,15 @@ def varlen_attention(
 
     Source: FlashAttention-2 (arXiv 2307.08691), whose packed interface this is.
     """
+    check_attention_types(
+        {"query": query, "key": key, "value": value},
+        {"alibi_slopes": alibi_slopes, "sinks": sinks},
+        {"causal": causal, "return_lse": return_lse} | ({} if deterministic is None else {"deterministic": deterministic}),
+    )
     check_attention_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     query, key, value = autocast(query, key, value)
     check_kinds(query, key, value, None)
-    _policy.require_kernel("varlen_attention", query, key, value)
+    _policy.require_kernel("varlen_attention", query=query, key=key, value=value)
     check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
