@@ -234,8 +234,7 @@ def test_mask_of_the_smallest_number_is_not_minus_infinity(device):
     query, key, value = (torch.randn(1, 1, 4, 8, device=device) for _ in range(3))
     mask = torch.full((4, 4), torch.finfo(torch.float32).min, device=device)
     out = flash_online.attention(query, key, value, mask=mask)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand_as(out))  # torch's fused CUDA kernel gives 0
     mask[0, 0] = 0
     torch.testing.assert_close(flash_online.attention(query, key, value, mask=mask)[0, 0, 0], value[0, 0, 0])
 
