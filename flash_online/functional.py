@@ -128,7 +128,8 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
 def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(input, Tensor):
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
-    dtype = check_dtype(dtype)
+    if dtype is not None:
+        dtype = check_dtype(dtype)
     reason = refusal(name, input, dtype=dtype)
     if reason is not None:
         return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 3, dtype)

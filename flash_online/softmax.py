@@ -150,7 +150,8 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
     Gimelshein, arXiv 1805.02867, section 3.
     """
     check_tensor("input", input)
-    dtype = check_dtype(dtype)
+    if dtype is not None:
+        dtype = check_dtype(dtype)
     _policy.require_kernel("softmax", input=input, dtype=dtype)
     return softmax_impl("softmax", input, dim, dtype, False)
 
@@ -159,7 +160,8 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
     """input - log(sum(exp(input))) along `dim`: the logarithm of `softmax`, without the rounding of its result. Arguments,
     result, errors and source are those of `softmax`."""
     check_tensor("input", input)
-    dtype = check_dtype(dtype)
+    if dtype is not None:
+        dtype = check_dtype(dtype)
     _policy.require_kernel("log_softmax", input=input, dtype=dtype)
     return softmax_impl("log_softmax", input, dim, dtype, True)
 
@@ -383,7 +385,8 @@ def topk_softmax(
     section 4: softmax and top k in one read of the input.
     """
     check_tensor("input", input)
-    dtype = check_dtype(dtype)
+    if dtype is not None:
+        dtype = check_dtype(dtype)
     _policy.require_kernel("topk_softmax", input=input, dtype=dtype)
     dim = check_dim(dim, input.dim())
     if dtype is None:
