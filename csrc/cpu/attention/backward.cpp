@@ -101,8 +101,24 @@ TileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
                   [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, span_of(sequence.problem)); });
 }
 
-// The dQ accumulator: for each tile of queries a sum [padded(head_dim) + 1, kQueries], and a semaphore that counts the items
-// that have added to it. The last row is the excess of the row sums, see excess_of_row_sums; 0 if no item had it left over.
+// What is accumulated for a tile of queries, and how many numbers that takes.
+template <class A>
+struct DqTile {
+  A* grad_query;  // [padded(head_dim), kQueries]
+  A* excess;  // [kQueries], see excess_of_row_sums; row sums, until store_dq
+  A *key_sum, *key_count;  // [padded(head_dim)], [1]: the sum of some of the keys that the queries see, and of how many
+
+  DqTile(const AttentionProblem& problem, A* data)
+      : grad_query(data),
+        excess(grad_query + padded(problem.head_dim) * kQueries),
+        key_sum(excess + kQueries),
+        key_count(key_sum + padded(problem.head_dim)) {}
+  static int64_t size(const AttentionProblem& problem) {
+    return padded(problem.head_dim) * (kQueries + 1) + kQueries + padded(1);
+  }
+};
+
+// The dQ accumulator: for each tile of queries a DqTile, and a semaphore that counts the items that have added to it.
 template <class E>
 struct DqAccumulator {
   using A = Accumulator<E>;
@@ -112,7 +128,7 @@ struct DqAccumulator {
   int64_t tile_size;
 
   DqAccumulator(const AttentionProblem& call, ScratchAllocator& allocator) : tiles(query_tiles(call, allocator)) {
-    tile_size = (padded(call.head_dim) + 1) * kQueries;
+    tile_size = DqTile<A>::size(call);
     accum = allocator.take<A>(call.heads * tiles.total() * tile_size);
     semaphore = allocator.take<std::atomic<int32_t>>(call.heads * tiles.total());
   }
@@ -133,36 +149,6 @@ struct DqAccumulator {
       for (int64_t i = 0; i < tile_size; ++i) to[i] += share[i];
     }
     semaphore[tile].store(before + 1, std::memory_order_release);
-  }
-};
-
-// The mean of the keys of each head, [key_heads, padded(head_dim)] of each sequence. With score gradients that should sum to 0
-// but do not, dQ has an error in the direction of what the keys have in common, which may be large; taking excess * mean from
-// dQ removes it. A mean that is not finite is taken to be 0.
-template <class E>
-struct KeyMeans {
-  using A = Accumulator<E>;
-  A* mean;
-  int64_t pitch;
-
-  KeyMeans(const AttentionProblem& call, ScratchAllocator& allocator) : pitch(padded(call.head_dim)) {
-    mean = allocator.take<A>(call.batch * call.key_heads * pitch);
-  }
-  A* of(const SequenceProblem& sequence, int64_t key_head) const {
-    return mean + (sequence.index * sequence.problem.key_heads + key_head) * pitch;
-  }
-  void compute(const SequenceProblem& sequence, int64_t key_head) const {
-    const AttentionProblem& problem = sequence.problem;
-    if (problem.keys <= span_of(problem)) return;  // no dQ has an excess
-    const auto key = matrix_of<const E>(problem.key, sequence.batch, key_head, 0);
-    A* to = of(sequence, key_head);
-    std::fill_n(to, problem.head_dim, A(0));
-    for (int64_t k = 0; k < problem.keys; ++k)
-      for (int64_t e = 0; e < problem.head_dim; ++e) to[e] += widen(key.data[k * key.row_stride + e * key.column_stride]);
-    for (int64_t e = 0; e < problem.head_dim; ++e) {
-      to[e] /= static_cast<A>(problem.keys);
-      if (to[e] - to[e] != 0) to[e] = A(0);
-    }
   }
 };
 
@@ -264,7 +250,7 @@ struct BackwardScratch : GradientScratch<E> {
   F* unpaired_rows;  // paired: [kQueries, the larger of the two padded head dims]
   F *weight_rows, *grad_rows;  // paired: [kKeys, kQueries] each
   F* grad_pairs;  // paired: [kKeys / 2, kQueries] pairs
-  A* grad_query;  // [padded(head_dim) + 1, kQueries], see DqAccumulator
+  A* grad_query;  // a DqTile
   bool* is_visible;  // [tiles]
   A *grad_key, *grad_value;  // [heads of the group, span, padded(head_dim or head_dim_v)]
 
@@ -284,7 +270,7 @@ struct BackwardScratch : GradientScratch<E> {
     weight_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_pairs = allocator.take<F>(paired * kKeys * kQueries);
-    grad_query = allocator.take<A>((padded_head_dim + 1) * kQueries);
+    grad_query = allocator.take<A>(DqTile<A>::size(problem));
     is_visible = allocator.take<bool>(span / kKeys);
     grad_key = allocator.take<A>(problem.key_heads / groups * span * padded_head_dim);
     grad_value = allocator.take<A>(problem.value_heads / groups * span * padded_head_dim_v);
@@ -366,6 +352,15 @@ struct SpanHead {
   A *grad_key, *grad_value;
 };
 
+// Sums the keys [begin, begin + count). What all keys have in common is then known without a look at keys that are hidden.
+template <class E, class A = Accumulator<E>>
+void sum_keys(const AttentionProblem& problem, const SpanHead<E>& head, int64_t begin, int64_t count, const DqTile<A>& dq) {
+  const Operand<E>* key = head.keys.data + (begin - head.start) * head.keys.pitch;
+  for (int64_t k = 0; k < count; ++k, key += head.keys.pitch)
+    for (int64_t e = 0; e < problem.head_dim; ++e) dq.key_sum[e] += widen(key[e]);
+  *dq.key_count = static_cast<A>(count);
+}
+
 // Adds what one tile of queries contributes to the gradients of a span's keys and values, and computes tile.grad_query, the
 // span's share of the gradients of the queries. Returns false if no key of the span is visible. Where all keys that the queries
 // see are in the span, all tiles of scores are computed before any is used, and delta is corrected by the sums over their rows.
@@ -379,7 +374,9 @@ bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& g
              grad_out_rows =
                  right_operand_rows<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out_rows, tile.unpaired_rows);
   std::fill_n(tile.row_sum, kQueries, A(0));
-  A* excess = tile.grad_query + padded(problem.head_dim) * kQueries;
+  const DqTile<A> dq(problem, tile.grad_query);
+  A* excess = dq.excess;
+  std::fill_n(dq.key_sum, padded(problem.head_dim) + padded(1), A(0));
   const bool has_whole_rows = is_in_one_span(problem, query);
   bool empty = true;
   int64_t done = head.start;  // up to here the mask's gradient is written
@@ -418,6 +415,7 @@ bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& g
   } else {
     for_each_block([&](int64_t begin, int64_t count, bool& is_visible, GradientScratch<E>& scores) {
       compute(begin, count, is_visible, scores);
+      if (is_visible && empty) sum_keys(problem, head, begin, count, dq);
       use(begin, count, is_visible, scores);
     });
     std::copy_n(tile.row_sum, kQueries, excess);
@@ -482,10 +480,11 @@ void backward_span(const SequenceProblem& sequence, const AttentionGradients& gr
                   matrix_of<E>(gradients.grad_value, batch, group * value_heads + h, start));
 }
 
-// Writes the gradients of a tile of queries; `key_mean` is that of their keys.
+// Writes the gradients of a tile of queries. Score gradients that should sum to 0 but do not give dQ an error in the direction
+// of what the keys have in common, which may be large; taking the excess times a mean of keys from dQ removes it.
 template <class E>
 void store_dq(const AttentionProblem& problem, const AttentionGradients& gradients, const DqAccumulator<E>& dq_accum,
-              const Accumulator<E>* key_mean, int64_t tile, const QueryTile& query) {
+              int64_t tile, const QueryTile& query) {
   using A = Accumulator<E>;
   const auto to = matrix_of<E>(gradients.grad_query, query.batch, query.head, query.first);
   // Without a visible key no item has written the accumulator.
@@ -494,13 +493,16 @@ void store_dq(const AttentionProblem& problem, const AttentionGradients& gradien
       for (int64_t e = 0; e < problem.head_dim; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(A(0));
     return;
   }
-  A* accum = dq_accum.accum + tile * dq_accum.tile_size;
+  const DqTile<A> dq(problem, dq_accum.accum + tile * dq_accum.tile_size);
+  A* accum = dq.grad_query;
   // Behind a score modification the gradients of a row's scores have no sum that is known.
-  if (!is_in_one_span(problem, query) && !ScoreMod::has_derivative(problem)) {
+  if (*dq.key_count > 0 && !ScoreMod::has_derivative(problem)) {
     A excess[kQueries];
-    excess_of_row_sums(problem, gradients, query, accum + padded(problem.head_dim) * kQueries, excess);
-    for_each_vector(accum, problem.head_dim, query.lanes,
-                    [&](Vector<A> x, int64_t e, int64_t l) { return x - load_vector(excess + l) * key_mean[e]; });
+    excess_of_row_sums(problem, gradients, query, dq.excess, excess);
+    for_each_vector(accum, problem.head_dim, query.lanes, [&](Vector<A> x, int64_t e, int64_t l) {
+      const A mean = dq.key_sum[e] / *dq.key_count;
+      return x - load_vector(excess + l) * (mean - mean == 0 ? mean : A(0));
+    });
   }
   A scale[kQueries];
   std::fill_n(scale, kQueries, static_cast<A>(problem.scale));
@@ -588,7 +590,6 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
     BackwardScratch<E>(call, call.query_starts ? kMaxSpanKeys : span_of(call), backward);
     MaskScratch<E>(call, mask);
     DqAccumulator<E>(call, shared);
-    KeyMeans<E>(call, shared);
     MaskGradients<E>(call, gradients, shared);
     key_spans(call, shared);
   });
@@ -598,10 +599,8 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
 void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
   const int64_t groups = kv_groups(call);
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
-    using A = Accumulator<E>;
     ScratchAllocator shared(executor.shared);
     const DqAccumulator<E> dq_accum(call, shared);
-    const KeyMeans<E> key_means(call, shared);
     const MaskGradients<E> mask(call, gradients, shared);
     const TileList spans = key_spans(call, shared);
     const int64_t* mask_size = gradients.mask_size;
@@ -619,9 +618,6 @@ void backward(const AttentionProblem& call, const AttentionGradients& gradients,
       dq_accum.semaphore[tile].store(0, std::memory_order_relaxed);
       fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
     });
-    for_each_item(executor, call.batch * call.key_heads, [&](int64_t item, std::byte*) {
-      key_means.compute(SequenceProblem(call, item / call.key_heads), item % call.key_heads);
-    });
     // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
     for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
       const auto [index, group, span] = spans.interleaved_tile(groups, item);
@@ -629,8 +625,7 @@ void backward(const AttentionProblem& call, const AttentionGradients& gradients,
       backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
     });
     for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
-      const A* key_mean = key_means.of(sequence, query.head / (call.heads / call.key_heads));
-      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, key_mean, tile, query);
+      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, tile, query);
     });
     if (gradients.grad_sinks)
       for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {
