@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flash_online import plan
+explain = importlib.import_module("flash_online.explain")  # the package's attribute of this name is the function
+
+
+def call(operator, *arguments):
+    """The arguments by the names of the operator's schema, as a recorded call has them."""
+    schema = getattr(torch.ops.flash_online, operator).default._schema
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return SimpleNamespace(**defaults | dict(zip(defaults, arguments, strict=False)))
 
 
 @pytest.fixture
@@ -20,7 +28,7 @@ def shown(monkeypatch):
         return "sm80 \n"
 
     properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 << 10)
-    monkeypatch.setattr(plan, "_introspection", lambda: SimpleNamespace(attention_candidates=attention_candidates))
+    monkeypatch.setattr(explain, "_introspection", lambda: SimpleNamespace(attention_candidates=attention_candidates))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     return seen
 
@@ -30,7 +38,10 @@ def test_dense_problem(shown, lower_right):
     query = torch.empty(2, 20, 4, 64).transpose(1, 2)
     key = torch.empty(2, 4, 30, 64)
     arguments = (query, key, key, None, None, None, None, 5, 0, lower_right, 0.125, 0.0, 0.0)
-    assert plan._cuda_kernel("attention_forward", arguments) == ("flash_online's CUDA kernel (sm80)", {})
+    assert explain._cuda_kernel("attention_forward", call("attention_forward", *arguments)) == (
+        "flash_online's CUDA kernel (sm80)",
+        {},
+    )
     _, dtype, query_shape, _, _, out_shape, *_, packed, left, right, is_lower_right, scale, _, _, tf32, gpu, backward = shown[0]
     out = torch.ops.flash_online.attention_forward(*arguments)[0]
     assert out_shape == query_shape == ((2, 4, 20, 64), out.stride(), 0)
@@ -41,8 +52,7 @@ def test_dense_problem(shown, lower_right):
 def test_packed_problem(shown):
     query, key = torch.empty(50, 4, 64), torch.empty(70, 4, 64)
     starts = torch.zeros(4, dtype=torch.int32)
-    plan._cuda_kernel(
-        "attention_varlen_forward", (query, key, key, starts, starts, None, None, None, 20, 30, -1, 0, True, 0.125, 0.0, 0.0)
-    )
+    arguments = (query, key, key, starts, starts, None, None, None, 20, 30, -1, 0, True, 0.125, 0.0, 0.0)
+    explain._cuda_kernel("attention_varlen_forward", call("attention_varlen_forward", *arguments))
     *_, packed, left, right, lower_right, _, _, _, _, _, _ = shown[0]
     assert (packed, left, right, lower_right) == ((3, 20, 30), -1, 0, True)
