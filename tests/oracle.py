@@ -27,6 +27,19 @@ def rng_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
 
 
+class Operators(TorchDispatchMode):
+    """The names of our operators that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "flash_online":
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
 class CaptureRng(TorchDispatchMode):
     """Remembers the (seed, offset) pair that attention drew, so that the reference can drop the same weights."""
 

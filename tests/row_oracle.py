@@ -139,3 +139,19 @@ def compare_topk(x, k, dim=-1, **options):
     (theirs,) = torch.autograd.grad(plain, w, grad)
     rounding = max(x.dtype, probabilities.dtype, key=lambda d: torch.finfo(d).eps)
     assert_close_to_float64(ours, theirs, truth, rounding, name=f"gradient, {label}", magnitude=1.0)
+
+
+# Row functions of x and a target, as lists of results.
+OPERATORS = {
+    "logsumexp": lambda x, t: [flash_online.logsumexp(x, 1)],
+    "cross_entropy": lambda x, t: list(flash_online.cross_entropy(x, t, reduction="none", return_lse=True)),
+    "softmax": lambda x, t: [flash_online.softmax(x, 1)],
+}
+
+
+def forward_and_backward(function, x, target):
+    """The floating results of one of OPERATORS, and the gradient of their sum."""
+    x = x.detach().requires_grad_()
+    outputs = function(x, target)
+    outputs = [o for o in outputs if o.is_floating_point()]
+    return [*(o.detach() for o in outputs), *torch.autograd.grad([o.sum() for o in outputs], x)]

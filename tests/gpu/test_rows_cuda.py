@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 from row_oracle import (
+    OPERATORS,
     compare_logsumexp,
     compare_loss,
+    forward_and_backward,
     gradients,
     leaf,
     random_rows,
@@ -64,20 +66,6 @@ def test_target_out_of_range_is_a_device_assert():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "out of bounds" in done.stderr and "device-side assert" in done.stderr, done.stderr[-500:]
-
-
-OPERATORS = {
-    "logsumexp": lambda x, t: [flash_online.logsumexp(x, 1)],
-    "cross_entropy": lambda x, t: list(flash_online.cross_entropy(x, t, reduction="none", return_lse=True)),
-    "softmax": lambda x, t: [flash_online.softmax(x, 1)],
-}
-
-
-def forward_and_backward(function, x, target):
-    x = x.detach().requires_grad_()
-    outputs = function(x, target)
-    outputs = [o for o in outputs if o.is_floating_point()]
-    return [*(o.detach() for o in outputs), *torch.autograd.grad([o.sum() for o in outputs], x)]
 
 
 @pytest.mark.parametrize("classes", [33, 4000, 20000])

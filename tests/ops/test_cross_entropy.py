@@ -9,8 +9,10 @@ import torch
 from cases import CLASSES, DTYPES
 from oracle import compare_with_reference
 from row_oracle import (
+    OPERATORS,
     compare_logsumexp,
     compare_loss,
+    forward_and_backward,
     gradients,
     leaf,
     random_rows,
@@ -210,20 +212,6 @@ def test_ignored_rows_have_no_gradient(device):
         loss = flash_online.cross_entropy(x, target, torch.rand(classes, device=device), label_smoothing=0.1, z_loss=0.1)
         (grad,) = torch.autograd.grad(loss, x)
         assert loss.isfinite() and (grad[[1, 3]] == 0).all() and grad.isfinite().all()
-
-
-OPERATORS = {
-    "logsumexp": lambda x, t: [flash_online.logsumexp(x, 1)],
-    "cross_entropy": lambda x, t: list(flash_online.cross_entropy(x, t, reduction="none", return_lse=True)),
-    "softmax": lambda x, t: [flash_online.softmax(x, 1)],
-}
-
-
-def forward_and_backward(function, x, target):
-    x = x.detach().requires_grad_()
-    outputs = function(x, target)
-    outputs = [o for o in outputs if o.is_floating_point()]
-    return [*(o.detach() for o in outputs), *torch.autograd.grad([o.sum() for o in outputs], x)]
 
 
 @pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from cases import DTYPES
 from drop_in import compare
+from oracle import Operators
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flash_online
@@ -600,19 +600,6 @@ def test_torch_func():
 
 
 # --- torch.compile, export, override, explain --------------------------------------------------------------------------------
-
-
-class Operators(TorchDispatchMode):
-    """The names of our operators that run inside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "flash_online":
-            self.names.append(func._schema.name.split("::")[1])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

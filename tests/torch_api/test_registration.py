@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DTYPES
+from oracle import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -433,17 +433,6 @@ def test_export(strict):
         torch.testing.assert_close(program.module()(x, target), model(x, target))
 
 
-class Counter(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "flash_online":
-            self.calls.append(func._schema.name.split("::")[1])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("save", [[], flash_online.SAC_SAVE_OPS], ids=["recompute", "save"])
 def test_selective_checkpointing(save):
     query, key, value = (leaf(1, 2, 5, 4) for _ in range(3))
@@ -454,26 +443,26 @@ def test_selective_checkpointing(save):
     torch.manual_seed(1)
     expected = torch.autograd.grad(block(query, key, value), (query, key, value))
     torch.manual_seed(1)
-    with Counter() as counter:
+    with Operators() as counter:
         result = checkpoint(
             block, *(query, key, value), use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save)
         )
         torch.testing.assert_close(torch.autograd.grad(result, (query, key, value)), expected)
-    assert counter.calls.count("attention_forward") == (1 if save else 2)
+    assert counter.names.count("attention_forward") == (1 if save else 2)
 
 
 def test_inside_a_device_context():
     """A mode that sees every torch function, such as torch.device's, is no reason to leave our kernels."""
-    with torch.device("cpu"), Counter() as counter:
+    with torch.device("cpu"), Operators() as counter:
         F.softmax(torch.randn(2, 3), 1)
-    assert counter.calls == ["softmax_forward"]
+    assert counter.names == ["softmax_forward"]
 
 
 def test_parameters_and_buffers_are_ordinary():
-    with Counter() as counter:
+    with Operators() as counter:
         assert type(F.softmax(torch.nn.Parameter(torch.randn(2, 3)), 1)) is torch.Tensor
         F.log_softmax(torch.nn.Buffer(torch.randn(2, 3)), 1)
-    assert counter.calls == ["softmax_forward"] * 2
+    assert counter.names == ["softmax_forward"] * 2
 
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
