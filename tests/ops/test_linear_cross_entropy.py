@@ -490,7 +490,10 @@ def test_the_sum_over_chunks_keeps_its_accuracy(scale, monkeypatch, device):
             ours = torch.autograd.grad(loss * scale, (x, w))
             for found, other, exact in zip(ours, torchs, truth, strict=True):
                 assert_close_to_float64(found, other, exact, name=f"{rows} rows per chunk")
-                assert error(found, exact).rms < 2 * error(other, exact).rms
+                # Rounding the sum after each of n chunks, k / n of the whole each time, and once for the scale, gives
+                # sqrt((n + 1) / 2 + 1) times the error of one rounding.
+                roundings = (2048 // rows + 1) / 2 if not accumulator else 1
+                assert error(found, exact).rms < max(2.0, 1.1 * (roundings + 1) ** 0.5) * error(other, exact).rms
 
 
 def test_plans_of_chunks():

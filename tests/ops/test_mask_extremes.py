@@ -12,7 +12,15 @@ import flash_online.functional as F
 
 LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 # Of the 16-bit dtypes also the shapes that a kernel for whole tiles takes; odd ones go to the general kernel.
-SHAPES = [(1, 2, 65, 80, 64), (2, 4, 130, 200, 128), (1, 3, 7, 9, 40), (1, 2, 200, 136, 96), (2, 2, 33, 65, 256)]
+SHAPES = [
+    (1, 2, 65, 80, 64),
+    (2, 4, 130, 200, 128),
+    (1, 3, 7, 9, 40),
+    (1, 2, 200, 136, 96),
+    (2, 2, 33, 65, 256),
+    (1, 2, 200, 1032, 64),  # many blocks of keys
+    (1, 1, 72, 520, 128),
+]
 
 
 def problem(shape, dtype, mask_dtype, device, rows=slice(3, 6)):
@@ -26,6 +34,9 @@ def problem(shape, dtype, mask_dtype, device, rows=slice(3, 6)):
     mask[..., rows, :] = LOWEST[mask_dtype]
     mask[..., 0, keys // 2 :] = LOWEST[mask_dtype]
     mask[..., 1, :] = -math.inf
+    mask[..., 2, : keys // 2 + 3] = LOWEST[mask_dtype]  # the first blocks show nothing
+    mask[..., 6, : keys // 2] = -math.inf
+    mask[..., 6, keys // 2 :] = LOWEST[mask_dtype]
     return query, key, value, mask.to(device)
 
 

@@ -41,10 +41,17 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 __device__ __forceinline__ void expect_messages(uint64_t* barrier, unsigned bytes) { arrive_expect_tx(barrier, bytes); }
 __device__ __forceinline__ void wait_for_messages(uint64_t* barrier) { wait(barrier, 0); }
 
-// Writes 4 or 8 bytes to `to` and counts them on `barrier`, both in the shared memory of CTA `rank`.
+// Writes 4, 8 or 16 bytes to `to` and counts them on `barrier`, both in the shared memory of CTA `rank`.
 template <class T>
 __device__ __forceinline__ void send_message(T* to, const T& message, uint64_t* barrier, int rank) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  if constexpr (sizeof(T) == 16) {
+    const uint4 words = __builtin_bit_cast(uint4, message);
+    uint2* const halves = reinterpret_cast<uint2*>(to);
+    send_message(&halves[0], uint2{words.x, words.y}, barrier, rank);
+    send_message(&halves[1], uint2{words.z, words.w}, barrier, rank);
+    return;
+  }
   unsigned remote_to, remote_barrier;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_to) : "r"(shared_address(to)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
@@ -52,7 +59,7 @@ __device__ __forceinline__ void send_message(T* to, const T& message, uint64_t* 
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_to),
                  "r"(__builtin_bit_cast(unsigned, message)), "r"(remote_barrier)
                  : "memory");
-  else
+  else if constexpr (sizeof(T) == 8)
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(remote_to),
                  "l"(__builtin_bit_cast(unsigned long long, message)), "r"(remote_barrier)
                  : "memory");

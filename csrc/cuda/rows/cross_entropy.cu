@@ -50,6 +50,13 @@ struct NegativeLogProb {
   float max, log_sum;
   __device__ explicit NegativeLogProb(const RowState& state) : max(pivot(state.max)), log_sum(FastNatural::log(state.sum)) {}
   __device__ __forceinline__ float operator()(float x) const { return log_sum - (x - max); }
+  // The same times a coefficient, with what the differences and the product lose.
+  __device__ __forceinline__ TwoFloats times(float coefficient, float x) const {
+    float distance_low, low, product_low;
+    const float distance = two_sum(max, -x, distance_low), high = two_sum(log_sum, distance, low);
+    const float product = two_product(coefficient, high, product_low);
+    return {product, fmaf(coefficient, distance_low + low, product_low)};
+  }
 };
 
 // ---- forward
@@ -137,7 +144,12 @@ struct ProbabilityLoss : OneTensorOp {
     if constexpr (Reader::kSplit) {
       store_second_sum(problem, row, term);
     } else {
-      const float loss = row.sum(term);
+      float loss;
+      if constexpr (std::is_same_v<T, float>)  // the terms have either sign, and may cancel
+        loss =
+            row.precise_sum([&](int64_t c, float x) { return negative_log_prob.times(coefficients(c, target[c]), x); }).value();
+      else
+        loss = row.sum(term);
       const RowState resolved = resolve_infinity(row, state);
       if (row.is_leader()) write_loss(problem, row.coord().index, loss, 1, resolved);
     }
@@ -209,16 +221,20 @@ struct IndexLossBackward : OneTensorOp {
       row.template write<T>(problem.grad_input, [](int64_t, float) { return 0.0f; });
       return;
     }
-    const float factor = scale * state.inverse_sum();
-    const auto exact = [&](int64_t, float x) { return state.weight(x) * factor; };
+    const float inverse = state.inverse_sum(), factor = scale * inverse;
+    // What is subtracted cancels most of the target's probability where that is close to 1. It meets the weight itself then,
+    // which has not been divided yet: the difference is rounded once.
+    const auto difference = [&](float x, float amount) { return fmaf(-amount, state.sum, scale * state.weight(x)) * inverse; };
     if constexpr (!kSmooth)
-      visit_weights(state, factor, [&](const auto& w) {
-        row.template write_minus<T>(problem.grad_input, target, target_grad, [&](int64_t, float x) { return w(x); }, exact);
+      visit_weights<T>(state, factor, [&](const auto& w) {
+        row.template write_except<T>(
+            problem.grad_input, target, [&](int64_t, float x) { return w(x); },
+            [&](int64_t, float x) { return state.weight(x) * factor; }, [&](float x) { return difference(x, target_grad); });
       });
     else
       row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
         const float weight = c < problem.classes ? coefficients.weight_of(c) : 0.0f;
-        return exact(c, x) - fmaf(uniform_grad, weight, c == target ? target_grad : 0.0f);
+        return difference(x, fmaf(uniform_grad, weight, c == target ? target_grad : 0.0f));
       });
   }
 };

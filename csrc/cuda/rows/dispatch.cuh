@@ -81,6 +81,7 @@ inline bool is_empty(const RowProblem& problem) { return problem.outer == 0 || p
 // A reader gives an operator the rows of the tensors that it asks for. SharedRowReader is in shared_row.cuh.
 template <class Group, int kVectors, class T>
 struct RegisterRowReader {
+  using Element = T;
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowCoord coord;
@@ -93,6 +94,7 @@ struct RegisterRowReader {
 };
 template <class Group, class T>
 struct StridedRowReader {
+  using Element = T;
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowCoord coord;
@@ -103,6 +105,7 @@ struct StridedRowReader {
 };
 template <class T>
 struct SplitRowReader {
+  using Element = T;
   static constexpr bool kSplit = true;
   const RowProblem& problem;
   RowCoord coord;

@@ -12,7 +12,7 @@ struct Softmax : OneTensorOp {
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
-    const RowState state = row.state();
+    const RowState state = row.template state<Result>();
     if (problem.log) {
       const float max = pivot(state.max), log_sum = FastNatural::log(state.sum);
       row.template write<Result>(problem.result, [&](int64_t, float x) { return (x - max) - log_sum; });
@@ -24,7 +24,8 @@ struct Softmax : OneTensorOp {
 };
 
 // With y the result of the forward pass: of softmax, grad_input = (grad - s) y with s = sum(grad * y); of log-softmax,
-// grad_input = grad - s exp(y) with s = sum(grad).
+// grad_input = grad - s exp(y) with s = sum(grad). Where y is close to 1, s is close to grad, and little is left of float32's
+// digits: there s is a mean in two floats.
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;
   static constexpr bool kReduces = false, kSecondSum = false;
@@ -36,13 +37,25 @@ struct SoftmaxBackward {
     __device__ float operator()(int64_t, float grad, float y) const { return log ? grad : grad * y; }
   };
   template <class Reader>
+  __device__ static constexpr bool takes_mean(const RowProblem& problem) {
+    return std::is_same_v<typename Reader::Element, float> && !problem.log;
+  }
+  template <class Reader>
   __device__ static void part(const RowProblem& problem, const Reader& reader) {
-    reader.read(problem.grad).store_sum(reader.template read<1>(problem.output), 0, Term{problem.log});
+    if (takes_mean<Reader>(problem))
+      reader.read(problem.grad).store_mean_by(reader.template read<1>(problem.output));
+    else
+      reader.read(problem.grad).store_sum(reader.template read<1>(problem.output), 0, Term{problem.log});
   }
   template <class Input, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     const auto grad = reader.template read<0>(problem.grad);
     const auto output = reader.template read<1>(problem.output);
+    if (takes_mean<Reader>(problem)) {
+      const TwoFloats mean = grad.template mean_by<0>(output).value();
+      return grad.template write_with<Input>(output, problem.grad_input,
+                                             [&](int64_t, float g, float y) { return ((g - mean.high) - mean.low) * y; });
+    }
     const float sum = grad.template sum_with<0>(output, Term{problem.log});
     if (problem.log)
       grad.template write_with<Input>(output, problem.grad_input,

@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kSortThreads, 2) topk_sort_kernel(const __grid
     const Row<const T> row = row_of<const T>(problem.input, coord);
     RowState denominator;
     if (!problem.renormalize) denominator = reader.state();
-    Key last_found = ~Key{0};  // keys from this one on were found by earlier passes
+    Key last_found = kAboveAllKeys;  // keys from this one on were found by earlier passes
     const auto pass = [&](int64_t done, bool write) {
       const int64_t wanted = problem.k - done < kSortKept ? problem.k - done : kSortKept;
       Key threshold = kNoKey;  // the wanted-th largest key so far
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kSortThreads, 2) topk_sort_kernel(const __grid
     };
     if (problem.renormalize) {
       for (int64_t done = 0; done < problem.k; done += kSortKept) pass(done, false);
-      last_found = ~Key{0};
+      last_found = kAboveAllKeys;
     }
     for (int64_t done = 0; done < problem.k; done += kSortKept) pass(done, true);
   }

@@ -17,15 +17,17 @@ namespace flash_online::cuda {
 // keys of a row are equal, so results do not depend on the order in which threads find them.
 using Key = unsigned long long;
 constexpr Key kNoKey = 0;  // smaller than any element's key, since indices are below 2^32 - 1
+constexpr Key kAboveAllKeys = ~Key{0};
+constexpr unsigned kRankOfNan = 0xff800001u;  // next above infinity's
 
 // A float as an integer of the same order: NaN above all, -0 as 0.
 __device__ __forceinline__ unsigned rank_of(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);
-  return x != x ? 0xffffffffu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return x != x ? kRankOfNan : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float element_of(Key key) {
   const unsigned rank = static_cast<unsigned>(key >> 32);
-  return rank == 0xffffffffu ? __uint_as_float(0x7fffffffu) : __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
+  return rank == kRankOfNan ? __uint_as_float(0x7fffffffu) : __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
 }
 __device__ __forceinline__ Key key_of(float x, unsigned index) { return Key{rank_of(x)} << 32 | (0xffffffffu - index); }
 __device__ __forceinline__ unsigned index_of(Key key) { return 0xffffffffu - static_cast<unsigned>(key); }

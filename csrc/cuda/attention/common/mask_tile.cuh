@@ -73,9 +73,9 @@ class MaskTile {
         for (int index = thread_; index < rows * kChunks; index += kThreads) {
           const int r = index / kChunks, c = index % kChunks * kVectorBytes;
           const char* const row = data + r * mask.row_stride;
-          const int before = static_cast<int>(misalignment(row));
-          if (c < before + columns * static_cast<int>(sizeof(T)))
-            cp_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
+          const int before = static_cast<int>(misalignment(row)), bytes = before + columns * static_cast<int>(sizeof(T)) - c;
+          if (bytes > 0)
+            cp_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c, min(bytes, kVectorBytes));
         }
       } else {
         first_ = step_ = 0;

@@ -283,9 +283,15 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
   }
 }
 
+// Whether the rounding of a row's scores exceeds 1. They are then rounded to one float before the maximum or lse is subtracted:
+// what rounding left of the largest score would be its exponent otherwise, and the weight infinite.
+__device__ __forceinline__ bool is_rounding_large(float score) { return fabsf(score) >= 0x1p24f; }
+
 // The exponent in base 2 of a score's weight, (x + x_low) * scale - (lse + lse_low); x_low is read of compensated scores alone.
 template <class Compensation>
 __device__ __forceinline__ float exponent_of(float x, float x_low, float scale, float lse, float lse_low) {
+  if constexpr (Compensation::kCompensated)
+    if (is_rounding_large(lse)) return __fadd_rn(__fmul_rn(x + x_low, scale), -lse) - lse_low;
   const float leading = fmaf(x, scale, -lse) - lse_low;
   return Compensation::kCompensated ? fmaf(x_low, scale, leading) : leading;
 }

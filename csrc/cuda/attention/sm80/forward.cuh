@@ -93,13 +93,16 @@ class ForwardSm80Kernel {
             out[i][j][2 * half + 1] *= factor;
           }
         }
+        const bool rounds_first = Compensation::kCompensated && is_rounding_large(states[i][half].max);
         float sum = 0;
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = scores[i][j][2 * half + e];
-            if constexpr (Compensation::kCompensated)
+            if (rounds_first) [[unlikely]]
+              x = states[i][half].weight(__fmul_rn(x, scale));
+            else if constexpr (Compensation::kCompensated)
               x = states[i][half].weight_of_product(x, compensation.low[i][j][2 * half + e], scale);
             else
               x = states[i][half].weight_of_product(x, scale);

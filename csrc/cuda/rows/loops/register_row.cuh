@@ -80,6 +80,7 @@ class OnChipRow {
   __device__ __forceinline__ OnChipRow(const RowCoord& coord, int classes, const Vectors& vectors)
       : vectors_(vectors), coord_(coord), classes_(classes) {}
 
+  template <class Result = T>
   __device__ __forceinline__ RowState state() {
     vectors_.wait();
     float max = -INFINITY;
@@ -88,7 +89,7 @@ class OnChipRow {
     RowState state;
     state.raise_max(lanes_max<kLanesPerRow>(max));
     float sum = 0;
-    if (FusedWeights::is_accurate_for(state.max)) {
+    if (kFusesWeights<Result> && FusedWeights::is_accurate_for(state.max)) {
       const FusedWeights weights(state.max);
       sum = weights.corrected(sum_of([&](float x) { return weights(x); }));
     } else {
@@ -118,19 +119,41 @@ class OnChipRow {
     return vectors_.template merge_warps<kSlot>(Sum{lanes_sum<kLanesPerRow>(sum)}).value;
   }
 
+  template <int kSlot = 1, class F>
+  __device__ __forceinline__ TwoFloats precise_sum(const F& f) const {
+    TwoFloats sum;
+    for_each_vector(*this, [&](int c, const float (&x)[kElements], const float (&)[kElements]) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e)
+        if (c + e < classes_) sum.merge(f(c + e, x[e]));
+    });
+    return vectors_.template merge_warps<kSlot>(merge_lanes<kLanesPerRow>(sum));
+  }
+  template <int kSlot = 1>
+  __device__ __forceinline__ WeightedMean mean_by(const OnChipRow& other) const {
+    vectors_.wait();
+    WeightedMean mean;
+    for_each_vector(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e)
+        if (c + e < classes_) mean.add(x[e], y[e]);
+    });
+    return vectors_.template merge_warps<kSlot>(merge_lanes<kLanesPerRow>(mean));
+  }
+
   template <class Result, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     write_with<Result>(*this, view, [&](int c, float x, float) { return f(c, x); });
   }
-  template <class Result, class F, class Exact>
-  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F& f,
-                                              const Exact& exact) const {
-    const int special = static_cast<int>(at);
+  template <class Result, class F, class Exact, class Special>
+  __device__ __forceinline__ void write_except(const MutableView3& view, int64_t at, const F& f, const Exact& exact,
+                                               const Special& special) const {
+    const int except = static_cast<int>(at);
     write_vectors<Result>(
         *this, view, [&](int c, const float (&x)[kElements], const float (&)[kElements], float (&z)[kElements]) {
-          if (c <= special && special < c + kElements) {  // one comparison per vector instead of one per element
+          if (c <= except && except < c + kElements) {  // one comparison per vector instead of one per element
 #pragma unroll
-            for (int e = 0; e < kElements; ++e) z[e] = exact(c + e, x[e]) - (c + e == special ? amount : 0.0f);
+            for (int e = 0; e < kElements; ++e) z[e] = c + e == except ? special(x[e]) : exact(c + e, x[e]);
           } else {
 #pragma unroll
             for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);

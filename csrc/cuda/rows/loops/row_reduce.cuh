@@ -52,6 +52,11 @@ using RowState = OnlineSoftmax<float, FastNatural>;
 // again, and an ascending row would have hundreds of them.
 constexpr float kRescaleThreshold = 4;
 
+// Whether rows of T take FusedWeights. Rows of floats have half as many elements per byte, so that one instruction more per
+// weight is free, and the largest weight is 1 without a correction: equal scores get equal probabilities to the last bit.
+template <class T>
+constexpr bool kFusesWeights = sizeof(T) < sizeof(float);
+
 // The weights exp(x - max), each by one fused multiply-add and one exp2: 2^(x log2(e) - c) with c = max log2(e), rounded once.
 // Rounding c puts the same factor on every weight: the weight of the maximum, which would be 1. Sums are multiplied by its
 // inverse, and so is what multiplies these weights. The product of that factor and its inverse rounds to 1 (tested for every
@@ -76,17 +81,19 @@ class FusedWeights {
   float pivot_, c_;
 };
 
-// Calls f(w), where w(x) is the weight of score x in this state, times `factor`. Where the weight is 1 that may differ from
-// `factor` in the last digit, unless `factor` is a power of 2.
-template <class F>
+// Calls f(w), where w(x) is the weight of score x in this state, times `factor`, for results of type T. Where the weight is 1
+// and T has 16 bits, that may differ from `factor` in the last digit, unless `factor` is a power of 2.
+template <class T, class F>
 __device__ __forceinline__ void visit_weights(const RowState& state, float factor, const F& f) {
-  if (FusedWeights::is_accurate_for(state.max)) {
-    const FusedWeights weights(state.max);
-    const float scale = weights.corrected(factor);
-    f([&](float x) { return weights(x) * scale; });
-  } else {
-    f([&](float x) { return state.weight(x) * factor; });
+  if constexpr (kFusesWeights<T>) {
+    if (FusedWeights::is_accurate_for(state.max)) {
+      const FusedWeights weights(state.max);
+      const float scale = weights.corrected(factor);
+      f([&](float x) { return weights(x) * scale; });
+      return;
+    }
   }
+  f([&](float x) { return state.weight(x) * factor; });
 }
 
 // Calls f(p), where p(x) is the probability of score x, for results of type Result. For a 16-bit Result the division by the sum
@@ -101,7 +108,7 @@ __device__ __forceinline__ void visit_probabilities(const RowState& state, const
       return;
     }
   }
-  visit_weights(state, state.inverse_sum(), f);
+  visit_weights<Result>(state, state.inverse_sum(), f);
 }
 
 // ---- rows of a tensor
@@ -145,6 +152,44 @@ struct Sum {
   float value = 0;
   __device__ __forceinline__ void add(float x) { value += x; }
   __device__ __forceinline__ void merge(const Sum& other) { value += other.value; }
+};
+
+// A sum in two floats, which has twice the digits of one.
+struct TwoFloats {
+  float high = 0, low = 0;
+  __device__ __forceinline__ void add(float x, float x_low = 0) {
+    float rounded;
+    high = two_sum(high, x, rounded);
+    low += rounded + x_low;
+  }
+  __device__ __forceinline__ void merge(const TwoFloats& other) { add(other.high, other.low); }
+  // Rounded to one float. An infinity or NaN is in `high`.
+  __device__ __forceinline__ float value() const { return low - low == 0 ? high + low : high; }
+};
+
+// The mean of values by weights that should sum to 1: sum(weight * value) / sum(weight). It has more digits than a float, since
+// what is wanted is the difference from a value that it may be close to; and the rounding that all weights share leaves it
+// alone.
+struct WeightedMean {
+  TwoFloats product, weight;
+
+  __device__ __forceinline__ void add(float value, float of) {
+    float low;
+    const float x = two_product(value, of, low);
+    product.add(x, low);
+    weight.add(of);
+  }
+  __device__ __forceinline__ void merge(const WeightedMean& other) {
+    product.merge(other.product);
+    weight.merge(other.weight);
+  }
+  __device__ __forceinline__ TwoFloats value() const {
+    const float sum = product.high + product.low, of = weight.high + weight.low, near = sum / of;
+    // Two steps of a long division. Infinities and weights of 0 or NaN have no second one.
+    const float rest = ((product.high - sum) + product.low) + fmaf(-near, of, sum) - near * ((weight.high - of) + weight.low);
+    const float low = rest / of;
+    return {near, low - low == 0 ? low : 0};
+  }
 };
 
 // Kahan's compensated summation, which adds as if the sum had twice its digits. A thread of a long row adds some 10^5 numbers.
@@ -199,6 +244,18 @@ __device__ __forceinline__ Sum merge_lanes(Sum sum) {
   return {lanes_sum<kLanes>(sum.value)};
 }
 
+template <int kLanes>
+__device__ __forceinline__ TwoFloats merge_lanes(TwoFloats sum) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    sum.add(__shfl_xor_sync(lanes_mask<kLanes>(), sum.high, step), __shfl_xor_sync(lanes_mask<kLanes>(), sum.low, step));
+  return sum;
+}
+template <int kLanes>
+__device__ __forceinline__ WeightedMean merge_lanes(const WeightedMean& mean) {
+  return {merge_lanes<kLanes>(mean.product), merge_lanes<kLanes>(mean.weight)};
+}
+
 // kCount states in shared memory. Raw bytes, because shared variables cannot have constructors.
 template <class State, int kCount>
 struct SharedStates {
@@ -226,12 +283,14 @@ __device__ __forceinline__ float sum_of(const uint4 (&v)[kVectors], const F& f) 
 // Adds the weights of a thread's vectors to a state whose maximum already covers them, up to kRescaleThreshold.
 template <class T, int kVectors>
 __device__ __forceinline__ void add_weights(RowState& state, const uint4 (&v)[kVectors]) {
-  if (FusedWeights::is_accurate_for(state.max)) {
-    const FusedWeights weights(state.max);
-    state.add(weights.corrected(sum_of<T>(v, [&](float x) { return weights(x); })));
-  } else {
-    state.add(sum_of<T>(v, [&](float x) { return state.weight(x); }));
+  if constexpr (kFusesWeights<T>) {
+    if (FusedWeights::is_accurate_for(state.max)) {
+      const FusedWeights weights(state.max);
+      state.add(weights.corrected(sum_of<T>(v, [&](float x) { return weights(x); })));
+      return;
+    }
   }
+  state.add(sum_of<T>(v, [&](float x) { return state.weight(x); }));
 }
 
 }  // namespace flash_online::cuda

@@ -128,6 +128,7 @@ using SharedRow = OnChipRow<SharedVectors<Group, kTensors, T>, T>;
 // What an operator gets its rows from (dispatch.cuh). It must read its tensors in the order of their numbers.
 template <class Op, class Group, class T>
 struct SharedRowReader {
+  using Element = T;
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowCoord coord;

@@ -156,12 +156,27 @@ class SplitRow {
     if (threadIdx.x == 0) partials_[skipped + partial_index()] = {-INFINITY, 0, sum.value, 0};
   }
 
+  // Stores this piece's part of mean_by(), in the place of a Partial.
+  __device__ __forceinline__ void store_mean_by(const SplitRow& other) const {
+    WeightedMean mean;
+    for_each_vector(other, [&](int64_t c, const float (&x)[kElements], const float (&y)[kElements]) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e)
+        if (c + e < end_) mean.add(x[e], y[e]);
+    });
+    mean = SplitRowGroup::merge_warps<0>(merge_lanes<kWarpSize>(mean));
+    if (threadIdx.x == 0) means()[partial_index()] = mean;
+  }
+
   // ---- the second kernel
 
   __device__ __forceinline__ MergedPieces merged() const {
     return merge_pieces(partials_ + coord_.index * gridDim.y, gridDim.y);
   }
-  __device__ __forceinline__ RowState state() const { return merged().state; }
+  template <class Result = T>
+  __device__ __forceinline__ RowState state() const {
+    return merged().state;
+  }
   // The sum that the first kernel stored; f must be the function it was given.
   template <int kSlot = 1, class F>
   __device__ __forceinline__ float sum(const F&) const {
@@ -172,14 +187,21 @@ class SplitRow {
     return merged().extra;
   }
 
+  template <int kSlot = 1>
+  __device__ __forceinline__ WeightedMean mean_by(const SplitRow&) const {
+    WeightedMean mean;
+    for (int64_t i = threadIdx.x % kWarpSize; i < gridDim.y; i += kWarpSize) mean.merge(means()[coord_.index * gridDim.y + i]);
+    return merge_lanes<kWarpSize>(mean);
+  }
+
   template <class Result, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     write_with<Result>(*this, view, [&](int64_t c, float x, float) { return f(c, x); });
   }
-  template <class Result, class F, class Exact>
-  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F&,
-                                              const Exact& exact) const {
-    write<Result>(view, [&](int64_t c, float x) { return exact(c, x) - (c == at ? amount : 0.0f); });
+  template <class Result, class F, class Exact, class Special>
+  __device__ __forceinline__ void write_except(const MutableView3& view, int64_t at, const F&, const Exact& exact,
+                                               const Special& special) const {
+    write<Result>(view, [&](int64_t c, float x) { return c == at ? special(x) : exact(c, x); });
   }
   template <class Result, class F>
   __device__ __forceinline__ void write_with(const SplitRow& other, const MutableView3& view, const F& f) const {
@@ -229,6 +251,8 @@ class SplitRow {
     }
   }
 
+  static_assert(sizeof(WeightedMean) == sizeof(Partial));
+  __device__ __forceinline__ WeightedMean* means() const { return reinterpret_cast<WeightedMean*>(partials_); }
   __device__ __forceinline__ int64_t partial_index() const { return coord_.index * gridDim.y + blockIdx.y; }
 
   RowCoord coord_;

@@ -101,7 +101,8 @@ class StridedRow {
   __device__ __forceinline__ StridedRow(const RowProblem& problem, const ConstView3& view, const RowCoord& coord)
       : row_(row_of<const T>(view, coord)), coord_(coord), classes_(coord.exists ? problem.classes : 0) {}
 
-  // The maximum and the sum of the whole row; every thread of the row gets them.
+  // The maximum and the sum of the whole row, for results of type Result; every thread of the row gets them.
+  template <class Result = T>
   __device__ __forceinline__ RowState state() const {
     constexpr int kUnroll = 4;  // classes that a thread reads before it raises its maximum
     RowState state;
@@ -136,18 +137,33 @@ class StridedRow {
     return sum([&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
 
+  // The sum of f(class, element), which is a TwoFloats, in two floats.
+  template <int kSlot = 1, class F>
+  __device__ __forceinline__ TwoFloats precise_sum(const F& f) const {
+    TwoFloats sum;
+    for (int64_t c = Group::first(); c < classes_; c += Group::kStep) sum.merge(f(c, row_[c]));
+    return Group::merge(sum);
+  }
+  // The mean over the row of its elements by the other row's as weights; every thread of the row gets it.
+  template <int kSlot = 1>
+  __device__ __forceinline__ WeightedMean mean_by(const StridedRow& other) const {
+    WeightedMean mean;
+    for (int64_t c = Group::first(); c < classes_; c += Group::kStep) mean.add(row_[c], other.row_[c]);
+    return Group::merge(mean);
+  }
+
   // Writes f(class, element) for every class of the row.
   template <class Result, class F>
   __device__ __forceinline__ void write(const MutableView3& view, const F& f) const {
     const Row<Result> result = row_of<Result>(view, coord_);
     for (int64_t c = Group::first(); c < classes_; c += Group::kStep) result.set(c, f(c, row_[c]));
   }
-  // Writes exact(class, element), less `amount` in class `at`. f is exact but for its last digit, and faster: a kind of row may
-  // take it for other classes.
-  template <class Result, class F, class Exact>
-  __device__ __forceinline__ void write_minus(const MutableView3& view, int64_t at, float amount, const F&,
-                                              const Exact& exact) const {
-    write<Result>(view, [&](int64_t c, float x) { return exact(c, x) - (c == at ? amount : 0.0f); });
+  // Writes exact(class, element), but special(element) in class `at`. f is exact but for its last digit, and faster: a kind of
+  // row may take it for other classes.
+  template <class Result, class F, class Exact, class Special>
+  __device__ __forceinline__ void write_except(const MutableView3& view, int64_t at, const F&, const Exact& exact,
+                                               const Special& special) const {
+    write<Result>(view, [&](int64_t c, float x) { return c == at ? special(x) : exact(c, x); });
   }
   // Writes f(class, element, the other row's element).
   template <class Result, class F>

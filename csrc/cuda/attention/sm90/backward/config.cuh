@@ -197,7 +197,11 @@ struct BackwardSm90Kernel {
     return mask_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
   }
 
-  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2;  // named barriers; kPingPongBarrier + warpgroup
+  // Named barriers; kPingPongBarrier + warpgroup, kMeetingBarrier + 2 * Meeting + warpgroup.
+  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kMeetingBarrier = 4;
+  // Where all math threads wait for each other.
+  enum Meeting { kQueryTail, kKeyTail = 2, kEnd };  // kQueryTail + stage
+  static_assert(kMeetingBarrier + 2 * kEnd + 2 <= 16);
 
   // ---- registers
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     fence_registers(flat(score));
     while (weights_and_dv_block<0>(score) && weights_and_dv_block<1>(score)) continue;
   }
-  sync_named(kAllMathBarrier, kMathThreads);  // all are done with the queries in shared memory
+  meet<kEnd>();  // all are done with the queries in shared memory
   store_dv();
 }
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   // This hands a block that does not exist to the third warpgroup, which so learns that there are no more.
   wait(&shared.ds_empty[block_count % kDsBuffers], block_count / kDsBuffers % 2 ^ 1);
   release(&shared.ds_full[block_count % kDsBuffers]);
-  sync_named(kAllMathBarrier, kMathThreads);
+  meet<kEnd>();
   store_dk();
 }
 

@@ -2,8 +2,8 @@
 //
 // A CTA is one warpgroup. It owns the keys and values of a sequence and a head, at most 64, and loops over the blocks of
 // queries of the heads that share them. With all keys at hand, dQ of a block is complete where it is computed and is written in
-// its own dtype; delta comes from the rows of grad_out that are in shared memory anyway. There is no producer warp: while a CTA
-// waits, the other CTAs of its SM compute.
+// its own dtype, and delta is the sum of P dP over them. There is no producer warp: while a CTA waits, the other CTAs of its SM
+// compute.
 #pragma once
 
 #include "../../../hw/compiler.cuh"
@@ -33,7 +33,6 @@ struct ShortBackwardSm90Kernel {
   static constexpr int kCtasPerSm = kOnce || kHeadDim <= 64 ? 3 : 2;
   static constexpr int kBoxes = kHeadDim / kBoxColumns, kRowSteps = kRows / 16;
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
-  static constexpr int kPer = kPerVector<T>;
   static_assert(kRows == kBoxColumns);
 
   struct alignas(kBoxAlignment) TmaTile {
@@ -47,6 +46,7 @@ struct ShortBackwardSm90Kernel {
     Stage stage[kStages];
     alignas(kBoxAlignment) T ds[kRows][kBoxColumns];  // [key][query]
     float lse[kRows], lse_low[kRows], delta[kRows];  // lse in base 2 as two floats, +inf for a query that sees nothing
+    alignas(float2) float delta_part[kThreads / kWarpSize][kRows];  // of the keys that a warp has
     uint64_t keys_full, full[kStages];
   };
 
@@ -106,68 +106,63 @@ struct ShortBackwardSm90Kernel {
     cuda::clear_tail<kThreads>(tile.box, from, static_cast<int>(threadIdx.x));
   }
 
-  // A block's row statistics. Eight lanes share a row of the output, which they read from global memory before the copies are
-  // waited for.
+  // What a block's queries have besides the copies: each thread below kRows reads a row's before the copies are waited for.
   struct RowStats {
-    static constexpr int kLanes = 8, kPasses = kRows * kLanes / kThreads;
-    uint4 out[kPasses][kBoxes];
-    float lse = -INFINITY, lse_low = 0, grad_lse = 0;  // of row(lane % kLanes), in lanes that have one
-
-    __device__ __forceinline__ static int row(int pass) {
-      return static_cast<int>(threadIdx.x) / kWarpSize * (kRows / 4) + pass * (kWarpSize / kLanes) + lane() / kLanes;
-    }
-    __device__ __forceinline__ static int part() { return lane() % kLanes; }
+    float lse = -INFINITY, lse_low = 0, grad_lse = 0;
 
     __device__ __forceinline__ RowStats(const ShortBackwardSm90Kernel& at, int head, int query) {
       const AttentionProblem& p = at.a.problem;
-      const int left = at.queries - query;
-      const T* const data = static_cast<const T*>(p.out.data) + at.batch * p.out.stride[0] + head * p.out.stride[1] +
-                            (at.sequence.queries.begin + query) * p.out.stride[2];
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass)
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          const int column = box * kBoxColumns + part() * kPer;
-          out[pass][box] = row(pass) < left && column < p.head_dim_v
-                               ? *reinterpret_cast<const uint4*>(data + row(pass) * p.out.stride[2] + column)
-                               : uint4{0, 0, 0, 0};
-        }
-      if (part() < kPasses && row(part()) < left) {
-        const int64_t n = at.batch * p.lse_stride[0] + head * p.lse_stride[1] + at.sequence.queries.begin + query + row(part());
-        lse = static_cast<const float*>(p.lse)[n];
-        lse_low = static_cast<const float*>(p.lse_low)[n];
-        if (at.a.gradients.grad_lse) grad_lse = static_cast<const float*>(at.a.gradients.grad_lse)[n];
-      }
+      const int row = static_cast<int>(threadIdx.x);
+      if (row >= kRows || row >= at.queries - query) return;
+      const int64_t n = at.batch * p.lse_stride[0] + head * p.lse_stride[1] + at.sequence.queries.begin + query + row;
+      lse = static_cast<const float*>(p.lse)[n];
+      lse_low = static_cast<const float*>(p.lse_low)[n];
+      if (at.a.gradients.grad_lse) grad_lse = static_cast<const float*>(at.a.gradients.grad_lse)[n];
     }
-
-    __device__ __forceinline__ void finish(Shared& to, const TmaTile& grad_out) const {
-      float mine = 0;
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        float sum = 0;
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          const int r = row(pass);
-          float x[kPer], y[kPer];
-          unpack<T>(out[pass][box], x);
-          unpack<T>(reinterpret_cast<const uint4*>(grad_out.box[box][r])[part() ^ (r % 8)], y);
-#pragma unroll
-          for (int n = 0; n < kPer; ++n) sum += x[n] * y[n];
-        }
-#pragma unroll
-        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        mine = part() == pass ? sum : mine;
-      }
-      if (part() >= kPasses) return;
-      const int r = row(part());
+    // Leaves -grad_lse in `delta`, to which sum_delta() adds.
+    __device__ __forceinline__ void store(Shared& to) const {
+      const int row = static_cast<int>(threadIdx.x);
+      if (row >= kRows) return;
       const bool seen = lse != lowest<float>();
       const double binary = (static_cast<double>(lse) + lse_low) / kLn2;
       const float high = static_cast<float>(binary), low = static_cast<float>(binary - high);
-      to.lse[r] = seen ? high : -lowest<float>();
-      to.lse_low[r] = seen && low - low == 0 ? low : 0;
-      to.delta[r] = seen ? mine - grad_lse : 0;
+      to.lse[row] = seen ? high : -lowest<float>();
+      to.lse_low[row] = seen && low - low == 0 ? low : 0;
+      to.delta[row] = seen ? -grad_lse : 0;
     }
   };
+
+  // Adds the sum over keys of P dP to the block's `delta`. With all keys at hand this costs less than to read O, and it has no
+  // part in the rounding of O.
+  __device__ __forceinline__ void sum_delta(const ScoreAccumulator& weight, const ScoreAccumulator& dp) const {
+    float sum[kRows / 8][2];
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) sum[j][e] = fmaf(weight[0][j][e], dp[0][j][e], weight[0][j][2 + e] * dp[0][j][2 + e]);
+    // Eight lanes hold different keys of the same queries. Each step leaves a lane half of the queries: at the end 2 lane() and
+    // the next.
+#pragma unroll
+    for (int count = kRows / 16, step = kWarpSize / 2; count > 0; count /= 2, step /= 2) {
+      const bool upper = lane() & step;
+#pragma unroll
+      for (int j = 0; j < count; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float kept = upper ? sum[count + j][e] : sum[j][e], sent = upper ? sum[j][e] : sum[count + j][e];
+          sum[j][e] = kept + __shfl_xor_sync(~0u, sent, step);
+        }
+    }
+    reinterpret_cast<float2*>(shared.delta_part[threadIdx.x / kWarpSize])[lane()] = make_float2(sum[0][0], sum[0][1]);
+    __syncthreads();
+    if (threadIdx.x < kRows) {
+      float all = 0;
+#pragma unroll
+      for (int n = 0; n < kThreads / kWarpSize; ++n) all += shared.delta_part[n][threadIdx.x];
+      shared.delta[threadIdx.x] += all;
+    }
+    __syncthreads();
+  }
 
   __device__ __forceinline__ static float2 row_stat(const float (&of)[kRows], int j) {
     return *reinterpret_cast<const float2*>(&of[8 * j + lane_in_quad() * 2]);
@@ -220,7 +215,7 @@ struct ShortBackwardSm90Kernel {
     {
       const RowStats rows(*this, head, query);
       wait(&shared.full[block % kStages], block / kStages % 2);
-      rows.finish(shared, stage.grad_out);
+      rows.store(shared);
     }
     if (block == 0) wait(&shared.keys_full, 0);
     if (p.query_starts) {
@@ -254,6 +249,7 @@ struct ShortBackwardSm90Kernel {
     exp_products<T>(score, a.score_mod, read_lse, weight);
     wgmma_wait<0>();
     fence_registers(flat(dp));
+    sum_delta(score, dp);
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float2 delta = row_stat(shared.delta, j);

@@ -16,9 +16,7 @@ constexpr int kShortBackwardRowsSm90 = 64;  // short.cuh: keys per sequence at m
 inline bool is_short_backward_sm90(const AttentionProblem& p, const AttentionGradients& g, bool plain) {
   constexpr int64_t kMaxQueries = 128;  // per sequence: one CTA takes all of them, block after block
   return plain && std::max(p.head_dim, p.head_dim_v) <= 128 && p.keys <= kShortBackwardRowsSm90 && p.queries <= kMaxQueries &&
-         !g.grad_sinks && p.head_dim_v % 8 == 0 &&
-         is_tma_compatible(p.out.data, p.out.stride, p.batch, p.heads, p.query_starts ? p.total_queries : p.queries,
-                           p.head_dim_v);
+         !g.grad_sinks;
 }
 
 // Why backward_sm90 refuses a problem; null: it takes it. Gradients that are not allocated yet are no reason to refuse.

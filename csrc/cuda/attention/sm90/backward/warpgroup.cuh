@@ -89,6 +89,19 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void ping_pong_leave() {
     if constexpr (kTile.ping_pong) arrive_named(kPingPongBarrier + (warpgroup() ^ 1), kMathThreads);
   }
+  // All math threads wait for each other. The warpgroups of the pipelined schedule come here from different places of the code;
+  // compute-sanitizer takes a barrier for threads of one place, so each of them has a barrier that the other one arrives at. A
+  // warpgroup never comes to a meeting twice while the other one is at its first: in between it needs the other one's next
+  // block.
+  template <int kMeeting>
+  __device__ __forceinline__ void meet() {
+    if constexpr (kPipelined) {
+      arrive_named(kMeetingBarrier + 2 * kMeeting + (warpgroup() ^ 1), kMathThreads);
+      sync_named(kMeetingBarrier + 2 * kMeeting + warpgroup(), kMathThreads);
+    } else {
+      sync_named(kAllMathBarrier, kMathThreads);
+    }
+  }
 
   // ---- products
 
@@ -263,9 +276,10 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void clear_tail(TmaTile<kCount, kRows>& rows, int from) {
     cuda::clear_tail<kMathThreads>(rows.box, from, thread);
   }
+  template <int kMeeting>
   __device__ __forceinline__ void publish_tail() {
     fence_async_proxy();
-    sync_named(kAllMathBarrier, kMathThreads);
+    meet<kMeeting>();
   }
   __device__ __forceinline__ void clear_key_tail() {
     const WorkTile& tile = this->tile();
@@ -274,7 +288,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       wait(&shared.value_full, tile_count % 2);
       clear_tail(shared.key, tile.keys - tile.key);
       clear_tail(shared.value, tile.keys - tile.key);
-      publish_tail();
+      publish_tail<kKeyTail>();
     }
   }
   template <int kStage>
@@ -285,7 +299,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       wait(&shared.grad_out_full[now], parity());
       clear_tail(shared.stage[now].query, tile.queries - query);
       clear_tail(shared.stage[now].grad_out, tile.queries - query);
-      publish_tail();
+      publish_tail<kQueryTail + (kPipelined ? kStage : 0)>();
     }
   }
 
@@ -293,10 +307,29 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
 
-  __device__ __forceinline__ float add_mask(float product, float value) const {
-    const float sum = fmaf(value, a.bias_scale, product);
-    if constexpr (std::is_same_v<T, __half>) return sum;  // far from overflow
-    return max_or_nan(sum, lower_bound(value, a.score_mod.lowest_product));
+  // Adds the 16-bit mask of the block's stage. kBounded: no score falls below the lowest one (lowest_score.h).
+  template <bool kBounded>
+  __device__ __forceinline__ void add_mask(ScoreAccumulator& score) {
+    // TMA's 128-byte swizzle. Added to the row's address, it takes an instruction less than as one offset of row and chunk.
+    const int row = lane() % 16;
+    const unsigned base = shared_address(mask_box(shared, warpgroup()).value[row]) +
+                          ((warp % 4 * 2 + lane() / 16) ^ (row % 8)) * static_cast<int>(kVectorBytes);
+    const auto add = [&](float& x, float value) {
+      x = fmaf(value, a.bias_scale, x);
+      if constexpr (kBounded) x = max_or_nan(x, lower_bound(value, a.score_mod.lowest_product));
+    };
+#pragma unroll
+    for (int t = 0; t < kQueries / 16; ++t) {
+      unsigned words[4];
+      ldmatrix_x4_trans(words, base + t * 16 * kRowBytes);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float* const x = &score[0][2 * t + n % 2][n / 2 * 2];
+        const float2 values = unpair<T>(words[n]);
+        add(x[0], values.x);
+        add(x[1], values.y);
+      }
+    }
   }
   // Adds ALiBi and a 16-bit mask to the scores.
   __device__ __forceinline__ void add_alibi_and_mask(ScoreAccumulator& score, const Prefetch& now) {
@@ -318,23 +351,11 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       if (a.transposed_mask == TransposedMask::kTma) {
         wait(&shared.mask_full, block_count % 2);
         if (now.mask_flags & kMixed << warpgroup()) {
-          // TMA's 128-byte swizzle. Added to the row's address, it takes an instruction less than as one offset of row and
-          // chunk.
-          const int row = lane() % 16;
-          const unsigned base = shared_address(mask_box(shared, warpgroup()).value[row]) +
-                                ((warp % 4 * 2 + lane() / 16) ^ (row % 8)) * static_cast<int>(kVectorBytes);
-#pragma unroll
-          for (int t = 0; t < kQueries / 16; ++t) {
-            unsigned words[4];
-            ldmatrix_x4_trans(words, base + t * 16 * kRowBytes);
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-              float* const x = &score[0][2 * t + n % 2][n / 2 * 2];
-              const float2 values = unpair<T>(words[n]);
-              x[0] = add_mask(x[0], values.x);
-              x[1] = add_mask(x[1], values.y);
-            }
-          }
+          // Rows whose keys all have the lowest score are among those of a large lse; float16 is far from it.
+          if (!std::is_same_v<T, __half> && now.needs_lse_low) [[unlikely]]
+            add_mask<true>(score);
+          else
+            add_mask<false>(score);
         }
         fence_registers(flat(score));  // the values have been read before the arrival says so
         release(&shared.mask_empty);

@@ -317,7 +317,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     if (a.scores.alibi_slopes) apply_alibi();
   }
 
-  template <class Element>
+  // kBounded: no score falls below the lowest one (lowest_score.h).
+  template <class Element, bool kBounded>
   __device__ __forceinline__ void add_float_mask() {
     const unsigned base = shared_address(shared.mask.stage[key.stage].box[row_block]);
 #pragma unroll
@@ -330,16 +331,26 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
         const float2 values = unpair<Element>(words[i]);
         const auto add = [&](float& x, float value) {
           x = fmaf(value, a.scores.bias_scale, x);
-          if constexpr (std::is_same_v<Element, __nv_bfloat16>) x = max_or_nan(x, lower_bound(value, a.scores.lowest));
+          if constexpr (kBounded) x = max_or_nan(x, lower_bound(value, a.scores.lowest));
         };
         add(score[8 * step + 2 * i], values.x);
         add(score[8 * step + 2 * i + 1], values.y);
       }
     }
   }
+  // A bound changes the weights of rows alone that have seen nothing above the lowest score: beside a larger maximum all such
+  // scores weigh 0. float16 masks stay far from the bound.
+  __device__ __forceinline__ bool needs_lowest_score() const {
+    return __any_sync(~0u, fminf(softmax[0].max, softmax[1].max) <= a.scores.lowest * a.scores.scale);
+  }
   __device__ __forceinline__ void apply_mask() {
     if constexpr (kFloatMask) {
-      a.mask_source == MaskSource::kTmaFloat16 ? add_float_mask<__half>() : add_float_mask<__nv_bfloat16>();
+      if (a.mask_source == MaskSource::kTmaFloat16)
+        add_float_mask<__half, false>();
+      else if (needs_lowest_score()) [[unlikely]]
+        add_float_mask<__nv_bfloat16, true>();
+      else
+        add_float_mask<__nv_bfloat16, false>();
     } else if (a.mask_source == MaskSource::kBits) {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i)
