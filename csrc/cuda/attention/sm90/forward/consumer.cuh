@@ -339,7 +339,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     }
   }
   // A bound changes the weights of rows alone that have seen nothing above the lowest score: beside a larger maximum all such
-  // scores weigh 0. float16 masks stay far from the bound.
+  // scores have weight 0. float16 masks stay far from the bound.
   __device__ __forceinline__ bool needs_lowest_score() const {
     return __any_sync(~0u, fminf(softmax[0].max, softmax[1].max) <= a.scores.lowest * a.scores.scale);
   }
