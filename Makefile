@@ -1,13 +1,15 @@
 # Every target builds in .venv first, where anything changed: .ci/setup. `make demo ARGS=--quick` and `make bench ARGS="rows --list"` hand
 # arguments on; `make tables` writes every table and figure of the docs from the committed records.
 SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(shell find csrc -type f)
+# Processes that run tests; the memory of a GPU allows more than two.
+WORKERS ?= 2
 .PHONY: demo test bench tables lint house sass sanitize
 
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
-test: .venv/built ; .venv/bin/python -m pytest --timeout 900 $(ARGS)
+test: .venv/built ; .venv/bin/python -m pytest --timeout 300 -n $(WORKERS) --dist worksteal $(ARGS)
 bench: .venv/built ; .venv/bin/python -m flash_online bench $(or $(ARGS),rows)
 tables: .venv/built ; .venv/bin/python -m flash_online bench docs
-lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc -type f -not -name '*.in') benchmarks/paper/*.cu
+lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc -type f -not -name '*.in') benchmarks/paper/*.cu tests/unit/device_on_host/*
 house: .venv/built ; .venv/bin/python .ci/house.py
 # make sanitize ARGS="--tool racecheck --calls softmax": the CUDA kernels under compute-sanitizer, on a machine with a GPU.
 sanitize: .venv/built ; .venv/bin/python tests/gpu/sanitize.py $(ARGS)

@@ -93,7 +93,7 @@ def test_gradient_in_any_layout(layout, device):
 def test_gradient_of_a_peaked_row(classes, dim, device):
     """Where one class has nearly all, its gradient is a difference of numbers that agree in nearly all digits."""
     x = torch.randn(4, classes, device=device)
-    x[:, 1] = 25.0
+    x[:, 1] = 17 + math.log(classes)  # all others together have some 1e-7
     grad = torch.randn(4, classes, device=device)
     x, grad = (t.T.contiguous() if dim == 0 else t for t in (x, grad))
     y = flash_online.softmax(x.requires_grad_(), dim)
@@ -192,9 +192,7 @@ def test_scalar(device):
 @pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_as_torch(layout, dim, dtype, device, request):
-    if (device, layout, dim, dtype) == ("cpu", "expanded", 2, torch.float32):
-        request.applymarker(pytest.mark.xfail(reason="a gradient is up to 5 % over what float32 may be off by: open"))
+def test_layouts_as_torch(layout, dim, dtype, device):
     x = lay_out(random_rows(6, 35, 20, dtype=dtype, device=device), layout)
     compare_softmaxes(x, dim, grad=lay_out(random_rows(6, 35, 20, dtype=dtype, device=device), layout))
     compare_softmaxes(x, dim)

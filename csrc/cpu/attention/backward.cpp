@@ -51,8 +51,8 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   } else {
     // The terms are added in the order of matmul(): where a query sees one key alone, delta then equals the gradient of that
     // key's weight to the last bit, and their difference is 0.
-    constexpr int64_t kColumns = 32;
-    A grad_out[kColumns * kQueries], out[kColumns * kQueries], sum[kQueries] = {};
+    constexpr int64_t kColumns = 32;  // divides kMaxTerms of float
+    A grad_out[kColumns * kQueries], out[kColumns * kQueries], sum[kQueries] = {}, part[kQueries] = {};
     auto grad_rows = matrix_of<const E>(gradients.grad_out, query.batch, query.head, query.first),
          out_rows = matrix_of<const E>(problem.out, query.batch, query.head, query.first);
     for (int64_t begin = 0; begin < problem.head_dim_v; begin += kColumns) {
@@ -63,11 +63,16 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
       out_rows.data += columns * out_rows.column_stride;
       for (int64_t e = 0; e < columns; ++e) {
         for (int64_t l = 0; l < query.lanes; l += kLanes<A>)
-          store_vector(sum + l,
-                       load_vector(sum + l) + load_vector(grad_out + e * kQueries + l) * load_vector(out + e * kQueries + l));
+          store_vector(part + l,
+                       load_vector(part + l) + load_vector(grad_out + e * kQueries + l) * load_vector(out + e * kQueries + l));
         if (gradients.wide_delta)
           for (int64_t i = 0; i < query.lanes; ++i)
             delta[i] += static_cast<double>(grad_out[e * kQueries + i]) * out[e * kQueries + i];
+      }
+      if ((begin + columns) % kMaxTerms<Operand<E>> != 0 && begin + columns < problem.head_dim_v) continue;
+      for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
+        store_vector(sum + l, load_vector(part + l) + load_vector(sum + l));
+        store_vector(part + l, Vector<A>{});
       }
     }
     std::copy_n(sum, query.rows, narrow_delta);

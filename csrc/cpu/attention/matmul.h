@@ -6,7 +6,9 @@
 // runs in pairs, and b is [depth / 2, columns, 2].
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "../simd.h"
 
@@ -27,6 +29,11 @@ template <class F>
 constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
 template <class F>
 constexpr int64_t kRowStep = kPaired<F> ? 16 : 1;
+
+// How many products are summed at a time. A long sum of float inputs loses digits that its result has, and the sum of the sums
+// of its parts loses fewer.
+template <class F>
+constexpr int64_t kMaxTerms = std::is_same_v<F, float> ? 128 : std::numeric_limits<int64_t>::max();
 
 // What happens to the result: it overwrites c, is added to c, or is added to c * factor[column].
 enum class Accumulate { kOverwrite, kAdd, kRescaleAndAdd };
@@ -207,12 +214,16 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
   }
 #endif
   constexpr int kStripVectors = kVectorBytes == 64 ? 4 : 2;
-  int64_t j = 0;
-  for (; j + kStripVectors * kLanes<A> <= columns; j += kStripVectors * kLanes<A>)
-    matmul_strip<kStripVectors, F, A>(mode, rows, words, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row,
-                                      factor + j);
-  for (; j < columns; j += kLanes<A>)
-    matmul_strip<1, F, A>(mode, rows, words, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row, factor + j);
+  for (int64_t done = 0; done == 0 || done < words; done += kMaxTerms<F>) {
+    const int64_t terms = std::min(words - done, kMaxTerms<F>);
+    int64_t j = 0;
+    for (; j + kStripVectors * kLanes<A> <= columns; j += kStripVectors * kLanes<A>)
+      matmul_strip<kStripVectors, F, A>(mode, rows, terms, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row,
+                                        factor + j);
+    for (; j < columns; j += kLanes<A>)
+      matmul_strip<1, F, A>(mode, rows, terms, a_words, a_row, a_column, b_words + j, b_row, c + j, c_row, factor + j);
+    mode = Accumulate::kAdd, a_words += terms * a_column, b_words += terms * b_row;
+  }
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -322,12 +322,11 @@ struct DoubleSum {
     high += widened_half<1>(x) * widened_half<1>(y);
   }
   FLASH_ONLINE_INLINE double total() const { return sum_of_lanes<double>(low + high); }
-  // The sums of each lane of vectors of float.
-  FLASH_ONLINE_INLINE Vector<float> narrowed() const {
-    Vector<float> sums;
-    for (int l = 0; l < kLanes<float>; ++l)
-      sums[l] = static_cast<float>(l < kLanes<double> ? low[l] : high[l - kLanes<double>]);
-    return sums;
+  // The sum of one lane of vectors of float.
+  FLASH_ONLINE_INLINE double lane(int l) const { return l < kLanes<double> ? low[l] : high[l - kLanes<double>]; }
+  // Lane by lane; what is divided by 0 stays as it is.
+  FLASH_ONLINE_INLINE DoubleSum over(const DoubleSum& x) const {
+    return {x.low == 0 ? low : low / x.low, x.high == 0 ? high : high / x.high};
   }
 
   template <int kHalf>
@@ -376,27 +375,22 @@ FLASH_ONLINE_INLINE double sum_in_double(const E* g, const E* y, int64_t count) 
     for (const auto& lanes : sum) total.add(lanes);
     return total.total();
   } else if constexpr (sizeof(E) == 4) {
+    static_assert(!kProduct, "weighted_mean has more digits");
     // Four terms are added in float, with roundings as small as those of a single term; the sums of four are added in double.
     constexpr int kSums = 4, kWidth = kLanes<float>, kRow = 4;
     DoubleSum sum[kSums];
-    const auto take = [&](int64_t i) __attribute__((always_inline)) {
-      if constexpr (kProduct)
-        return load_vector(g + i) * load_vector(y + i);
-      else
-        return load_vector(g + i);
-    };
     int64_t i = 0;
     for (; i + kSums * kRow * kWidth <= count; i += kSums * kRow * kWidth)
       for (int v = 0; v < kSums; ++v) {
-        const int64_t at = i + v * kRow * kWidth;
-        sum[v].add((take(at) + take(at + kWidth)) + (take(at + 2 * kWidth) + take(at + 3 * kWidth)));
+        const E* const at = g + i + v * kRow * kWidth;
+        sum[v].add((load_vector(at) + load_vector(at + kWidth)) +
+                   (load_vector(at + 2 * kWidth) + load_vector(at + 3 * kWidth)));
       }
-    for (; i + kWidth <= count; i += kWidth) sum[0].add(take(i));
+    for (; i + kWidth <= count; i += kWidth) sum[0].add(load_vector(g + i));
     if (i < count) {
-      T last[2][kWidth] = {};
-      std::copy(g + i, g + count, last[0]);
-      if constexpr (kProduct) std::copy(y + i, y + count, last[1]);
-      sum[1].add(kProduct ? load_vector(last[0]) * load_vector(last[1]) : load_vector(last[0]));
+      T last[kWidth] = {};
+      std::copy(g + i, g + count, last);
+      sum[1].add(load_vector(last));
     }
     return (sum[0].total() + sum[1].total()) + (sum[2].total() + sum[3].total());
   } else {
@@ -423,6 +417,49 @@ FLASH_ONLINE_INLINE double sum_in_double(const E* g, const E* y, int64_t count) 
     return sum_of_lanes<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
   }
 }
+
+// The mean of values by weights that should sum to 1: sum(weight * value) / sum(weight), in double. What is wanted is its
+// difference from a value that it may be close to; and the division takes away the rounding that all weights share.
+struct WeightedMean {
+  double product = 0, weight = 0;
+
+  FLASH_ONLINE_INLINE void merge(const WeightedMean& other) {
+    product += other.product;
+    weight += other.weight;
+  }
+  FLASH_ONLINE_INLINE double value() const { return weight == 0 ? product : product / weight; }
+};
+
+// The part of `count` floats: their products are exact in double.
+FLASH_ONLINE_INLINE WeightedMean weighted_mean(const float* value, const float* weight, int64_t count) {
+  constexpr int kSums = 2, kWidth = kLanes<float>;
+  DoubleSum product[kSums], sum[kSums];
+  const auto take = [&](int v, Vector<float> x, Vector<float> by) __attribute__((always_inline)) {
+    product[v].add_product(x, by);
+    sum[v].add(by);
+  };
+  int64_t i = 0;
+  for (; i + kSums * kWidth <= count; i += kSums * kWidth)
+    for (int v = 0; v < kSums; ++v) take(v, load_vector(value + i + v * kWidth), load_vector(weight + i + v * kWidth));
+  for (; i + kWidth <= count; i += kWidth) take(0, load_vector(value + i), load_vector(weight + i));
+  if (i < count) {
+    float last[2][kWidth] = {};
+    std::copy(value + i, value + count, last[0]);
+    std::copy(weight + i, weight + count, last[1]);
+    take(1, load_vector(last[0]), load_vector(last[1]));
+  }
+  return {product[0].total() + product[1].total(), sum[0].total() + sum[1].total()};
+}
+
+// A number of twice the digits of T: a sum of two, of which the second is 0 where the first is infinite or NaN.
+template <class T>
+struct TwoParts {
+  T high, low;
+  explicit FLASH_ONLINE_INLINE TwoParts(double x) : high(static_cast<T>(x)), low(0) {
+    const double rest = x - static_cast<double>(high);
+    if (rest - rest == 0) low = static_cast<T>(rest);
+  }
+};
 
 // Writes a chunk pair by pair: f(index, count) returns the pair of results from `index` on; the last pair may have fewer
 // than kPair elements. L is the element type whose lane order f's pairs have.

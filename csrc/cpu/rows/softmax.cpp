@@ -122,13 +122,18 @@ struct LogSoftmaxOp : RowOp {
 };
 
 // Softmax: with s = sum(grad * y), grad_input = (grad - s) y. Log-softmax: with s = sum(grad), grad_input = grad - s exp(y).
+// Where y is rounded to float32, s is the mean of grad by the weights y: grad - s keeps its digits where one y is nearly 1.
 template <class E, class R, bool kLog>
 struct SoftmaxBackwardOp : RowOp {
   using T = Accumulator<E>;
   static constexpr bool kHasSecondPass = true;
-  struct Partial {
+  static constexpr bool kTakesMean = !kLog && std::is_same_v<R, float>;
+  struct Sum {
     double sum = 0;
+    FLASH_ONLINE_INLINE void merge(const Sum& other) { sum += other.sum; }
+    FLASH_ONLINE_INLINE double value() const { return sum; }
   };
+  using Partial = std::conditional_t<kTakesMean, WeightedMean, Sum>;
 
   Chunks<R, const void*> grad, output;
   Chunks<E, void*> grad_input;
@@ -146,33 +151,39 @@ struct SoftmaxBackwardOp : RowOp {
       if (!kLog) output.read(first, count);
       for (int64_t r = 0; r < tile.rows; ++r) {
         grad_input.prefetch(r, first, count);
-        segment[r].sum += sum_of(grad.row(r), kLog ? nullptr : output.row(r), count);
+        segment[r].merge(part_of(grad.row(r), kLog ? nullptr : output.row(r), count));
       }
     });
     for (int64_t r = 0; r < tile.rows; ++r) merge(partial[r], segment[r]);
   }
-  static void merge(Partial& partial, const Partial& other) { partial.sum += other.sum; }
+  static void merge(Partial& partial, const Partial& other) { partial.merge(other); }
   void finish(Partial*) {}
   void second_pass(int64_t begin, int64_t end, const Partial* partial) {
     for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
       grad.read(first, count);
       output.read(first, count);
       grad_input.begin_write(first);
-      for (int64_t r = 0; r < tile.rows; ++r) write(grad.row(r), output.row(r), count, partial[r].sum, grad_input.row(r));
+      for (int64_t r = 0; r < tile.rows; ++r) write(grad.row(r), output.row(r), count, partial[r].value(), grad_input.row(r));
       grad_input.finish_write(count);
     });
   }
 
  private:
-  static __attribute__((noinline)) double sum_of(const R* g, const R* y, int64_t count) {
-    return sum_in_double<!kLog>(g, y, count);
+  static __attribute__((noinline)) Partial part_of(const R* g, const R* y, int64_t count) {
+    if constexpr (kTakesMean)
+      return weighted_mean(g, y, count);
+    else
+      return {sum_in_double<!kLog>(g, y, count)};
   }
   static __attribute__((noinline)) void write(const R* g, const R* y, int64_t count, double sum, E* to) {
-    const Vector<T> total = broadcast(static_cast<T>(sum));
+    const TwoParts<T> parts(sum);
+    const Vector<T> total = broadcast(parts.high), rest = broadcast(parts.low);
     write_chunk<R>(count, to, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
       const Pair<T> grads = load_partial(g + i, n, T(0)), outputs = load_partial(y + i, n, T(0));
       if constexpr (kLog)
         return Pair<T>{grads.a - exp_rounded_to<E>(outputs.a) * total, grads.b - exp_rounded_to<E>(outputs.b) * total};
+      else if constexpr (kTakesMean)
+        return Pair<T>{((grads.a - total) - rest) * outputs.a, ((grads.b - total) - rest) * outputs.b};
       else
         return Pair<T>{(grads.a - total) * outputs.a, (grads.b - total) * outputs.b};
     });
@@ -265,16 +276,26 @@ void short_softmax_backward(const RowProblem& problem, const Executor& executor)
     Vector<T> g[kMaxShortClasses], y[kMaxShortClasses];
     load_block<R>(problem, problem.grad, block, g);
     load_block<R>(problem, problem.output, block, y);
-    Vector<T> sum = {};
-    if constexpr (sizeof(R) == 4) {  // the terms may cancel, see sum_in_double
-      DoubleSum double_sum;
-      for (int64_t c = 0; c < problem.classes; ++c) problem.log ? double_sum.add(g[c]) : double_sum.add_product(g[c], y[c]);
-      sum = double_sum.narrowed();
+    if constexpr (std::is_same_v<R, float>) {
+      DoubleSum sum, weight;
+      for (int64_t c = 0; c < problem.classes; ++c) {
+        problem.log ? sum.add(g[c]) : sum.add_product(g[c], y[c]);
+        weight.add(y[c]);
+      }
+      if (!problem.log) sum = sum.over(weight);
+      Vector<float> total, rest;
+      for (int l = 0; l < kLanes<float>; ++l) {
+        const TwoParts<float> parts(sum.lane(l));
+        total[l] = parts.high, rest[l] = parts.low;
+      }
+      for (int64_t c = 0; c < problem.classes; ++c)
+        g[c] = problem.log ? g[c] - exp_rounded_to<E>(y[c]) * total : ((g[c] - total) - rest) * y[c];
     } else {
+      Vector<T> sum = {};
       for (int64_t c = 0; c < problem.classes; ++c) sum += problem.log ? g[c] : g[c] * y[c];
+      for (int64_t c = 0; c < problem.classes; ++c)
+        g[c] = problem.log ? g[c] - exp_rounded_to<E>(y[c]) * sum : (g[c] - sum) * y[c];
     }
-    for (int64_t c = 0; c < problem.classes; ++c)
-      g[c] = problem.log ? g[c] - exp_rounded_to<E>(y[c]) * sum : (g[c] - sum) * y[c];
     store_block<E>(problem, problem.grad_input, block, g);
   });
 }

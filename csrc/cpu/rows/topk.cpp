@@ -206,7 +206,7 @@ struct BackwardOp : RowOp {
 
   const RowProblem& problem;
   const RowTile tile;
-  T sum[kMaxTileRows], norm[kMaxTileRows];
+  T sum[kMaxTileRows], sum_rest[kMaxTileRows], norm[kMaxTileRows];
   RowWeights<E, sizeof(E) == 2 ? ExpAccuracy::kRounded : ExpAccuracy::kExact> weights;
   Chunks<E, void*> grad_input;
 
@@ -223,7 +223,8 @@ struct BackwardOp : RowOp {
         total += output(r, j);
       }
       norm[r] = renormalize ? static_cast<T>(1 / total) : T(1);
-      sum[r] = static_cast<T>(renormalize ? dot / total : dot);
+      const TwoParts<T> parts(renormalize ? dot / total : dot);
+      sum[r] = parts.high, sum_rest[r] = parts.low;
     }
   }
   void first_pass(int64_t begin, int64_t end, Partial* partial) {
@@ -253,7 +254,8 @@ struct BackwardOp : RowOp {
       for (int64_t j = 0; j < problem.k; ++j) {
         const int64_t c = index_of(problem, tile, r, j);
         if (c >= begin && c < end)
-          element_of<E>(problem, problem.grad_input, tile, r, c) = narrow<E>((grad(r, j) - sum[r]) * (output(r, j) * norm[r]));
+          element_of<E>(problem, problem.grad_input, tile, r, c) =
+              narrow<E>(((grad(r, j) - sum[r]) - sum_rest[r]) * (output(r, j) * norm[r]));
         else if (c < 0 || c >= problem.classes)
           report_bad_row(problem, tile.first_row + r);
       }

@@ -10,10 +10,9 @@
 #include <string>
 
 #include "../../core/integer.h"
+#include "warp.h"
 
 namespace flash_online::cuda {
-
-constexpr int kWarpSize = 32;  // threads
 
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));

@@ -21,13 +21,11 @@ struct TopK {
   Row<const R> grad, output;
   __device__ TopK(const RowProblem& p, const RowCoord& coord)
       : problem(p), grad(row_of<const R>(p.grad, coord)), output(row_of<const R>(p.output, coord)) {}
-  // The sum over the k of grad_j p_j (`times_grad`) or of p_j; all lanes of a warp call this.
-  __device__ __forceinline__ float sum(bool times_grad) const {
-    Sum sum;
-    Compensation compensation;
-    for (int64_t j = threadIdx.x % kWarpSize; j < problem.k; j += kWarpSize)
-      compensation.add(sum, times_grad ? grad[j] * output[j] : output[j]);
-    return lanes_sum<kWarpSize>(sum.value);
+  // The sum over the k of p_j, and of grad_j p_j; all lanes of a warp call this.
+  __device__ __forceinline__ WeightedMean mean() const {
+    WeightedMean mean;
+    for (int64_t j = threadIdx.x % kWarpSize; j < problem.k; j += kWarpSize) mean.add(grad[j], output[j]);
+    return merge_lanes<kWarpSize>(mean);
   }
 };
 
@@ -67,16 +65,16 @@ __global__ void __launch_bounds__(kBackwardThreads) topk_backward_kernel(const _
        row += int64_t{gridDim.x} * warps) {
     const RowCoord coord = row_coord_by_division(problem, row);
     const TopK<R> top(problem, coord);
-    const float dot = top.sum(true);
-    const float norm = problem.renormalize && problem.k > 0 ? 1 / top.sum(false) : 1.0f;
-    const float sum = problem.renormalize ? dot * norm : dot;
+    const WeightedMean mean = top.mean();
+    const TwoFloats sum = problem.renormalize ? mean.value() : mean.product;
+    const float norm = problem.renormalize ? 1 / mean.weight.value() : 1.0f;
     const View3<int64_t*>& indices = problem.indices;
     const int64_t* row_indices = indices.data + coord.outer * indices.stride[0] + coord.inner * indices.stride[2];
     const Row<T> grad_input = row_of<T>(problem.grad_input, coord);
     for (int64_t j = threadIdx.x % kWarpSize; j < problem.k; j += kWarpSize) {
       const int64_t c = row_indices[j * indices.stride[1]];
       assert(c >= 0 && c < problem.classes && "topk_softmax: an index is out of bounds");
-      grad_input.set(c, (top.grad[j] - sum) * (top.output[j] * norm));
+      grad_input.set(c, ((top.grad[j] - sum.high) - sum.low) * (top.output[j] * norm));
     }
   }
 }

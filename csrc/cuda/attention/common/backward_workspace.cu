@@ -1,4 +1,5 @@
 #include "../../../core/visit.h"
+#include "../../hw/launch.h"
 #include "../../hw/pdl.cuh"
 #include "../sm80/load.cuh"
 #include "backward_workspace.cuh"

@@ -1,4 +1,5 @@
 #include "../../../core/scratch.h"
+#include "../../hw/launch.h"
 #include "mask_map.cuh"
 #include "mask_tile.cuh"
 

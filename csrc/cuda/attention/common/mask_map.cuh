@@ -5,7 +5,9 @@
 #include "../../../core/config.h"
 #include "../../../core/integer.h"
 #include "../../../core/problem.h"
-#include "../../hw/launch.h"
+#include "../../hw/warp.h"
+
+struct CUstream_st;  // what a cudaStream_t points to
 
 namespace flash_online::cuda {
 

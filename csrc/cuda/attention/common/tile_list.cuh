@@ -9,7 +9,7 @@
 #include "../../../core/integer.h"
 #include "../../../core/mask.h"
 #include "../../../core/sequence.h"
-#include "../../hw/launch.h"
+#include "../../hw/warp.h"
 
 namespace flash_online::cuda {
 

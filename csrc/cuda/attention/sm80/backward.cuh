@@ -6,6 +6,7 @@
 // make dV and dK, which stay in registers to the end. dQ is summed over CTAs, in global memory.
 #pragma once
 
+#include "../../hw/launch.h"
 #include "../../mma/gemm.cuh"
 #include "../attention.h"
 #include "../common/backward_workspace.cuh"

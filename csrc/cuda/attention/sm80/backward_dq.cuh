@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../../core/visit.h"
+#include "../../hw/launch.h"
 #include "../../mma/gemm.cuh"
 #include "../common/backward_workspace.cuh"
 #include "../common/dropout.cuh"

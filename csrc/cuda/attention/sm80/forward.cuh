@@ -6,6 +6,7 @@
 // while weights and outputs are made, the next block's keys do.
 #pragma once
 
+#include "../../hw/launch.h"
 #include "../../mma/gemm.cuh"
 #include "../common/dropout.cuh"
 #include "../common/mask_map.cuh"

@@ -4,6 +4,7 @@
 // worked on the next arrives, which may belong to another tile.
 #include <algorithm>
 
+#include "../../hw/launch.h"
 #include "../../mma/gemm.cuh"
 #include "../common/dropout.cuh"
 #include "../common/mask_grad.h"

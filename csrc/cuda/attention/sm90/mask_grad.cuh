@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "../../hw/compiler.cuh"
+#include "../../hw/launch.h"
 #include "../../hw/mbarrier.cuh"
 #include "../../hw/setmaxnreg.cuh"
 #include "../common/dropout.cuh"

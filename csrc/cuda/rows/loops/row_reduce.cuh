@@ -184,8 +184,10 @@ struct WeightedMean {
     weight.merge(other.weight);
   }
   __device__ __forceinline__ TwoFloats value() const {
-    const float sum = product.high + product.low, of = weight.high + weight.low, near = sum / of;
-    // Two steps of a long division. Infinities and weights of 0 or NaN have no second one.
+    const float sum = product.high + product.low, of = weight.high + weight.low;
+    if (of == 0) return product;
+    const float near = sum / of;
+    // Two steps of a long division. Infinities and NaN have no second one.
     const float rest = ((product.high - sum) + product.low) + fmaf(-near, of, sum) - near * ((weight.high - of) + weight.low);
     const float low = rest / of;
     return {near, low - low == 0 ? low : 0};

@@ -9,6 +9,7 @@
 
 #include "../../../../core/integer.h"
 #include "../../../../core/visit.h"
+#include "../../../hw/launch.h"
 #include "../../attention.h"
 #include "../../kernels.h"
 #include "../mask_grad.cuh"

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../../../hw/compiler.cuh"
+#include "../../../hw/launch.h"
 #include "../../../hw/matrix_copy.cuh"
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/shared_memory.cuh"

@@ -7,6 +7,7 @@
 
 #include "../../../../core/integer.h"
 #include "../../../../core/philox.h"
+#include "../../../hw/launch.h"
 #include "../../common/lowest_score.h"
 #include "../../common/tile_list.cuh"
 #include "../../kernels.h"

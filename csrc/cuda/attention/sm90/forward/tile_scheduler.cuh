@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../../../../core/problem.h"
-#include "../../../hw/launch.h"
+#include "../../../hw/warp.h"
 
 namespace flash_online::cuda {
 

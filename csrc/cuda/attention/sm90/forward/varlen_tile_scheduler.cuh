@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "../../../../core/sequence.h"
-#include "../../../hw/launch.h"
+#include "../../../hw/warp.h"
 #include "tile_scheduler.cuh"
 
 namespace flash_online::cuda {
