@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -46,10 +47,23 @@ def modules(monkeypatch):
     return {name: importlib.import_module(f"benchmarks.{name}") for name in names}
 
 
-def bench(*arguments, **options):
+def bench(*arguments, check=False):
+    """The finished command. One that does not end shows where all of its threads are."""
     command = [sys.executable, "-m", "flash_online", "bench", *map(str, arguments)]
-    without_fa3 = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"}
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, env=without_fa3, text=True, **options)
+    environment = {name: value for name, value in os.environ.items() if name != "FLASH_ATTENTION_3"} | {
+        "PYTHONFAULTHANDLER": "1"
+    }
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            output, errors = process.communicate()
+            pytest.fail(f"{' '.join(command)} did not end:\n{output}\n{errors}")
+    if check and process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 @pytest.fixture(scope="module")
