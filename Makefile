@@ -3,7 +3,7 @@
 SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(shell find csrc -type f)
 # Processes that run tests; the memory of a GPU allows more than two.
 WORKERS ?= 2
-.PHONY: demo test bench tables lint house sass sanitize
+.PHONY: demo test bench tables lint house sass sanitize wheel
 
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
 test: .venv/built ; .venv/bin/python -m pytest --timeout 300 -n $(WORKERS) --dist worksteal $(ARGS)
@@ -13,6 +13,8 @@ lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . &&
 house: .venv/built ; .venv/bin/python .ci/house.py
 # make sanitize ARGS="--tool racecheck --calls softmax": the CUDA kernels under compute-sanitizer, on a machine with a GPU.
 sanitize: .venv/built ; .venv/bin/python tests/gpu/sanitize.py $(ARGS)
+# The wheel of a release, in dist/: every architecture, some 40 minutes on two cores. `TORCH_CUDA_ARCH_LIST=9.0a make wheel`: one.
+wheel: .venv/built ; .ci/wheel
 # make sass ARGS="BEFORE AFTER": the machine code of two build folders, function by function.
 sass: ; .ci/machine_code.py $(ARGS)
 

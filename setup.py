@@ -1,7 +1,8 @@
 """Hands the build to CMake. Everything that is built is said in CMakeLists.txt; here is only what pip needs to get there.
 
 Environment: FLASH_ONLINE_CUDA (auto, 1, 0; FORCE_CUDA=1 means 1), TORCH_CUDA_ARCH_LIST, FLASH_ONLINE_HEAD_DIMS,
-FLASH_ONLINE_TORCH_DIR, CUDA_HOME or CUDA_PATH, CC, CXX, CMAKE_ARGS, MAX_JOBS or CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
+FLASH_ONLINE_PYTHONS, FLASH_ONLINE_TORCH_DIR, CUDA_HOME or CUDA_PATH, CC, CXX, CMAKE_ARGS, MAX_JOBS or
+CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -127,8 +129,18 @@ class CMakeBuild(build_ext):
         return [*super().get_outputs(), str(Path(self.build_lib, "flash_online/libflash_online.so"))]
 
 
+class AnyPythonWheel(bdist_wheel):
+    """The library knows no Python, and _introspect, which does, may be absent: one wheel per platform serves them all."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
 # Before pip fetches anything, and in one line.
 if {"dist_info", "editable_wheel", "bdist_wheel", "build_ext"} & set(sys.argv):
     torch_dir()
 
-setup(ext_modules=[Extension("flash_online._introspect", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("flash_online._introspect", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
+)

@@ -62,6 +62,19 @@ LAST_DIGITS = {  # problems of float32 that a score, or a difference of two grad
         heads=(6, 2, 3), lengths=(14, 8), head_dims=(16, 16), layouts=("expanded", "columns", "contiguous", "strided"),
         mask="-inf", options={"alignment": "lower_right"}, alibi=1, size=4.0, seed=6012186,
     ),
+    "one query": Attention(
+        batch=(), heads=(4, 2, 1), lengths=(1, 16), head_dims=(64, 16), options={"scale": -0.5}, alibi=1,
+        layouts=("contiguous", "contiguous", "contiguous", "expanded"), mask_shape=(0, 0, 1, 0), seed=336006534,
+    ),
+    "a few large scores": Attention(
+        batch=(), heads=(4, 2, 1), lengths=(16, 37), head_dims=(64, 64), options={"scale": -0.5}, sinks=True, seed=335008539,
+        layouts=("unaligned", "contiguous", "sliced", "contiguous"),
+    ),
+    "dropout": Packed(
+        heads=(4, 2, 2), lengths=((16, 3), (19, 65), (5, 23)), head_dims=(16, 16), wanted="kv", seed=331026278, spare=(1, 1),
+        layouts=("expanded", "contiguous", "expanded", "strided"),
+        options={"alignment": "lower_right", "dropout_p": 0.9, "scale": 1.0},
+    ),
     "alibi, packed": Packed(
         heads=(6, 2, 3), lengths=((29, 0), (7, 20)), head_dims=(3, 16), alibi=1, size=4.0, seed=6007111, spare=(0, 70),
         layouts=("unaligned", "contiguous", "transposed", "strided"),
@@ -84,8 +97,6 @@ LAST_DIGITS = {  # problems of float32 that a score, or a difference of two grad
 
 @pytest.mark.parametrize("name", LAST_DIGITS)
 def test_last_digits_of_float32(name, device):
-    if device == "cpu" and name == "alibi, mask":
-        pytest.skip("scores of 5 to 8, which the CPU computes in float: 40 % over (docs/decisions.md)")
     LAST_DIGITS[name].check(device)
 
 

@@ -99,11 +99,10 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
     if (any_double) {
       // With large scores, one weight is mostly near 1, and its gradient and delta nearly cancel: they, too, are computed in
       // double.
-      for (int64_t i = 0; i < problem.head_dim_v * kQueries; ++i) tile.double_grad_out[i] = tile.grad_out[i];
       load_rows<A>(Matrix<const A>{value.data, value.pitch, 1}, count, problem.head_dim_v, tile.double_value, count,
                    problem.head_dim_v);
-      matmul(Accumulate::kOverwrite, count, query.lanes, problem.head_dim_v, tile.double_value, problem.head_dim_v, 1,
-             tile.double_grad_out, kQueries, tile.double_grad, kQueries);
+      multiply_in_double(count, problem.head_dim_v, tile.double_value, tile.grad_out, tile.is_double, tile.double_grad_out,
+                         tile.double_grad);
       for (int64_t i = 0; i < query.rows; ++i) {
         if (!tile.is_double[i]) continue;
         narrow_double_scores(i, count, tile, tile.lse[i]);

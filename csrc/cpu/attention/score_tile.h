@@ -94,7 +94,7 @@ struct ScoreTile {
   A* block_max;  // [kQueries]: a query's largest score in this block of keys, unless its scores are in double
   MaskTile<A> mask;
   A deferred_scale = 1;  // what the scores still have to be multiplied by; the same number in all tiles of a call
-  bool* is_double;  // [kQueries]: whether a query's scores are in double_score instead
+  bool* is_double;  // [kQueries]: whether a query's scores are in double_score instead, whose other columns are undefined
   double *double_query, *double_key;  // [head_dim, kQueries], [kKeys, head_dim]
   double *double_score, *double_block_max;  // [kKeys, kQueries], [kQueries]
 
@@ -179,6 +179,26 @@ bool defers_scale(const AttentionProblem& problem) {
   return ScoreTile<E>::kDefersScale && ScoreMod::is_identity(problem) && !has_bias && problem.scale != 0;
 }
 
+// Computes product[rows, kQueries] = left right, in double, for the chosen columns of right[depth, kQueries]; the other columns
+// of the product are undefined. They come first in right_buffer, so that a few of them cost little. Each column is the same to
+// the last bit whichever others are chosen.
+template <class A>
+void multiply_in_double(int64_t rows, int64_t depth, const double* left, const A* right, const bool* chosen,
+                        double* right_buffer, double* product) {
+  int64_t column[kQueries], columns = 0;
+  for (int64_t i = 0; i < kQueries; ++i)
+    if (chosen[i]) column[columns++] = i;
+  for (int64_t e = 0; e < depth; ++e) {
+    double* const to = right_buffer + e * kQueries;
+    for (int64_t n = 0; n < columns; ++n) to[n] = right[e * kQueries + column[n]];
+    for (int64_t n = columns; n < round_up(columns, kLanes<double>); ++n) to[n] = 0;
+  }
+  matmul(Accumulate::kOverwrite, rows, round_up(columns, kLanes<double>), depth, left, depth, 1, right_buffer, kQueries,
+         product, kQueries);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = columns - 1; n >= 0; --n) product[r * kQueries + column[n]] = product[r * kQueries + n];
+}
+
 // Computes a tile's scores and their maxima for keys [begin, begin + count), whose rows are `key`; load_mask comes before.
 // Large scores of float inputs are computed in double and stay in double_score until the maximum has been subtracted. Each
 // query decides for itself, by the scores that it sees, so that a result does not depend on its neighbours nor on hidden keys:
@@ -186,7 +206,7 @@ bool defers_scale(const AttentionProblem& problem) {
 template <class E, class A = Accumulator<E>, class F = Operand<E>>
 bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowMatrix<F> key,
                     ScoreTile<E>& tile, const A* reference, A* derivative) {
-  constexpr A kDoubleThreshold = 8;
+  constexpr A kDoubleThreshold = 5;
   const bool is_plain = ScoreMod::is_identity(problem) && !tile.mask.has_bias && !tile.mask.has_hidden;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
@@ -239,6 +259,7 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
       const Vector<A> above = load_vector(tile.block_max + l) - load_vector(reference + l);
       store_vector(weight + l, FastNatural::exp(above < 0 ? above : Vector<A>{}));
     }
+    std::fill_n(tile.is_double, kQueries, false);
     for (int64_t i = 0; i < query.lanes; ++i) {
       const A largest = max_scaled[i] > max_negated[i] ? max_scaled[i] : max_negated[i], top = std::abs(tile.block_max[i]);
       // A score that overflows float is infinite, as in torch, and does not count as a large one.
@@ -248,10 +269,9 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
       any |= tile.is_double[i];
     }
     if (!any) return false;
-    for (int64_t i = 0; i < problem.head_dim * kQueries; ++i) tile.double_query[i] = tile.query[i];
     load_rows<A>(Matrix<const A>{key.data, key.pitch, 1}, count, problem.head_dim, tile.double_key, count, problem.head_dim);
-    matmul(Accumulate::kOverwrite, count, query.lanes, problem.head_dim, tile.double_key, problem.head_dim, 1,
-           tile.double_query, kQueries, tile.double_score, kQueries);
+    multiply_in_double(count, problem.head_dim, tile.double_key, tile.query, tile.is_double, tile.double_query,
+                       tile.double_score);
     for_each_vector(tile.double_score, count, query.lanes,
                     [&](Vector<double> x, int64_t, int64_t) { return x * problem.scale; });
     apply_score_mod_and_mask<A>(problem, query, begin, count, tile.mask, tile.double_score, derivative, tile.is_double);

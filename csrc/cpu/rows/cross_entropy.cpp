@@ -239,6 +239,11 @@ struct IndexBackwardOp : RowOp {
       }
       g.zero = target == kIgnored && g.scale == T(0);
       zero &= g.zero;
+      if (problem.classes == 1) {  // the loss is 0 whatever the logit: what is left is lse's
+        const T of_loss = g.target_grad + g.spread;
+        g.scale = grad_lse_of<T>(problem, row) + (of_loss - of_loss);  // NaN if grad_loss is infinite
+        g.target_grad = g.spread = T(0);
+      }
     }
   }
   void first_pass(int64_t begin, int64_t end, Partial* partial) {
@@ -430,8 +435,13 @@ void short_backward(const RowProblem& problem, const Executor& executor) {
       target_class[r] = static_cast<T>(target);
       if (target != kIgnored) target_grad[r] = grad_loss[r];
     }
-    scale += target_grad;
     const auto zero = (target_class == static_cast<T>(kIgnored)) & (scale == T(0));  // whatever the logits hold
+    if (problem.classes == 1) {  // as in IndexBackwardOp
+      scale += target_grad - target_grad;
+      target_grad = Vector<T>{};
+    } else {
+      scale += target_grad;
+    }
     load_block<E>(problem, problem.input, block, x);
     const Vector<T> factor = scale * absorb_block<E, kGradientAccuracy<E>, true>(problem.classes, x).inverse_sum();
     for (int64_t c = 0; c < problem.classes; ++c) {
