@@ -8,6 +8,7 @@ flash_online.attention(query, key, value, window=(256, 0), sinks=sinks)   # all 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import functional
 from ._ops import InvalidArgument, ops
@@ -20,6 +21,11 @@ from .merge import merge_attention
 from .override import disable, enable, override
 from .softmax import log_softmax, logsumexp, softmax, topk_softmax
 from .varlen import varlen_attention
+
+if TYPE_CHECKING:  # __getattr__ imports them
+    from . import reference, testing
+
+    __version__: str
 
 # Forward operators whose results selective activation checkpointing should save: each costs matrix products to repeat.
 SAC_SAVE_OPS = [
@@ -53,7 +59,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in ("reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     if name == "__version__":
@@ -63,5 +69,5 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -131,7 +131,7 @@ def strict_is_active() -> bool:
 
 
 @contextmanager
-def strict():
+def strict() -> Iterator[None]:
     """Inside the block a call that would be forwarded to torch raises RuntimeError with the reason.
 
     It holds for all threads, since any thread may make a call; blocks nest, also across threads. The environment variable

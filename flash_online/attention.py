@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +16,42 @@ from ._canonicalize import autocast, broadcast, canonicalize, check_attention_op
 from ._checks import check_float
 from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class AttentionKeywords(TypedDict, total=False):
+    """The keywords of attention and varlen_attention that do not change the type of the result, for type checkers."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    alignment: str
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    scale: float | None
+    deterministic: bool | None
+
+
+class _DenseKeywords(AttentionKeywords, total=False):
+    """Those of attention."""
+
+    mask: Tensor | None
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_DenseKeywords]
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_DenseKeywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_DenseKeywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,

@@ -4,6 +4,8 @@ probabilities is stored, and first and second derivatives are in closed form. so
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -340,6 +342,51 @@ def cross_entropy_impl(
     return (result, lse.reshape(rows)) if return_lse else result
 
 
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = ...,
+    size_average: bool | None = ...,
+    ignore_index: int = ...,
+    reduce: bool | None = ...,
+    reduction: str = ...,
+    label_smoothing: float = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    z_loss: float = ...,
+    dtype: torch.dtype | None = ...,
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = ...,
+    size_average: bool | None = ...,
+    ignore_index: int = ...,
+    reduce: bool | None = ...,
+    reduction: str = ...,
+    label_smoothing: float = ...,
+    *,
+    return_lse: Literal[True],
+    z_loss: float = ...,
+    dtype: torch.dtype | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = ...,
+    size_average: bool | None = ...,
+    ignore_index: int = ...,
+    reduce: bool | None = ...,
+    reduction: str = ...,
+    label_smoothing: float = ...,
+    *,
+    return_lse: bool,
+    z_loss: float = ...,
+    dtype: torch.dtype | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def cross_entropy(
     input: Tensor,
     target: Tensor,

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -71,7 +72,10 @@ class Plan:
         return "\n".join(lines)
 
 
-def explain(function: Callable, *args, **kwargs) -> Plan:
+_P = ParamSpec("_P")
+
+
+def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Plan:
     """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
 
     function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,

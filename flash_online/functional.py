@@ -10,6 +10,8 @@ other name of this module is torch's own. Tensors that our kernels do not take a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from .attention import attention_impl, default_scale, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
 from .softmax import softmax_impl
+
+if TYPE_CHECKING:
+    from torch.nn.functional import *  # noqa: F403
 
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
 
@@ -184,7 +189,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    options=None,
+    options: object = None,
 ) -> Tensor:
     """torch.nn.functional.linear_cross_entropy, as torch 2.13 has it: cross_entropy(linear(input, linear_weight, linear_bias),
     target) without a table of logits. flash_online.linear_cross_entropy documents shapes, dtypes and errors. Here input is [H]
@@ -222,9 +227,9 @@ def linear_cross_entropy(
     )
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     return getattr(_torch, name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *dir(_torch)})

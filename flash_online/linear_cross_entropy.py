@@ -8,6 +8,8 @@ plain torch operations over our cross-entropy, and keep the logits.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from ._checks import check_dtype, check_float, check_floating, check_int, check_
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, ops
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Shapes below are those of the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or
 # [N, C, P], weight [C] in the accumulator's dtype. tensors = (input, linear_weight, linear_bias, target), and
@@ -300,6 +305,31 @@ def linear_cross_entropy_impl(
     return (result, lse.reshape(rows)) if return_lse else result
 
 
+class _Keywords(TypedDict, total=False):
+    """The keywords of linear_cross_entropy that do not change the type of the result, for type checkers."""
+
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    reduction: str
+    ignore_index: int | None
+    label_smoothing: float
+    options: object
+    z_loss: float
+    dtype: torch.dtype | None
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Keywords]
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[True], **options: Unpack[_Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: bool, **options: Unpack[_Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -310,7 +340,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    options=None,
+    options: object = None,
     return_lse: bool = False,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.nn.functional as _torch
@@ -46,7 +47,7 @@ def disable() -> None:
 
 
 @contextmanager
-def override():
+def override() -> Iterator[None]:
     """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last ends."""
     enable()
     try:

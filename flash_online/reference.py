@@ -10,6 +10,8 @@ a `where` after them would leave NaN in the gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -36,7 +38,15 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def visible(queries: int, keys: int, *, causal=False, window=None, alignment="upper_left", device=None) -> Tensor:
+def visible(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "upper_left",
+    device: torch.device | str | None = None,
+) -> Tensor:
     """bool [queries, keys]: which keys a query may see by position alone.
 
     The position of query i is p = i ("upper_left") or p = i + keys - queries ("lower_right"). `causal`: keys j <= p.
@@ -54,6 +64,16 @@ def visible(queries: int, keys: int, *, causal=False, window=None, alignment="up
     return keep
 
 
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Any) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -71,7 +91,7 @@ def attention(
     return_lse: bool = False,
     rng: Tensor | None = None,
     keep: Tensor | None = None,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(bias(softcap(scale * query key^T))) value, and lse, the logarithm of the softmax's denominator.
 
     query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] -> out [..., Hq, L, Ev], lse [..., Hq, L]. Query head
@@ -129,6 +149,18 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, *packing: Any, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, *packing: Any, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, *packing: Any, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -143,8 +175,8 @@ def varlen_attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     rng: Tensor | None = None,
-    **options,
-):
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """attention() of each of the sequences that lie one after another in query [Tq, Hq, E], key [Tk, Hk, E] and value
     [Tk, Hv, Ev] -> out [Tq, Hq, Ev], lse [Hq, Tq].
 
@@ -170,7 +202,7 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def merge_attention(outs, lses) -> tuple[Tensor, Tensor]:
+def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from attention over each.
 
     outs [parts, ..., Ev] and lses [parts, ...], or sequences of the parts -> out [..., Ev] of the outs' dtype, lse [...].
@@ -229,6 +261,18 @@ def topk_softmax(
     return probabilities, indices
 
 
+@overload
+def cross_entropy(
+    input: Tensor, target: Tensor, *arguments: Any, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    input: Tensor, target: Tensor, *arguments: Any, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cross_entropy(
+    input: Tensor, target: Tensor, *arguments: Any, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -240,7 +284,7 @@ def cross_entropy(
     return_lse: bool = False,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of logits [C], [N, C] or [N, C, ...] with class indices [], [N] or [N, ...], or with probabilities.
 
     With logp the log-softmax over classes, e the smoothing and w the class weights, a row's loss is
@@ -291,6 +335,18 @@ def cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -301,11 +357,11 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    options=None,
+    options: object = None,
     return_lse: bool = False,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """cross_entropy of the logits input linear_weight^T + linear_bias, which are computed all at once.
 
     input [..., H], linear_weight [C, d_1, ..., d_K, H], linear_bias [C, d_1, ..., d_K] -> logits [..., C, d_1, ..., d_K];
@@ -329,7 +385,7 @@ def linear_cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
-def dropout_keep(rng: Tensor, dropout_p: float, shape, first_batch: int = 0) -> Tensor:
+def dropout_keep(rng: Tensor, dropout_p: float, shape: Sequence[int], first_batch: int = 0) -> Tensor:
     """bool [..., heads, queries, keys]: which weights survive dropout; a function of (seed, offset) and position alone.
 
     Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,9 +15,51 @@ from ._autograd import differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_attention_types, check_kinds, check_packed
 from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops
-from .attention import default_scale, draw_rng, tf32_for
+from .attention import AttentionKeywords, default_scale, draw_rng, tf32_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionKeywords],
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,

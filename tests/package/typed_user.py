@@ -1,0 +1,100 @@
+"""A program that calls every public function, as a user with a type checker writes it. test_typing.py hands it to mypy --strict
+and runs it; pyright takes it as well. An `ignore` that a checker does not need is an error too, so each stands for a refusal.
+"""
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import flash_online
+import flash_online.functional as F
+
+
+def attentions(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> None:
+    out = flash_online.attention(query, key, value, causal=True, window=(2, None), softcap=30, scale=0.5)
+    assert_type(out, Tensor)
+    first, lse = flash_online.attention(query, key, value, mask=None, sinks=None, deterministic=True, return_lse=True)
+    either = flash_online.attention(query, key, value, dropout_p=0.0, alibi_slopes=None, return_lse=return_lse)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert_type(flash_online.merge_attention([first, first], [lse, lse]), tuple[Tensor, Tensor])
+    merged, _ = flash_online.merge_attention(torch.stack([first, first]), torch.stack([lse, lse]))
+    assert_type(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), Tensor)
+    assert_type(flash_online.reference.attention(query, key, value, causal=True), Tensor)
+    flash_online.testing.assert_close_to_float64(merged, first, first.double(), name="merged")
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    out = flash_online.varlen_attention(query, key, value, starts, starts, 4, 4, causal=True, alignment="upper_left")
+    assert_type(out, Tensor)
+    pair = flash_online.varlen_attention(query, key, value, starts, starts, 4, 4, window=(2, 0), return_lse=True)
+    assert_type(pair, tuple[Tensor, Tensor])
+    truth = flash_online.reference.varlen_attention(query, key, value, starts, starts, 4, 4, window=(2, 0), return_lse=True)
+    assert_type(truth, tuple[Tensor, Tensor])
+
+
+def rows(logits: Tensor) -> None:
+    assert_type(flash_online.softmax(logits, -1, torch.float32), Tensor)
+    assert_type(flash_online.log_softmax(logits, dim=-1, dtype=None), Tensor)
+    assert_type(flash_online.logsumexp(logits, (0, 1), keepdim=True), Tensor)
+    probabilities, classes = flash_online.topk_softmax(logits, 2, renormalize=True)
+    assert_type(probabilities, Tensor)
+    assert_type(classes, Tensor)
+    assert_type(F.softmax(logits, dim=-1), Tensor)
+    assert_type(F.log_softmax(logits, -1, dtype=torch.float32), Tensor)
+    assert_type(F.relu(logits), Tensor)  # torch's
+
+
+def losses(logits: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+    assert_type(flash_online.cross_entropy(logits, target, None, reduction="sum", z_loss=1e-4), Tensor)
+    assert_type(flash_online.cross_entropy(logits, target, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_online.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1), Tensor)
+    loss, _ = flash_online.linear_cross_entropy(hidden, weight, target, linear_bias=None, ignore_index=1, return_lse=True)
+    assert_type(loss, Tensor)
+    assert_type(F.cross_entropy(logits, target, ignore_index=1), Tensor)
+    assert_type(F.linear_cross_entropy(hidden, weight, target, reduction="none"), Tensor)
+
+
+def replaced(logits: Tensor) -> None:
+    with flash_online.override(), flash_online.strict():
+        torch.nn.functional.softmax(logits, -1)
+    flash_online.enable()
+    flash_online.disable()
+
+
+def explained(query: Tensor, logits: Tensor) -> None:
+    plan = flash_online.explain(flash_online.attention, query, query, query, causal=True, return_lse=True)
+    assert_type(plan, flash_online.Plan)
+    assert_type(plan.ours, bool)
+    assert_type(plan.extra_bytes, int | None)
+    flash_online.explain(F.softmax, logits, -1)
+    flash_online.explain(torch.nn.functional.softmax, logits, dim=-1)
+    assert_type(flash_online.__version__, str)
+    assert len(flash_online.SAC_SAVE_OPS) == 4
+
+
+def refused(query: Tensor) -> None:
+    try:
+        flash_online.attention(query, query, query, window=3)  # type: ignore[call-overload]
+    except flash_online.InvalidArgument as error:
+        assert str(error).startswith("window")
+    try:
+        flash_online.explain(flash_online.softmax, query, -1, width=1)  # type: ignore[call-arg]
+    except TypeError as error:
+        assert "width" in str(error)
+
+
+def main() -> None:
+    query, hidden, weight = torch.randn(1, 2, 7, 8), torch.randn(5, 8), torch.randn(6, 8)
+    logits, target = hidden @ weight.t(), torch.tensor([0, 1, 2, 3, 4])
+    attentions(query, query, query, return_lse=True)
+    packed(*[query[0].transpose(0, 1)] * 3)
+    rows(logits)
+    losses(logits, hidden, weight, target)
+    replaced(logits)
+    explained(query, logits)
+    refused(query)
+
+
+if __name__ == "__main__":
+    main()
