@@ -1,4 +1,4 @@
-"""The command line: python -m flash_online info | demo | trace | bench."""
+"""The command line: python -m flash_online info | check | demo | trace | bench."""
 
 from __future__ import annotations
 
@@ -57,6 +57,85 @@ def test_trace_prints_the_walk(capsys, row, walk, options):
 )
 def test_trace_says_what_to_see(capsys, row, sentence):
     assert sentence in trace(capsys, *row.split())[1]
+
+
+def walk_of(row: str, kind: str = "Float32") -> list[tuple]:
+    from flash_online import _introspect
+
+    return getattr(_introspect, kind)([]).walk([float(word) for word in row.split()])
+
+
+@pytest.mark.parametrize(
+    "row, factors",
+    [
+        ("1 3 2", ["0.135"]),
+        ("2 1 3 5", ["0.368", "0.135"]),
+        ("-inf 1 -inf 3", ["0.135"]),  # the first finite number finds no sum to rescale
+        ("3 1e38", ["0"]),  # the factor underflows
+        ("3 3 2", []),
+        ("7", []),
+        ("-inf -inf", []),
+        (" ".join(map(str, range(300))), ["0.368"] * 299),
+    ],
+)
+def test_the_picture_of_a_walk_marks_its_rescales(row, factors):
+    pytest.importorskip("matplotlib")
+    from flash_online import _trace_plot
+
+    walk = walk_of(row)
+    figure = _trace_plot.draw(walk, "float32")
+    for axes in figure.axes:
+        marks = [c for c in axes.collections if c.get_gid() == "rescale"]
+        assert sum(len(mark.get_segments()) for mark in marks) == len(factors)
+    written = [text.get_text() for text in figure.axes[1].texts if "times" in text.get_text()]
+    assert all(label.startswith(f"$\\times${factor}") for label, factor in zip(written, factors, strict=False))
+    assert len(written) == len(factors) if len(walk) < 10 else 10 < len(written) < 40
+
+    named = {artist.get_gid(): artist for axes in figure.axes for artist in axes.get_children() if artist.get_gid()}
+    finite = [x for x, *_ in walk if x > -math.inf]
+    assert (list(named["x"].get_ydata()) if finite else []) == finite
+    assert len(named["-inf"].get_xdata() if "-inf" in named else []) == len(walk) - len(finite)
+    assert list(named["d"].get_data().values) == [d for _, _, d, _ in walk]
+    if finite:
+        drawn = named["m"].get_data().values
+        assert all(a == m or (math.isnan(a) and m == -math.inf) for a, (_, m, _, _) in zip(drawn, walk, strict=True))
+
+
+@pytest.mark.parametrize("words", ["1 3 2", "-inf", "-1 --float64 -inf 1e300 -1e300", "1e38 -1e38", "0 0"])
+def test_trace_writes_a_picture(capsys, monkeypatch, tmp_path, words):
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", *words.split(), "--plot", "walk.png"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'walk.png'}"
+    picture = imread(tmp_path / "walk.png")
+    assert min(picture.shape[:2]) > 500 and picture.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        ("1 nan --plot a.png", 2, "this row has nan"),
+        ("1 1e39 --plot a.png", 2, "this row has inf in float32"),
+        ("1 --float64 1e301 --plot a.png", 2, "this row has 1e+301"),
+        ("1 --plot", 2, "no file given"),
+        ("--plot 1 3 2", 2, "no file given"),
+        ("1 --plot a.unknown", 1, "not supported"),
+        ("1 --plot gone/a.png", 1, "No such file"),
+    ],
+)
+def test_trace_says_why_there_is_no_picture(capsys, monkeypatch, tmp_path, words, code, says):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", *words.split()]) == code
+    assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_trace_names_the_package_that_a_picture_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["trace", "1", "3", "--plot", str(tmp_path / "walk.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["trace"], ["trace", "one"], ["trace", "--float64"], ["unknown"]])
