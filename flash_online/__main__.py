@@ -1,6 +1,7 @@
-"""python -m flash_online info | demo | trace 1 3 2 [--plot FILE] | bench
+"""python -m flash_online info | check | demo | trace 1 3 2 [--plot FILE] | bench
 
 info    versions, devices, which kernels this build has and which of them this machine can run
+check   every function beside float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong
 demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
 trace   the walk of online softmax over the numbers that follow (float32; --float64 for double; --plot FILE draws it as well)
 bench   the benchmarks of a checkout: rows | attention | training | paper | linear | docs, each with its --help
@@ -154,6 +155,12 @@ def info(arguments: list[str]) -> int:
     return 0
 
 
+def check(arguments: list[str]) -> int:
+    from . import _check_install
+
+    return _check_install.main()
+
+
 def demo(arguments: list[str]) -> int:
     from . import _demo
 
@@ -161,7 +168,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"info": info, "demo": demo, "trace": trace, "bench": bench}
+    commands = {"info": info, "check": check, "demo": demo, "trace": trace, "bench": bench}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if arguments else 2

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch
 
+import flash_online
 from flash_online import _info
 from flash_online.__main__ import main
 
@@ -168,6 +173,64 @@ def test_info_names_versions_kernels_and_devices(capsys):
 )
 def test_which_gpus_a_build_runs_on(capability, architectures, runs):
     assert (_info.why_not_on(capability, architectures) is None) == runs
+
+
+def test_check_passes_and_has_a_line_per_function(capsys):
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("ok: ")
+    checked = {line.split()[0] for line in out.splitlines() if " cpu " in line and " of " in line}
+    public = {name for name in flash_online.__all__ if isinstance(getattr(flash_online, name), FunctionType)}
+    # enable and disable are what override calls; the other two change and compute no result.
+    assert checked == public - {"enable", "disable", "explain", "strict"}
+
+
+def wrong_value(right, *arguments, **options):
+    result = right(*arguments, **options)
+    return (result[0] * 1.01, *result[1:]) if isinstance(result, tuple) else result * 1.01
+
+
+def wrong_gradient(right, *arguments, **options):
+    def scale(result):
+        return result * 1.01 - 0.01 * result.detach() if result.is_floating_point() else result
+
+    result = right(*arguments, **options)
+    return tuple(map(scale, result)) if isinstance(result, tuple) else scale(result)
+
+
+def raises(right, *arguments, **options):
+    raise RuntimeError("no kernel image is available")
+
+
+CHECKED = (
+    "softmax log_softmax logsumexp topk_softmax cross_entropy linear_cross_entropy attention varlen_attention merge_attention"
+).split()
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("fault", [wrong_value, wrong_gradient, raises])
+def test_check_fails_and_names_the_function(capsys, monkeypatch, name, fault):
+    from flash_online import _check_install
+
+    monkeypatch.setattr(_check_install, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(_check_install, "why_no_cuda", lambda: "not wanted in this test")
+    # The other functions would only take time.
+    for calls in ("row_calls", "attention_calls", "override_calls"):
+        every = getattr(_check_install, calls)
+        monkeypatch.setattr(_check_install, calls, lambda *a, every=every: (c for c in every(*a) if c.group == name))
+    monkeypatch.setattr(flash_online, name, functools.partial(fault, getattr(flash_online, name)))
+    assert main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED: flash_online.{name}(" in out and "float32[" in out and "ok:" not in out
+    assert "no kernel image" in out if fault is raises else "max error" in out
+
+
+def test_check_sees_that_override_does_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(flash_online, "override", contextlib.nullcontext)
+    assert main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert "did not replace" in out and "inside override()" in out
+    assert all("inside override()" in line for line in out.splitlines() if line.startswith("FAILED"))
 
 
 @pytest.mark.parametrize("agree", [True, False])
