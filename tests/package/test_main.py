@@ -246,10 +246,27 @@ def test_demo_writes_its_files_and_reports_disagreement(capsys, monkeypatch, tmp
     out = capsys.readouterr().out
     assert ("they agree" in out) == agree and ("DO NOT AGREE" in out) != agree
     assert (tmp_path / "training.png").stat().st_size > 10_000
+    steps = [line for line in out.splitlines() if line.startswith("[")]  # of 8 problems, 2 trainings and a drawing
+    assert [line.partition("]")[0] for line in steps] == [f"[{n:2}/11" for n in range(1, 12)]
+    assert [sum(word in line for line in steps) for word in ("measuring", "training through", "drawing")] == [8, 2, 1]
+    *_, figure, next_command = out.splitlines()
+    assert str(tmp_path / "training.png") in figure
+    assert next_command.endswith("trace 1 3 2 --plot walk.png" if agree else "check")
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert {m["function"] for m in numbers["measurements"]} == {"attention", "softmax", "cross_entropy"}
     assert all(m["error"] < 1e-4 for m in numbers["measurements"])
     assert len(numbers["losses"]["torch"]) == len(numbers["losses"]["flash_online"]) == 3
+
+
+def test_demo_trains_as_long_as_it_may(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    arguments = "--device cpu --lengths 48 --seconds 0 --steps 30 --batch 2 --context 32 --training-seconds 0".split()
+    assert main(["demo", *arguments, "--out", str(tmp_path)]) == 0
+    losses = json.loads((tmp_path / "demo.json").read_text())["losses"]
+    assert len(losses["torch"]) == len(losses["flash_online"]) == 1
+    out = capsys.readouterr().out
+    assert "30 steps or 0 seconds" in out and "training through flash_online.functional, 1 step" in out
 
 
 def test_bench_hands_its_arguments_on():
