@@ -200,8 +200,9 @@ def _worst_deviation(call: Call, inputs: dict[str, Tensor], ours: dict[str, Tens
         # float32 input has not: it is summed from products of 16 bits.
         rounding = result.dtype if name.startswith("result") else dtype
         theirs = single if rounding == torch.float32 and call.function != "linear_cross_entropy" else plain
-        # The few elements of a loss, or of the sinks' gradient, are sums of terms of about this size.
+        # The terms of a loss are about 1; the gradient of a sink is a sum of 140 of them, and may itself be near 0.
         magnitude = 1.0 if result.numel() < 64 else 0.0
+        magnitude = 12.0 if name == "gradient of sinks" else magnitude
         testing.assert_close_to_float64(result, theirs[name], truth[name], rounding, name=name, magnitude=magnitude)
         theirs = testing.error(theirs[name], truth[name])
         allowed = testing.allowed_error(theirs, truth[name], rounding, magnitude=magnitude)
