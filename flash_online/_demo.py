@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import platform
 import sys
@@ -312,10 +311,10 @@ def read_corpus() -> tuple[Tensor, list[str], int]:
 
 
 def train(
-    functional, name: str, text: Tensor, characters: int, options, device: str, progress, steps: int, limit: float
+    functional, name: str, text: Tensor, characters: int, options, device: str, progress, steps: int
 ) -> tuple[list[float], float]:
     """(the loss of each step, the seconds of all steps). Weights and batches depend on the seed only. There are at most `steps`
-    steps, and none begins once `limit` seconds are over."""
+    steps, and none begins once options.training_seconds are over."""
     torch.manual_seed(options.seed)
     model = CharacterTransformer(functional, characters, options.context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -338,7 +337,7 @@ def train(
             schedule.step()
             losses.append(loss.item())
             bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
-            if time.perf_counter() - start > limit:
+            if time.perf_counter() - start > options.training_seconds:
                 break
     return losses, time.perf_counter() - start
 
@@ -419,12 +418,13 @@ def main(arguments: Sequence[str] = ()) -> int:
     losses, seconds = {}, {}
     for name, functional in (("torch", torch_functional), ("flash_online", our_functional)):
         label = f"{name}{'.nn' if name == 'torch' else ''}.functional"
-        # Both take equally many steps. Ours, the second, has no limit, since the torch run has set its number of steps.
-        steps, limit = (len(losses["torch"]), math.inf) if losses else (options.steps, options.training_seconds)
-        step(f"training through {label}, {steps} steps" + ("" if losses else f" or {limit:g} seconds"))
-        losses[name], seconds[name] = train(
-            functional, label, text, len(characters), options, training_device, progress, steps, limit
-        )
+        steps = len(losses["torch"]) if losses else options.steps
+        step(f"training through {label}, {steps} steps or {options.training_seconds:g} seconds")
+        losses[name], seconds[name] = train(functional, label, text, len(characters), options, training_device, progress, steps)
+    common = min(map(len, losses.values()))
+    if common < options.steps:
+        print(f"Time was up: the first {common} steps are compared. The seconds below are those of every step that was made.")
+    losses = {name: values[:common] for name, values in losses.items()}
 
     picture = options.out / "training.png"
     step(f"drawing {picture}")

@@ -266,7 +266,11 @@ def test_demo_trains_as_long_as_it_may(capsys, tmp_path):
     losses = json.loads((tmp_path / "demo.json").read_text())["losses"]
     assert len(losses["torch"]) == len(losses["flash_online"]) == 1
     out = capsys.readouterr().out
-    assert "30 steps or 0 seconds" in out and "training through flash_online.functional, 1 step" in out
+    assert (
+        "Time was up: the first 1 steps" in out
+        and "30 steps or 0 seconds" in out
+        and "training through flash_online.functional, 1 steps" in out
+    )
 
 
 def test_bench_hands_its_arguments_on():
