@@ -1,8 +1,9 @@
-"""python -m flash_online info | demo | trace 1 3 2 | bench
+"""python -m flash_online info | check | demo | trace 1 3 2 [--plot FILE] | bench
 
 info    versions, devices, which kernels this build has and which of them this machine can run
+check   every function beside float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong
 demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
-trace   the walk of online softmax over the numbers that follow (float32; --float64 before them for double)
+trace   the walk of online softmax over the numbers that follow (float32; --float64 for double; --plot FILE draws it as well)
 bench   the benchmarks of a checkout: rows | attention | training | paper | linear | docs, each with its --help
 """
 
@@ -16,17 +17,24 @@ from pathlib import Path
 
 
 def trace(arguments: list[str]) -> int:
-    """Prints the steps of online softmax over a row, one line per number, computed by the header that the kernels include."""
-    double = arguments[:1] == ["--float64"]
-    words = arguments[1:] if double else arguments
+    """Prints the steps of online softmax over a row, one line per number, computed by the header that the kernels include; with
+    --plot FILE it draws them as well."""
+    words, double, picture = list(arguments), "--float64" in arguments, None
     # argparse would read -1 and -inf as options.
-    try:
-        row = [float(word) for word in words]
-    except ValueError:
-        bad = next(word for word in words if not _is_number(word))
+    if double:
+        words.remove("--float64")
+    if "--plot" in words:
+        at = words.index("--plot")
+        if at + 1 == len(words) or _is_number(words[at + 1]):
+            print("trace: --plot: no file given, as in: trace 1 3 2 --plot walk.png", file=sys.stderr)
+            return 2
+        picture = Path(words[at + 1])
+        del words[at : at + 2]
+    bad = next((word for word in words if not _is_number(word)), None)
+    if bad is not None:
         print(f"trace: {bad!r} is not a number; accepted are numbers, inf, -inf and nan, as in: trace 1 3 2", file=sys.stderr)
         return 2
-    if not row:
+    if not words:
         print("trace: no numbers given, as in: python -m flash_online trace 1 3 2", file=sys.stderr)
         return 2
     try:
@@ -36,15 +44,21 @@ def trace(arguments: list[str]) -> int:
         return 1
 
     kind, code, digits = (_introspect.Float64, "d", 16) if double else (_introspect.Float32, "f", 8)
-    row = array(code, row).tolist()  # rounded to the dtype of the walk
-    width = digits + 8
+    row = array(code, map(float, words)).tolist()  # rounded to the dtype of the walk
+    walk = kind.walk(row)
+    _print_walk(kind, row, walk, code, digits)
+    return 0 if picture is None else _plot_walk(walk, "float64" if double else "float32", picture)
+
+
+def _print_walk(kind, row: list[float], walk: list[tuple], code: str, digits: int) -> None:
+    width, double = digits + 8, code == "d"
 
     def line(*cells) -> str:
         return " ".join(f"{cell:>{width}}" if isinstance(cell, str) else f"{cell:>{width}.{digits}g}" for cell in cells)
 
     print(f"online softmax, {'float64' if double else 'float32'}: d = d * factor + exp(x - m), factor = exp(m_before - m)\n")
     print(line("x", "m", "factor", "d"))
-    for x, m, d, factor in kind.walk(row):
+    for x, m, d, factor in walk:
         print(line(x, m, factor, d))
 
     online, two_pass = kind(row), kind()
@@ -61,6 +75,29 @@ def trace(arguments: list[str]) -> int:
     for cells in zip(row, results["online"], results["safe"], results["naive"], strict=True):
         print(line(*cells))
     print("\n" + _verdict(row, results, double))
+
+
+def _plot_walk(walk: list[tuple], dtype: str, path: Path) -> int:
+    """Draws the walk into a file of any format that matplotlib knows by its suffix; returns the exit code."""
+    largest = 1e300  # the limits of matplotlib's axes must be finite, with a margin around the scores
+    bad = next((x for x, *_ in walk if not (abs(x) <= largest or x == -math.inf)), None)
+    if bad is not None:
+        print(f"trace: --plot draws -inf and numbers up to {largest:g}; this row has {bad:g} in {dtype}", file=sys.stderr)
+        return 2
+    try:
+        import matplotlib
+    except ImportError as missing:
+        print(f"trace: --plot needs matplotlib ({missing}): pip install matplotlib", file=sys.stderr)
+        return 1
+    from . import _trace_plot
+
+    figure = _trace_plot.draw(walk, dtype)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        print(f"trace: --plot: {path} cannot be written by matplotlib {matplotlib.__version__}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {path.resolve()}")
     return 0
 
 
@@ -118,6 +155,12 @@ def info(arguments: list[str]) -> int:
     return 0
 
 
+def check(arguments: list[str]) -> int:
+    from . import _check_install
+
+    return _check_install.main()
+
+
 def demo(arguments: list[str]) -> int:
     from . import _demo
 
@@ -125,7 +168,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"info": info, "demo": demo, "trace": trace, "bench": bench}
+    commands = {"info": info, "check": check, "demo": demo, "trace": trace, "bench": bench}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if arguments else 2

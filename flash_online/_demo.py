@@ -51,6 +51,21 @@ def require_extras():
     return functools.partial(tqdm.tqdm, mininterval=0.1 if sys.stderr.isatty() else 15, dynamic_ncols=True)
 
 
+class Steps:
+    """Prints a line for every step of the demo when it begins: its number, the time since the start, and what is done."""
+
+    def __init__(self, count: int):
+        self.count, self.begun, self.start = count, 0, time.perf_counter()
+
+    def __call__(self, what: str) -> None:
+        self.begun += 1
+        minutes, seconds = divmod(int(self.seconds()), 60)
+        print(f"[{self.begun:{len(str(self.count))}}/{self.count}] {minutes}:{seconds:02}  {what}", flush=True)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+
 # --- Part one: error, time and memory --------------------------------------------------------------------------------------
 
 
@@ -194,20 +209,23 @@ def measure(problem: Problem, provider: str, truth: list[Tensor], seconds: float
     return Measurement(problem.function, problem.size, problem.length, device, provider, error, timing.median, extra_bytes)
 
 
-def measure_all(lengths: Sequence[int], asked_device: str, seed: int, seconds: float, progress) -> list[Measurement]:
-    plan = [
+def plan_measurements(lengths: Sequence[int]) -> list[tuple[Callable[..., Problem], int]]:
+    """The problems to measure, as functions that make them and their lengths."""
+    return [
         *((attention_problem, n) for n in lengths),
         *((softmax_problem, n) for n in (128, 4096, 131072)),
         *((cross_entropy_problem, n) for n in (1024, 32768, 131072)),
     ]
+
+
+def measure_all(plan, asked_device: str, seed: int, seconds: float, step: Steps) -> list[Measurement]:
     devices = {problem_of: best_device(problem_of, asked_device) for problem_of, _ in plan}
     results = []
-    with progress(plan, desc="measuring", leave=False) as bar:
-        for problem_of, length in bar:
-            problem = problem_of(length, devices[problem_of], torch.Generator().manual_seed(seed))
-            bar.set_postfix_str(f"{problem.function}, {problem.size}", refresh=sys.stderr.isatty())
-            truth = problem.truth([t.detach().double() for t in problem.inputs], problem.grad.double())
-            results += [measure(problem, provider, truth, seconds) for provider in problem.providers]
+    for problem_of, length in plan:
+        problem = problem_of(length, devices[problem_of], torch.Generator().manual_seed(seed))
+        step(f"measuring {problem.function} on {devices[problem_of]}: {problem.size}")
+        truth = problem.truth([t.detach().double() for t in problem.inputs], problem.grad.double())
+        results += [measure(problem, provider, truth, seconds) for provider in problem.providers]
     return results
 
 
@@ -292,8 +310,11 @@ def read_corpus() -> tuple[Tensor, list[str], int]:
     return torch.tensor([index[c] for c in text]), characters, len(texts)
 
 
-def train(functional, name: str, text: Tensor, characters: int, options, device: str, progress) -> tuple[list[float], float]:
-    """(the loss of each step, the seconds of all steps). Weights and batches depend on the seed only."""
+def train(
+    functional, name: str, text: Tensor, characters: int, options, device: str, progress, steps: int
+) -> tuple[list[float], float]:
+    """(the loss of each step, the seconds of all steps). Weights and batches depend on the seed only. There are at most `steps`
+    steps, and none begins once options.training_seconds are over."""
     torch.manual_seed(options.seed)
     model = CharacterTransformer(functional, characters, options.context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -304,7 +325,7 @@ def train(functional, name: str, text: Tensor, characters: int, options, device:
     generator = torch.Generator().manual_seed(options.seed)
     window = torch.arange(options.context + 1)
     losses, start = [], time.perf_counter()
-    with progress(range(options.steps), desc=f"{name:20}", unit="step") as bar:
+    with progress(range(steps), desc=f"{name:23}", unit="step") as bar:
         for _ in bar:
             begin = torch.randint(len(text) - options.context, (options.batch, 1), generator=generator)
             batch = text[begin + window].to(device)
@@ -316,6 +337,8 @@ def train(functional, name: str, text: Tensor, characters: int, options, device:
             schedule.step()
             losses.append(loss.item())
             bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+            if time.perf_counter() - start > options.training_seconds:
+                break
     return losses, time.perf_counter() - start
 
 
@@ -365,6 +388,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="of the attention table")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each measurement, three calls at least")
     parser.add_argument("--steps", type=int, default=300, help="of each training")
+    parser.add_argument(
+        "--training-seconds", type=float, default=240, help="the most for torch's training; ours takes as many steps"
+    )
     parser.add_argument("--quick", action="store_true", help="a short look: lengths up to 1024, 40 steps")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=256, help="characters per sample")
@@ -374,28 +400,39 @@ def main(arguments: Sequence[str] = ()) -> int:
     progress = require_extras()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler behind the memory meter writes two lines per call
     options.out.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
+    plan = plan_measurements(options.lengths)
+    step = Steps(len(plan) + 3)
 
     devices = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     devices += [f"{_info.processor()}, {torch.get_num_threads()} threads"]
     print(f"flash_online {_info.version()}, torch {torch.__version__}, {'; '.join(devices)}")
-    results = measure_all(options.lengths, options.device, options.seed, options.seconds, progress)
+    print(f"{step.count} steps: about three minutes on two idle cores, less with --quick, and under ten on busy ones.\n")
+    results = measure_all(plan, options.device, options.seed, options.seconds, step)
     print_table(results)
 
     text, characters, modules = read_corpus()
     training_device = best_device(attention_problem, options.device)
-    print(f"\nTraining on {len(text):,} characters of {modules} modules of the standard library, on {training_device}:")
+    print(
+        f"\nA transformer learns {len(text):,} characters of {modules} modules of the standard library, on {training_device}:"
+    )
     losses, seconds = {}, {}
     for name, functional in (("torch", torch_functional), ("flash_online", our_functional)):
         label = f"{name}{'.nn' if name == 'torch' else ''}.functional"
-        losses[name], seconds[name] = train(functional, label, text, len(characters), options, training_device, progress)
+        steps = len(losses["torch"]) if losses else options.steps
+        step(f"training through {label}, {steps} steps or {options.training_seconds:g} seconds")
+        losses[name], seconds[name] = train(functional, label, text, len(characters), options, training_device, progress, steps)
+    common = min(map(len, losses.values()))
+    if common < options.steps:
+        print(f"Time was up: the first {common} steps are compared. The seconds below are those of every step that was made.")
+    losses = {name: values[:common] for name, values in losses.items()}
 
     picture = options.out / "training.png"
+    step(f"drawing {picture}")
     draw(losses, results, picture)
     torch_loss, our_loss = (final_loss(losses[name]) for name in ("torch", "flash_online"))
     apart = abs(our_loss - torch_loss) / torch_loss
     agree = apart <= LOSS_TOLERANCE  # False for NaN
-    averaged = min(AVERAGED_STEPS, options.steps)
+    averaged = min(AVERAGED_STEPS, len(losses["torch"]))
     print(
         f"\nfinal loss (mean of the last {averaged} steps): torch {torch_loss:.4f} in {seconds['torch']:.0f} s, "
         f"flash_online {our_loss:.4f} in {seconds['flash_online']:.0f} s: {apart:.0e} of it apart, "
@@ -409,5 +446,13 @@ def main(arguments: Sequence[str] = ()) -> int:
         "final_losses_apart": apart,
     }
     (options.out / "demo.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    print(f"wrote {picture} and {options.out / 'demo.json'} ({time.perf_counter() - start:.0f} s in all)")
+    print(f"every number: {(options.out / 'demo.json').resolve()}")
+    print(f"the figure:   {picture.resolve()} ({step.seconds():.0f} s in all)")
+    print(f"try next:     {python_command()} -m flash_online {'trace 1 3 2 --plot walk.png' if agree else 'check'}")
     return 0 if agree else 1
+
+
+def python_command() -> str:
+    """How to call this Python from the current folder: by the path from here where it lies below."""
+    python, here = Path(sys.executable), Path.cwd()
+    return str(python.relative_to(here) if python.is_relative_to(here) else python)

@@ -1,4 +1,4 @@
-"""Tools of tests, benchmarks and the demo: the error metric and its tolerance, inputs in unusual memory layouts, a timer, and
+"""Tools of tests, benchmarks and commands: the error metric and its tolerance, inputs in unusual memory layouts, a timer, and
 two meters of memory. The module does not depend on the kernels.
 """
 
@@ -43,6 +43,22 @@ def unit_in_last_place(truth: Tensor, dtype: torch.dtype, magnitude: float = 0.0
     return max(info.eps * max(largest, magnitude), info.smallest_normal * info.eps)
 
 
+def allowed_error(theirs: Error, truth: Tensor, dtype: torch.dtype, *, magnitude: float = 0.0, bare: bool = False) -> Error:
+    """The errors that `assert_close_to_float64` allows of a result, where torch has the error `theirs` in the same dtype. The
+    maximum is always bounded; the root mean square of fewer than 64 elements may be infinite."""
+    finite = truth[truth.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    few = truth.numel() < 64 and not bare
+    magnitude = 0.0 if bare else magnitude
+    magnitude = magnitude if few or 30 * largest < magnitude else 0.0
+    if dtype == torch.float64:
+        most = rms = 1e-10 * max(largest, magnitude, torch.finfo(dtype).tiny)
+    else:
+        ulp = unit_in_last_place(truth, dtype, magnitude)
+        most, rms = 2 * theirs.max + 4 * ulp, 2 * theirs.rms + ulp
+    return Error(most, math.inf if few else rms)
+
+
 def assert_close_to_float64(
     ours: Tensor,
     torchs: Tensor | Sequence[Tensor],
@@ -82,22 +98,12 @@ def assert_close_to_float64(
     if ours.numel() == 0:
         return
     truth = torch.where(expected.isfinite(), truth, expected.double())
-    finite = truth[truth.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    few = ours.numel() < 64 and not bare
-    magnitude = 0.0 if bare else magnitude
-    magnitude = magnitude if few or 30 * largest < magnitude else 0.0
-    got = error(ours, truth)
-    if dtype == torch.float64:
-        allowed = Error(*[1e-10 * max(largest, magnitude, torch.finfo(dtype).tiny)] * 2)
-        theirs = Error(0.0, 0.0)
-    else:
-        ulp = unit_in_last_place(truth, dtype, magnitude)
-        errors = [error(t, truth) for t in torchs]
-        theirs = Error(max((e.max for e in errors), default=0.0), max((e.rms for e in errors), default=0.0))
-        allowed = Error(2 * theirs.max + 4 * ulp, 2 * theirs.rms + ulp)
-    if got.max <= allowed.max and (got.rms <= allowed.rms or few):
+    errors = [] if dtype == torch.float64 else [error(t, truth) for t in torchs]
+    theirs = Error(max((e.max for e in errors), default=0.0), max((e.rms for e in errors), default=0.0))
+    got, allowed = error(ours, truth), allowed_error(theirs, truth, dtype, magnitude=magnitude, bare=bare)
+    if got.max <= allowed.max and got.rms <= allowed.rms:
         return
+    largest = truth[truth.isfinite()].abs().max().item() if truth.isfinite().any() else 0.0
     at = tuple((ours.double() - truth).abs().nan_to_num(posinf=0.0).argmax().unsqueeze(0).tolist())
     index = [int(i) for i in torch.unravel_index(torch.tensor(at[0]), ours.shape)] if ours.dim() else []
     raise AssertionError(
