@@ -33,7 +33,7 @@ constexpr int64_t kRowStep = kPaired<F> ? 16 : 1;
 // How many products are summed at a time. A long sum of float inputs loses digits that its result has, and the sum of the sums
 // of its parts loses fewer.
 template <class F>
-constexpr int64_t kMaxTerms = std::is_same_v<F, float> ? 128 : std::numeric_limits<int64_t>::max();
+constexpr int64_t kMaxTerms = std::is_same_v<F, float> ? 64 : std::numeric_limits<int64_t>::max();
 
 // What happens to the result: it overwrites c, is added to c, or is added to c * factor[column].
 enum class Accumulate { kOverwrite, kAdd, kRescaleAndAdd };

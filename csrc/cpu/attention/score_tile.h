@@ -206,7 +206,9 @@ void multiply_in_double(int64_t rows, int64_t depth, const double* left, const A
 template <class E, class A = Accumulator<E>, class F = Operand<E>>
 bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowMatrix<F> key,
                     ScoreTile<E>& tile, const A* reference, A* derivative) {
-  constexpr A kDoubleThreshold = 5;
+  // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
+  // its scores differ in the last digits, and so its weights must not matter.
+  constexpr A kDoubleThreshold = 5, kNegligible = 1e-4;
   const bool is_plain = ScoreMod::is_identity(problem) && !tile.mask.has_bias && !tile.mask.has_hidden;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
@@ -263,9 +265,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
     for (int64_t i = 0; i < query.lanes; ++i) {
       const A largest = max_scaled[i] > max_negated[i] ? max_scaled[i] : max_negated[i], top = std::abs(tile.block_max[i]);
       // A score that overflows float is infinite, as in torch, and does not count as a large one.
-      const bool large =
-          (largest * weight[i] > kDoubleThreshold) | ((top * weight[i] > kDoubleThreshold) & (top < -lowest<A>()));
-      tile.is_double[i] = large & (largest < -lowest<A>()) & (i < query.rows);
+      const bool large = (largest > kDoubleThreshold) | ((top > kDoubleThreshold) & (top < -lowest<A>()));
+      tile.is_double[i] = large & (weight[i] > kNegligible) & (largest < -lowest<A>()) & (i < query.rows);
       any |= tile.is_double[i];
     }
     if (!any) return false;
