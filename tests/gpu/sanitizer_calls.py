@@ -3,6 +3,10 @@
 `python tests/gpu/sanitizer_calls.py [--family sm80] [--calls PATTERN]` runs those of one family that match the regular
 expression, and prints a line before and after each; a result that is not finite is an error. CALLS gives (family, callable)
 by name. The family is "any" or that which FLASH_ONLINE_KERNEL has to name; it is read once per process.
+
+Kernels read aligned vectors of 16 bytes of which at least one byte belongs to a tensor. CUDA's allocations are multiples of 256
+bytes, so that such a read is never outside; memcheck counts to the byte. The tensors here are therefore multiples of 16 bytes,
+though their rows are not.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ def randn(*shape, dtype=torch.bfloat16, grad=True):
 
 def with_gradients(function, *inputs, **options):
     """All floating results, and the gradients of those of `inputs` and `options` that require one."""
+    for given in [*inputs, *options.values()]:
+        for t in given if isinstance(given, list) else [given]:
+            assert not isinstance(t, torch.Tensor) or t.untyped_storage().nbytes() % 16 == 0 or t.dim() <= 1, t.shape
     results = function(*inputs, **options)
     results = [t for t in (results if isinstance(results, tuple) else (results,)) if t.is_floating_point()]
     given = [*inputs, *options.values()]
@@ -35,7 +42,7 @@ def with_gradients(function, *inputs, **options):
 # --- attention -------------------------------------------------------------------------------------------------------------
 
 
-def attention(heads=(2, 2, 2), lengths=(150, 210), head_dims=(64, 64), dtype=torch.bfloat16, tensors=None, **options):
+def attention(heads=(2, 2, 2), lengths=(152, 210), head_dims=(64, 64), dtype=torch.bfloat16, tensors=None, **options):
     """Forward and backward. `tensors` makes options that lie on the device when the call is made."""
     rows = (lengths[0], lengths[1], lengths[1])
     widths = (head_dims[0], head_dims[0], head_dims[1])
@@ -70,7 +77,7 @@ def float_mask(*shape, dtype=torch.bfloat16, grad=False):
 
 
 def bool_mask():
-    mask = torch.rand(150, 210, device="cuda") > 0.4
+    mask = torch.rand(152, 210, device="cuda") > 0.4
     mask[:, :128] = False  # whole blocks that are passed over
     mask[:, 200] = True
     return mask
@@ -87,11 +94,11 @@ ATTENTION = {
     "softcap": attention(softcap=4.0),
     "alibi": attention(tensors={"alibi_slopes": lambda: torch.rand(2, 2, device="cuda")}),
     "bool mask": attention(tensors={"mask": bool_mask}),
-    "float mask": attention(tensors={"mask": float_mask(150, 210)}),
-    "float32 mask": attention(tensors={"mask": float_mask(150, 210, dtype=torch.float32)}),
+    "float mask": attention(tensors={"mask": float_mask(152, 210)}),
+    "float32 mask": attention(tensors={"mask": float_mask(152, 210, dtype=torch.float32)}),
     "gradient of a shared mask": attention(tensors={"mask": float_mask(1, 2, 150, 208, grad=True)}, lengths=(150, 208)),
-    "gradient of a full mask": attention(tensors={"mask": float_mask(2, 2, 150, 210, grad=True)}),
-    "gradient of a padding mask": attention(tensors={"mask": float_mask(2, 1, 1, 210, grad=True)}),
+    "gradient of a full mask": attention(tensors={"mask": float_mask(2, 2, 152, 210, grad=True)}),
+    "gradient of a padding mask": attention(tensors={"mask": float_mask(2, 1, 1, 212, grad=True)}, lengths=(152, 212)),
     "dropout": attention(dropout_p=0.3),
     "deterministic": attention(deterministic=True),
     "one block of keys": attention(lengths=(70, 33)),
@@ -141,7 +148,7 @@ def columns(classes):
 
 
 INPUTS = {
-    **{kind: lambda n=n: randn(3, n, dtype=torch.float32) for kind, n in WIDTHS.items()},
+    **{kind: lambda n=n: randn(4, n, dtype=torch.float32) for kind, n in WIDTHS.items()},
     "16 bits": lambda: randn(3, 1000),
     "lane per row": lambda: columns(40),
     "strided": lambda: strided(100),

@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kBackwardThreads) topk_backward_kernel(const _
     const RowCoord coord = row_coord_by_division(problem, row);
     const TopK<R> top(problem, coord);
     const WeightedMean mean = top.mean();
-    const TwoFloats sum = problem.renormalize ? mean.value() : mean.product;
-    const float norm = problem.renormalize ? 1 / mean.weight.value() : 1.0f;
+    const TwoFloats sum = problem.renormalize ? mean.value() : two_floats_of(mean.product);
+    const float norm = problem.renormalize ? static_cast<float>(1 / mean.weight) : 1.0f;
     const View3<int64_t*>& indices = problem.indices;
     const int64_t* row_indices = indices.data + coord.outer * indices.stride[0] + coord.inner * indices.stride[2];
     const Row<T> grad_input = row_of<T>(problem.grad_input, coord);

@@ -58,7 +58,7 @@ class MaskTile {
   }
 
   // Starts copying the values of the block from `query` and `key` on. They may be read after cp_async_commit, cp_async_wait and
-  // a barrier. Values past `queries` or `keys` are undefined. Nothing past the end of a row of the mask is read.
+  // a barrier. Values past `queries` or `keys` are undefined. Only aligned vectors that hold a value of the block are read.
   __device__ __forceinline__ void load(const HeadMask& mask, int query, int queries, int key, int keys) {
     const int rows = mask.row_stride == 0 ? 1 : min(queries - query, kQueries);
     const int columns = min(keys - key, kKeys);
@@ -74,13 +74,7 @@ class MaskTile {
           const int r = index / kChunks, c = index % kChunks * kVectorBytes;
           const char* const row = data + r * mask.row_stride;
           const int before = static_cast<int>(misalignment(row)), bytes = before + columns * static_cast<int>(sizeof(T)) - c;
-          char* const to = shared_ + r * pitch + c;
-          const char* const from = row - before + c;
-          if (bytes >= kVectorBytes || (bytes > 0 && key + columns < keys))
-            cp_async(reinterpret_cast<uint4*>(to), from);
-          else  // a row's last few values
-            for (int b = 0; b < bytes; b += static_cast<int>(sizeof(T)))
-              *reinterpret_cast<T*>(to + b) = *reinterpret_cast<const T*>(from + b);
+          if (bytes > 0) cp_async(reinterpret_cast<uint4*>(shared_ + r * pitch + c), row - before + c);
         }
       } else {
         first_ = step_ = 0;

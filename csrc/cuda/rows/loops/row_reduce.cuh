@@ -167,31 +167,27 @@ struct TwoFloats {
   __device__ __forceinline__ float value() const { return low - low == 0 ? high + low : high; }
 };
 
+// A number as the sum of two floats, of which the second is 0 where the first is infinite or NaN.
+__device__ __forceinline__ TwoFloats two_floats_of(double x) {
+  const float high = static_cast<float>(x), low = static_cast<float>(x - high);
+  return {high, low - low == 0 ? low : 0};
+}
+
 // The mean of values by weights that should sum to 1: sum(weight * value) / sum(weight). It has more digits than a float, since
 // what is wanted is the difference from a value that it may be close to; and the rounding that all weights share leaves it
-// alone.
+// alone. A product of two floats is exact in double. The loops wait for memory even where a GPU has few units for double.
 struct WeightedMean {
-  TwoFloats product, weight;
+  double product = 0, weight = 0;
 
   __device__ __forceinline__ void add(float value, float of) {
-    float low;
-    const float x = two_product(value, of, low);
-    product.add(x, low);
-    weight.add(of);
+    product = fma(static_cast<double>(value), static_cast<double>(of), product);
+    weight += of;
   }
   __device__ __forceinline__ void merge(const WeightedMean& other) {
-    product.merge(other.product);
-    weight.merge(other.weight);
+    product += other.product;
+    weight += other.weight;
   }
-  __device__ __forceinline__ TwoFloats value() const {
-    const float sum = product.high + product.low, of = weight.high + weight.low;
-    if (of == 0) return product;
-    const float near = sum / of;
-    // Two steps of a long division. Infinities and NaN have no second one.
-    const float rest = ((product.high - sum) + product.low) + fmaf(-near, of, sum) - near * ((weight.high - of) + weight.low);
-    const float low = rest / of;
-    return {near, low - low == 0 ? low : 0};
-  }
+  __device__ __forceinline__ TwoFloats value() const { return two_floats_of(weight == 0 ? product : product / weight); }
 };
 
 // Kahan's compensated summation, which adds as if the sum had twice its digits. A thread of a long row adds some 10^5 numbers.
@@ -254,8 +250,12 @@ __device__ __forceinline__ TwoFloats merge_lanes(TwoFloats sum) {
   return sum;
 }
 template <int kLanes>
-__device__ __forceinline__ WeightedMean merge_lanes(const WeightedMean& mean) {
-  return {merge_lanes<kLanes>(mean.product), merge_lanes<kLanes>(mean.weight)};
+__device__ __forceinline__ WeightedMean merge_lanes(WeightedMean mean) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    mean.merge(
+        {__shfl_xor_sync(lanes_mask<kLanes>(), mean.product, step), __shfl_xor_sync(lanes_mask<kLanes>(), mean.weight, step)});
+  return mean;
 }
 
 // kCount states in shared memory. Raw bytes, because shared variables cannot have constructors.

@@ -66,6 +66,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   unsigned weight[kScoreRegisters / 2];  // as pairs of 16 bits: the left operand of P V
   unsigned query_fragment[kTile.query_in_registers ? kHeadDimSteps : 1][4];
   RowSoftmax softmax[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are the thread's own
+  bool may_be_lowest = true;  // whether a row of the warp has seen nothing above the lowest score: maxima only rise
   bool accumulate;  // `out` holds something of this tile
 
   // ---- synchronisation
@@ -340,8 +341,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   }
   // A bound changes the weights of rows alone that have seen nothing above the lowest score: beside a larger maximum all such
   // scores have weight 0. float16 masks stay far from the bound.
-  __device__ __forceinline__ bool needs_lowest_score() const {
-    return __any_sync(~0u, fminf(softmax[0].max, softmax[1].max) <= a.scores.lowest * a.scores.scale);
+  __device__ __forceinline__ bool needs_lowest_score() {
+    if (may_be_lowest)
+      may_be_lowest = __any_sync(~0u, fminf(softmax[0].max, softmax[1].max) <= a.scores.lowest * a.scores.scale);
+    return may_be_lowest;
   }
   __device__ __forceinline__ void apply_mask() {
     if constexpr (kFloatMask) {
@@ -533,6 +536,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     // waited for them.
     if constexpr (kTile.query_in_registers) release(&shared.query_empty[query.stage]);
     softmax[0] = softmax[1] = RowSoftmax{};
+    may_be_lowest = true;
     accumulate = false;
     finish_scores();
     prefetch_mask();
