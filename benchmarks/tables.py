@@ -333,7 +333,7 @@ def cell_tables(record: dict) -> list[str]:
             for name, why in r["unavailable"].items():
                 reasons[why][name] += 1
         if reasons:
-            lines += ["", "Unavailable, in so many of these cells:"]
+            lines += ["", "Unavailable, in so many of these cells:", ""]
         for why, names in reasons.items():
             lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
     return lines

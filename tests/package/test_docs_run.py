@@ -1,9 +1,13 @@
-"""The Python blocks of the docs and the README run, in order, on the CPU. A block that cannot stands behind a comment
-`<!-- not run: reason -->`; these are counted, as they should stay few."""
+"""The docs: their Python blocks and the README's run, in order, on the CPU; the page of the API names every public name; the
+site builds. A block that cannot run stands behind a comment `<!-- not run: reason -->`; these are counted, and should stay few.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +65,31 @@ def test_blocks_and_their_marks_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n<!-- not run: a fragment -->\n```py\n...\n```\n```\nno python\n```\n")
     assert python_blocks(page) == [(2, "x = 1", None), (6, "...", "a fragment")]
+
+
+def test_the_api_page_names_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^::: flash_online\.(?:\w+\.)*(\w+)$", page, re.MULTILINE))
+    assert shown == set(flash_online.__all__)
+    assert re.search(r"members: \[(.*)\]", page)[1].split(", ") == list(flash_online.functional.NAMES)
+
+
+@pytest.mark.parametrize("module", [flash_online, flash_online.functional, flash_online.reference, flash_online.testing])
+def test_every_public_name_is_documented(module):
+    ours = module.__name__ + "."
+    names = {flash_online: flash_online.__all__, flash_online.functional: flash_online.functional.NAMES}.get(module)
+    for name in names or [
+        n for n, o in vars(module).items() if not n.startswith("_") and getattr(o, "__module__", "") == ours[:-1]
+    ]:
+        value = getattr(module, name)
+        assert not callable(value) or inspect.getdoc(value), ours + name
+
+
+def test_the_site_builds(tmp_path):
+    for needed in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(needed)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    assert (tmp_path / "api" / "index.html").is_file()
