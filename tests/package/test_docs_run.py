@@ -90,8 +90,7 @@ def test_the_site_builds(tmp_path):
         pytest.importorskip(needed)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr  # strict: of any warning
     assert (tmp_path / "api" / "index.html").is_file()
 
 
