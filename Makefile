@@ -3,12 +3,14 @@
 SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(shell find csrc -type f)
 # Processes that run tests; the memory of a GPU allows more than two.
 WORKERS ?= 2
-.PHONY: demo test bench tables lint house sass sanitize wheel
+.PHONY: demo test bench tables docs lint house sass sanitize wheel
 
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
 test: .venv/built ; .venv/bin/python -m pytest --timeout 300 -n $(WORKERS) --dist worksteal $(ARGS)
 bench: .venv/built ; .venv/bin/python -m flash_online bench $(or $(ARGS),rows)
 tables: .venv/built ; .venv/bin/python -m flash_online bench docs
+# The pages as a site, in build/docs; a link that leads nowhere is an error. It takes Python 3.11.5 or newer.
+docs: .venv/built ; NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build $(ARGS)
 lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc -type f -not -name '*.in') benchmarks/paper/*.cu tests/unit/device_on_host/*
 house: .venv/built ; .venv/bin/python .ci/house.py
 # make sanitize ARGS="--tool racecheck --calls softmax": the CUDA kernels under compute-sanitizer, on a machine with a GPU.

@@ -3,8 +3,10 @@
 
 * No function over 100 lines in csrc, flash_online and benchmarks, lambdas included: tree-sitter reads C++ and CUDA, ast Python.
 * No folder of csrc with more than 12 files, but for csrc/cuda/hw, which has one feature of the hardware per file.
-* The table of docs/architecture.md, of at most 60 rows, names every folder, and every file where it names any file of a folder.
-* The words that docs/glossary.md gave up stand nowhere but there.
+* The map in docs/design/architecture.md, of at most 60 entries, names every folder, and all files of a folder or none.
+* The words that docs/design/glossary.md gave up stand nowhere but there.
+* No page of docs with more than 150 lines, or a line of more than 128 columns. The lines that `bench docs` writes do not count,
+  nor do docs/lab and docs/design/decisions.md.
 """
 
 import ast
@@ -18,7 +20,10 @@ import tree_sitter_cuda
 
 LONGEST_FUNCTION = 100  # lines
 MOST_FILES = 12  # per folder of csrc
-LONGEST_MAP = 60  # rows
+LONGEST_MAP = 60  # entries
+LONGEST_PAGE, WIDEST_LINE = 150, 128  # lines and columns of a page of docs
+MAP, GLOSSARY, DECISIONS = (Path("docs/design") / name for name in ("architecture.md", "glossary.md", "decisions.md"))
+MACHINE_MADE = re.compile("<!-- python -m flash_online bench docs writes from here -->.*?<!-- to here -->", re.DOTALL)
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {".h", ".cuh", ".cu", ".cpp"}
 
@@ -64,60 +69,77 @@ def full_folders(files: list[Path]) -> list[str]:
     return [f"{f}: {n} files, {MOST_FILES} are allowed" for f, n in sorted(folders.items()) if n > MOST_FILES]
 
 
-def rows_of(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table behind a heading of a page of docs."""
-    text = (ROOT / "docs" / page).read_text().partition(f"\n{heading}\n")[2]
-    table = []
-    for line in text.splitlines():
-        if line.startswith("|"):
-            table.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-        elif table:
-            break
-    return table[2:]  # without the head and the rule
+def part_of(page: Path, heading: str) -> list[str]:
+    """The lines of a page behind a heading, up to the next one of its rank."""
+    return (ROOT / page).read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0].splitlines()
+
+
+def map_entries() -> list[tuple[Path, list[str]]]:
+    """Folder and names of files of each entry `- `folder` (`file` ...): what is there`, which may go on in indented lines."""
+    text = "\n".join(part_of(MAP, "## 2. The map"))
+    entries = re.findall(r"^- `([^`]+)`(?:\s+\(([^)]*)\))?:", text, re.MULTILINE)
+    return [(Path(folder), re.findall(r"`([^`]+)`", names)) for folder, names in entries]
 
 
 def wrong_map(files: list[Path]) -> list[str]:
-    rows = rows_of("architecture.md", "## 2. The rooms")
+    entries = map_entries()
     found = []
-    if not rows:
-        return ["docs/architecture.md: no table under '## 2. The rooms'"]
-    if len(rows) > LONGEST_MAP:
-        found.append(f"docs/architecture.md: the map has {len(rows)} rows, {LONGEST_MAP} are allowed")
+    if not entries:
+        return [f"{MAP}: no entry under '## 2. The map'"]
+    if len(entries) > LONGEST_MAP:
+        found.append(f"{MAP}: the map has {len(entries)} entries, {LONGEST_MAP} are allowed")
     mapped: dict[Path, set[str]] = {}
-    for folder, names, _ in rows:
-        mapped.setdefault(Path(folder.strip("`")), set()).update(re.findall(r"`([^`]+)`", names))
+    for folder, names in entries:
+        mapped.setdefault(folder, set()).update(names)
     for folder, listed in mapped.items():
         present = {path.name for path in files if path.parent == folder}
         if not any(path.is_relative_to(folder) for path in files):
-            found.append(f"docs/architecture.md: {folder} is on the map, but not in the tree")
+            found.append(f"{MAP}: {folder} is on the map, but not in the tree")
         if listed:
-            found += [f"docs/architecture.md: {folder}/{name} does not exist" for name in sorted(listed - present)]
-            found += [f"docs/architecture.md: {folder}/{name} is not on the map" for name in sorted(present - listed)]
+            found += [f"{MAP}: {folder}/{name} does not exist" for name in sorted(listed - present)]
+            found += [f"{MAP}: {folder}/{name} is not on the map" for name in sorted(present - listed)]
     for folder in sorted({path.parent for path in files} - mapped.keys() - {Path(".")}):
         if folder.parts[0] in ("csrc", "flash_online", "benchmarks"):
-            found.append(f"docs/architecture.md: the folder {folder} is not on the map")
+            found.append(f"{MAP}: the folder {folder} is not on the map")
     return found
 
 
 def old_words(files: list[Path]) -> list[str]:
-    words = [re.sub(r"^`|`$", "", row[0]) for row in rows_of("glossary.md", "## Words that this code gave up")]
+    table = [line for line in part_of(GLOSSARY, "## Words that this code gave up") if line.startswith("|")][2:]
+    words = [re.sub(r"^`|`$", "", re.split(r"(?<!\\)\|", line)[1].strip()).replace("\\|", "|") for line in table]
     if not words:
-        return ["docs/glossary.md: no table under '## Words that this code gave up'"]
+        return [f"{GLOSSARY}: no table under '## Words that this code gave up'"]
     pattern = re.compile("|".join(f"(?:{word})" for word in words))
     found = []
     for path in files:
-        if path == Path("docs/glossary.md") or path.suffix in (".json", ".png"):
+        if path == GLOSSARY or path.suffix in (".json", ".png"):
             continue
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
             if hit := pattern.search(line):
-                found.append(f"{path}:{number}: '{hit[0]}' is a word that docs/glossary.md gave up: {line.strip()[:100]}")
+                found.append(f"{path}:{number}: '{hit[0]}' is a word that {GLOSSARY} gave up: {line.strip()[:100]}")
+    return found
+
+
+def long_pages(files: list[Path]) -> list[str]:
+    found = []
+    for path in files:
+        if path.parts[0] != "docs" or path.suffix != ".md" or path == DECISIONS or path.is_relative_to("docs/lab"):
+            continue
+        lines = MACHINE_MADE.sub("", (ROOT / path).read_text()).splitlines()
+        if len(lines) > LONGEST_PAGE:
+            found.append(f"{path}: a page of {len(lines)} lines, {LONGEST_PAGE} are allowed")
+        found += [
+            f"{path}: a line of {len(line)} columns, {WIDEST_LINE} are allowed: {line[:60]}"
+            for line in lines
+            if len(line) > WIDEST_LINE
+        ]
     return found
 
 
 def main() -> int:
     files = tracked()
     broken = 0
-    for rule in (long_functions, full_folders, wrong_map, old_words):
+    for rule in (long_functions, full_folders, wrong_map, old_words, long_pages):
         found = rule(files)
         broken += len(found)
         print("\n".join(found) if found else f"none: {rule.__name__.replace('_', ' ')}")

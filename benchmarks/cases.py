@@ -140,7 +140,7 @@ def _rows(function: str, shapes, dtypes, reason: str, **options) -> list[RowCase
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 # (rows, classes). A result of 4 Mi elements fits into memory that malloc hands out again; one of 16 Mi, 32 MiB and more, is new
-# memory from the system each time, whose page faults can cost more than the function: see docs/benchmarks.md.
+# memory from the system each time, whose page faults can cost more than the function: see docs/performance/rows.md.
 SHORT = ((16384, 256), (4096, 1024), (16384, 1024), (1024, 4096))  # rows of attention, of small vocabularies
 LONG = ((128, 32768), (512, 32768), (32, 131072), (64, 262144))  # vocabularies
 FEW = ((8, 262144), (1, 1048576))  # one step of decoding: fewer rows than it takes to keep the threads busy

@@ -1,6 +1,6 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets a summary, docs/benchmarks.md and docs/attention_benchmarks.md every case, docs/paper.md the paper's tables, each
+README.md gets a summary, rows.md and attention.md in docs/performance every case, and paper.md there the paper's tables, each
 between its two markers. The figures are the records' curves and those of docs/online_softmax.md, which docs/figures.py draws.
 """
 
@@ -20,9 +20,9 @@ BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-
 # page -> results -> the function that makes the page's lines from them
 PAGES = {
     ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary, "training": training_page},
-    ROOT / "docs" / "benchmarks.md": {"cpu": case_page, "cuda": case_page},
-    ROOT / "docs" / "attention_benchmarks.md": {"attention": attention_page},
-    ROOT / "docs" / "paper.md": {"paper": paper_page},
+    ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page},
+    ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page},
+    ROOT / "docs" / "performance" / "paper.md": {"paper": paper_page},
 }
 
 

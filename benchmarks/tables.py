@@ -333,7 +333,7 @@ def cell_tables(record: dict) -> list[str]:
             for name, why in r["unavailable"].items():
                 reasons[why][name] += 1
         if reasons:
-            lines += ["", "Unavailable, in so many of these cells:"]
+            lines += ["", "Unavailable, in so many of these cells:", ""]
         for why, names in reasons.items():
             lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
     return lines
@@ -360,7 +360,7 @@ def attention_page(record: dict) -> list[str]:
         *attention_summary_table(record),
     ]
     if any(r["family"] == "plain" for r in record["results"]):
-        lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](figures/attention_plain.png)"]
+        lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](../figures/attention_plain.png)"]
     return lines + cell_tables(record)
 
 

@@ -1,4 +1,4 @@
-"""Draws the figures of online_softmax.md and prints the numbers that its text quotes.
+"""Draws the figures of online_softmax.md and the pages that go on from it, and prints the numbers that its text quotes.
 
 python docs/figures.py [--out docs/figures] needs numpy and matplotlib, not flash_online: every float32 operation is spelled
 out here and rounded once, so that the page's numbers do not depend on a build.

@@ -27,13 +27,13 @@ if TYPE_CHECKING:  # __getattr__ imports them
 
     __version__: str
 
-# Forward operators whose results selective activation checkpointing should save: each costs matrix products to repeat.
 SAC_SAVE_OPS = [
     ops.attention_forward.default,
     ops.attention_varlen_forward.default,
     ops.linear_cross_entropy_forward.default,
     ops.linear_cross_entropy_step.default,
 ]
+"""Forward operators whose results selective activation checkpointing should save: each costs matrix products to repeat."""
 
 __all__ = [
     "InvalidArgument",

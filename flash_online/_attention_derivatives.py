@@ -1,8 +1,8 @@
 """Second derivatives of attention: the JVP of its results and of its gradients, in differentiable torch operations.
 
-The method is derived in docs/online_softmax.md, section 12: with F = <out, grad_out> + <lse, grad_lse>, the gradient of F holds
-both the forward and the backward pass, and its Jacobian is symmetric, so that one function serves forward mode, forward mode
-of the backward pass, and double backward.
+The method is derived in docs/online_softmax_derivatives.md, section 12: with F = <out, grad_out> + <lse, grad_lse>, the
+gradient of F holds both the forward and the backward pass, and its Jacobian is symmetric, so that one function serves forward
+mode, forward mode of the backward pass, and double backward.
 
 Names: `d_x` is the tangent of x, and `grad_x` is the gradient of F with respect to x; None stands for a zero tangent. k, v and
 other tensors of a chunk are in the accumulator's dtype, with the heads of keys and values repeated to those of the queries:

@@ -25,7 +25,7 @@ _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 _ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
 _PITCH_BYTES = {"cpu": 1, "cuda": 128}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
 _NONE_WANTED = (False,) * 4  # of the gradients of input, linear_weight, linear_bias and target
-_MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/decisions.md
+_MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/design/decisions.md
 
 
 def chunk_plan(

@@ -77,8 +77,9 @@ def attention(
 
     Args:
         query: `[..., Hq, L, E]`; float16, bfloat16, float32 or float64; any strides.
-        key: `[..., Hk, S, E]`, value: `[..., Hv, S, Ev]`, of query's dtype and device. Hk and Hv divide Hq; query head h
-            uses key head `h // (Hq / Hk)`. Leading dimensions broadcast.
+        key: `[..., Hk, S, E]`, of query's dtype and device. Hk divides Hq; query head h uses key head `h // (Hq / Hk)`. Leading
+            dimensions broadcast.
+        value: `[..., Hv, S, Ev]`, as key. Hv divides Hq too.
         mask: bool (True: takes part) or floating (added; float32 or query's dtype), broadcastable to `[..., Hq, L, S]`,
             never expanded or copied. A float mask gets its gradient in its own shape.
         causal: query sees keys j <= p.

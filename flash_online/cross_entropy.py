@@ -403,20 +403,32 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The cross-entropy of logits and targets, in one read of the logits and without a table of probabilities.
 
-    input: logits [C], [N, C] or [N, C, ...], any strides; float16, bfloat16, float32 or float64. target: class indices (int64
-    or uint8) of the shape without C, or class probabilities of input's shape. weight: [C], floating. `ignore_index`,
-    `reduction` ("mean", "sum", "none"), `label_smoothing` and the deprecated `size_average` and `reduce`: as in
-    torch.nn.functional.cross_entropy. An ignored row has gradient 0 whatever its logits hold.
+    Args:
+        input: logits `[C]`, `[N, C]` or `[N, C, ...]`, any strides; float16, bfloat16, float32 or float64.
+        target: class indices (int64 or uint8) of the shape without C, or class probabilities of input's shape.
+        weight: `[C]`, floating: the weights of the classes.
+        size_average: deprecated, as in torch.nn.functional.cross_entropy.
+        ignore_index: rows with this index have no loss, and gradient 0 whatever their logits hold.
+        reduce: deprecated, as in torch.nn.functional.cross_entropy.
+        reduction: "mean", "sum" or "none", as in torch.nn.functional.cross_entropy.
+        label_smoothing: 0 to 1, as in torch.nn.functional.cross_entropy.
+        return_lse: also return lse, the logsumexp of each row's logits in nats, of the shape of class indices, in float32
+            (float64 for float64 logits); differentiable.
+        z_loss: adds z_loss * lse^2 for each row that is not ignored; "mean" divides that term by the number of such rows,
+            without class weights.
+        dtype: that of the loss, input's if None.
 
-    z_loss: adds z_loss * lse^2 for each row that is not ignored; "mean" divides that term by the number of such rows, without
-    class weights. dtype: the dtype of the loss, input's if None. return_lse: also return lse, the logsumexp of each row's
-    logits in nats, of the shape of class indices, in float32 (float64 for float64 logits); differentiable.
+    Returns:
+        The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
 
-    Returns the loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
+    Raises:
+        IndexError: a target is out of range (a device assert on CUDA).
+        InvalidArgument: tensors and options that do not fit together.
+        TypeError: an argument of another type.
+        NotImplementedError: tensors that no kernel takes.
 
-    Raises IndexError for a target out of range (a device assert on CUDA), InvalidArgument for tensors and options that do not
-    fit together, TypeError for an argument of another type, NotImplementedError for tensors that no kernel takes. Source: the
-    online softmax, Milakov and Gimelshein, arXiv 1805.02867; the z-loss, Chowdhery et al., arXiv 2204.02311, section 5.
+    Source: the online softmax, Milakov and Gimelshein, arXiv 1805.02867; the z-loss, Chowdhery et al., arXiv 2204.02311,
+    section 5.
     """
     reduction = reduction_enum(reduction, size_average, reduce)
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)

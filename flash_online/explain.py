@@ -40,10 +40,15 @@ def _bytes(count: int) -> str:
 class Plan:
     """What a call would run, and why.
 
-    function: its name. device: where it runs. ours: whether our kernels run it. kernel: the kernel, or torch's function.
-    operators: the raw operators of the forward pass, in order. refused: each candidate that would be preferred to `kernel`, and
-    why it does not take the call. extra: what the forward pass allocates beside the results, in bytes per item; "scratch", the
-    working space of the threads, is an upper bound. extra is None where torch's function runs.
+    Attributes:
+        function: its name.
+        device: where it runs.
+        ours: whether our kernels run it.
+        kernel: the kernel, or torch's function.
+        operators: the raw operators of the forward pass, in order.
+        refused: each candidate that would be preferred to `kernel`, and why it does not take the call.
+        extra: what the forward pass allocates beside the results, in bytes per item; "scratch", the working space of the
+            threads, is an upper bound. None where torch's function runs.
     """
 
     function: str
@@ -78,11 +83,16 @@ _P = ParamSpec("_P")
 def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Plan:
     """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
 
-    function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,
-    topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
-    (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
-    Raises what the call would raise, except for errors that depend on a tensor's values, such as a target out of range;
-    InvalidArgument for another function.
+    Args:
+        function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,
+            topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
+            (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
+        *args: those of the call.
+        **kwargs: those of the call.
+
+    Raises:
+        InvalidArgument: another function. Otherwise what the call would raise, except for errors that depend on a tensor's
+            values, such as a target out of range.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_leaves, tree_map_only

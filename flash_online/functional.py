@@ -49,13 +49,25 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(scale * query key^T + attn_mask) value, as torch.nn.functional.scaled_dot_product_attention documents it.
 
-    query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev]: two or more dimensions, of one dtype (float16, bfloat16,
-    float32, float64) and device; leading dimensions broadcast. attn_mask: bool (True: takes part), query's dtype or float32,
-    broadcastable to the scores [..., Hq, L, S]; not together with `is_causal`, which hides keys j > i. With `enable_gqa`, Hk
-    and Hv may be divisors of Hq. Memory is linear in L and S. The result is [..., Hq, L, Ev], of query's dtype and order of
-    strides; a query that sees no key gives 0.
+    Memory is linear in L and S.
 
-    Raises what torch raises, with messages that name the argument; RuntimeError in most cases. Source: as `attention`.
+    Args:
+        query: `[..., Hq, L, E]`, two or more dimensions; float16, bfloat16, float32 or float64.
+        key: `[..., Hk, S, E]`, of query's dtype and device. Leading dimensions broadcast.
+        value: `[..., Hv, S, Ev]`, as key.
+        attn_mask: bool (True: takes part), query's dtype or float32, broadcastable to the scores `[..., Hq, L, S]`.
+        dropout_p: probability that a weight is dropped.
+        is_causal: hides keys j > i; not together with a mask.
+        scale: 1 / sqrt(E) if None.
+        enable_gqa: Hk and Hv may be divisors of Hq.
+
+    Returns:
+        `[..., Hq, L, Ev]`, of query's dtype and order of strides; a query that sees no key gives 0.
+
+    Raises:
+        RuntimeError: in most cases; what torch raises, with messages that name the argument.
+
+    Source: as `attention`.
     """
     plain = attn_mask is None and type(dropout_p) in (float, int) and not dropout_p
     if plain and type(is_causal) is bool is type(enable_gqa):

@@ -348,13 +348,18 @@ def linear_cross_entropy(
     """cross_entropy(linear(input, linear_weight, linear_bias), target), without the table of logits: one chunk of rows of it
     exists at a time, of 128 MiB on the CPU and 512 MiB on CUDA, also in the backward pass.
 
-    input: [H] or [..., H]; float16, bfloat16, float32 or float64. linear_weight: [C, H], of input's dtype, or for a loss with K
-    dimensions of positions [C, d_1, ..., d_K, H]. linear_bias: [C] or [C, d_1, ..., d_K]. target: class indices (int64 or
-    uint8) [..., d_1, ..., d_K], or class probabilities [..., C, d_1, ..., d_K]. weight, reduction, label_smoothing, z_loss,
-    return_lse and dtype: as in cross_entropy. ignore_index: -100 if None; an error beside probabilities. options: accepted for
-    compatibility with torch and not used. Under autocast the products run in its dtype and the loss is float32.
+    Args:
+        input: `[H]` or `[..., H]`; float16, bfloat16, float32 or float64. Under autocast the products run in its dtype and the
+            loss is float32.
+        linear_weight: `[C, H]`, of input's dtype, or for a loss with K dimensions of positions `[C, d_1, ..., d_K, H]`.
+        target: class indices (int64 or uint8) `[..., d_1, ..., d_K]`, or class probabilities `[..., C, d_1, ..., d_K]`.
+        linear_bias: `[C]` or `[C, d_1, ..., d_K]`.
+        weight: as in `cross_entropy`, and so are `reduction`, `label_smoothing`, `return_lse`, `z_loss` and `dtype`.
+        ignore_index: -100 if None; an error beside probabilities.
+        options: accepted for compatibility with torch and not used.
 
-    Returns the loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
+    Returns:
+        The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
 
     Products, losses and lse are summed in float32 (float64 for float64). The gradient of linear_weight is summed over chunks in
     its own dtype, but in float32 where a 16-bit one would be rounded for more than 8 chunks. An ignored row has gradient 0
@@ -362,10 +367,14 @@ def linear_cross_entropy(
     matrix products in all; float16 and reduction="none" compute the logits again in the backward pass. Second derivatives,
     forward mode and torch.func go through plain torch operations, in memory for all logits.
 
-    Raises IndexError for a target out of range (a device assert on CUDA), InvalidArgument for tensors and options that do not
-    fit together, TypeError for an argument of another type, NotImplementedError for tensors that no kernel takes. Source: the
-    chunks of Liger Kernel (arXiv 2410.10989), the aim of Cut Cross-Entropy (arXiv 2411.09009), and the online softmax
-    (arXiv 1805.02867).
+    Raises:
+        IndexError: a target is out of range (a device assert on CUDA).
+        InvalidArgument: tensors and options that do not fit together.
+        TypeError: an argument of another type.
+        NotImplementedError: tensors that no kernel takes.
+
+    Source: the chunks of Liger Kernel (arXiv 2410.10989), the aim of Cut Cross-Entropy (arXiv 2411.09009), and the online
+    softmax (arXiv 1805.02867).
     """
     number = reduction_enum(reduction, None, None)
     check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)

@@ -33,8 +33,11 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undoes one enable(); the last call restores the functions that torch.nn.functional had before the first enable(). Raises
-    RuntimeError without an enable() to undo."""
+    """Undoes one enable(); the last call restores the functions that torch.nn.functional had before the first enable().
+
+    Raises:
+        RuntimeError: there is no enable() to undo.
+    """
     global _depth
     with _lock:
         if _depth == 0:

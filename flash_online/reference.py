@@ -288,8 +288,10 @@ def cross_entropy(
     """Cross-entropy of logits [C], [N, C] or [N, C, ...] with class indices [], [N] or [N, ...], or with probabilities.
 
     With logp the log-softmax over classes, e the smoothing and w the class weights, a row's loss is
+
         indices y:        -(1 - e) * w[y] * logp[y] - e / C * sum_c(w[c] * logp[c])     (0 if y is ignored)
         probabilities t:  -sum_c(w[c] * ((1 - e) * t[c] + e / C) * logp[c])
+
     and `mean` divides their sum by the sum of w[y] over the rows not ignored, or by the number of rows for probabilities.
     `z_loss` adds z_loss * lse^2 for every row not ignored; `mean` divides that part by the number of such rows.
     """

@@ -140,14 +140,23 @@ def softmax_impl(name: str, input, dim, dtype, log: bool) -> Tensor:
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """exp(input) / sum(exp(input)) along `dim`.
 
-    input: any shape and strides; float16, bfloat16, float32 or float64. dtype: that of the result, input's if None; with it,
-    input may have any dtype that can be cast to it, and a 16-bit input with a float32 result is read without a cast copy. The
-    result is contiguous and has input's shape. A row that is all -inf, or holds a NaN or +inf, gives NaN. Twice
-    differentiable, also under torch.func and in forward mode.
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 or float64.
+        dim: the dimension whose elements sum to 1.
+        dtype: that of the result, input's if None. With it, input may have any dtype that can be cast to it; a 16-bit input
+            with a float32 result is read without a cast copy.
 
-    Raises UnsupportedDtype for another dtype, IndexError for a `dim` out of range, TypeError for an argument of another type,
-    NotImplementedError for tensors that no kernel takes. Source: the online softmax, which reads the input once; Milakov and
-    Gimelshein, arXiv 1805.02867, section 3.
+    Returns:
+        The probabilities, contiguous and of input's shape. A row that is all -inf, or holds a NaN or +inf, gives NaN. Twice
+        differentiable, also under torch.func and in forward mode.
+
+    Raises:
+        UnsupportedDtype: a dtype that is not above.
+        IndexError: `dim` is out of range.
+        TypeError: an argument of another type.
+        NotImplementedError: tensors that no kernel takes.
+
+    Source: the online softmax, which reads the input once; Milakov and Gimelshein, arXiv 1805.02867, section 3.
     """
     check_tensor("input", input)
     if dtype is not None:
@@ -239,12 +248,22 @@ def _accumulated_softmax(input: Tensor, dim: int) -> Tensor:
 def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     """log(sum(exp(input))) along `dim`, one dimension or several, which stay with size 1 if `keepdim`.
 
-    input: any shape and strides; float16, bfloat16, float32 or float64; integers are cast to torch's default dtype. The result
-    has the input's dtype after that cast. A row that is empty or all -inf gives -inf. Twice differentiable, also under
-    torch.func and in forward mode.
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 or float64; integers are cast to torch's default dtype.
+        dim: an int, or several.
+        keepdim: whether they stay.
 
-    Raises UnsupportedDtype for another dtype, IndexError for a `dim` out of range, InvalidArgument for a dimension that comes
-    twice, NotImplementedError for tensors that no kernel takes. Source: arXiv 1805.02867, as `softmax`.
+    Returns:
+        The logarithms, of input's dtype after that cast. A row that is empty or all -inf gives -inf. Twice differentiable, also
+        under torch.func and in forward mode.
+
+    Raises:
+        UnsupportedDtype: a dtype that is not above.
+        IndexError: a `dim` is out of range.
+        InvalidArgument: a dimension comes twice.
+        NotImplementedError: tensors that no kernel takes.
+
+    Source: arXiv 1805.02867, as `softmax`.
     """
     check_tensor("input", input)
     _policy.require_kernel("logsumexp", input=input)
@@ -378,11 +397,21 @@ def topk_softmax(
 ) -> tuple[Tensor, Tensor]:
     """The k largest probabilities of the softmax along `dim`, descending, and their indices (int64); ties in any order.
 
-    input and dtype: as for `softmax`. Both results have size k along `dim`. `renormalize` divides the probabilities by their
-    sum. The probabilities are twice differentiable, also under torch.func and in forward mode.
+    Args:
+        input: as for `softmax`.
+        k: how many, 0 to input.shape[dim].
+        dim: the dimension of the softmax.
+        renormalize: divides the k probabilities by their sum.
+        dtype: that of the probabilities, as for `softmax`.
 
-    Raises InvalidArgument unless 0 <= k <= input.shape[dim], and otherwise what `softmax` raises. Source: arXiv 1805.02867,
-    section 4: softmax and top k in one read of the input.
+    Returns:
+        (probabilities, indices), of size k along `dim`. The probabilities are twice differentiable, also under torch.func
+        and in forward mode.
+
+    Raises:
+        InvalidArgument: k is out of range. Otherwise what `softmax` raises.
+
+    Source: arXiv 1805.02867, section 4: softmax and top k in one read of the input.
     """
     check_tensor("input", input)
     if dtype is not None:

@@ -88,12 +88,16 @@ def varlen_attention(
 
     Args:
         query: `[Tq, Hq, E]`; float16, bfloat16, float32 or float64; any strides.
-        key: `[Tk, Hk, E]`, value: `[Tk, Hv, Ev]`, of query's dtype and device. Hk and Hv divide Hq.
-        cu_seqlens_q, cu_seqlens_k: int32 `[sequences + 1]` on query's device, ascending from 0. Only the device reads them:
-            starts that are out of order or past the end raise no error, and no memory outside the tensors is read.
-        max_seqlen_q, max_seqlen_k: ints, at least the lengths of the longest sequence. Rows of a sequence beyond them are
-            left out.
-        causal, window, alignment, softcap, sinks, scale, return_lse, deterministic: as in `attention`.
+        key: `[Tk, Hk, E]`, of query's dtype and device. Hk divides Hq.
+        value: `[Tk, Hv, Ev]`, as key. Hv divides Hq too.
+        cu_seqlens_q: int32 `[sequences + 1]` on query's device, ascending from 0: where the queries of each sequence begin.
+            Only the device reads them: starts that are out of order or past the end raise no error, and no memory outside the
+            tensors is read.
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q: an int, at least the length of the longest sequence. Queries of a sequence beyond it are left out.
+        max_seqlen_k: the same of the keys.
+        causal: as in `attention`, and so are `window`, `alignment`, `softcap`, `sinks`, `scale`, `return_lse` and
+            `deterministic`.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
 

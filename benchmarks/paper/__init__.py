@@ -1,6 +1,6 @@
 """The paper, reproduced: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867.
 
 kernels.cu holds its algorithms as plain CUDA kernels, build.py compiles and calls them, measure.py times them beside this
-library (python -m flash_online bench paper), summary.py computes the speed-ups that docs/paper.md shows. The library does not
-use it.
+library (python -m flash_online bench paper), summary.py computes the speed-ups that docs/performance/paper.md
+shows. The library does not use it.
 """

@@ -99,23 +99,45 @@ def test_full_folders_are_found(house):
 
 
 def test_the_map_is_held_against_the_tree(house, tmp_path):
-    head = "# House\n\n## 2. The rooms\n\n| folder | files | what |\n|---|---|---|\n"
-    write(tmp_path, "docs/architecture.md", head + "| `csrc/core` | `a.h` `gone.h` | x |\n| `csrc/core` | `b.h` | y |\n")
-    files = [Path("csrc/core/a.h"), Path("csrc/core/b.h"), Path("csrc/core/new.h"), Path("csrc/cpu/c.h")]
+    head = "# Map\n\n## 2. The map\n\n"
+    entries = "- `csrc/core` (`a.h`\n  `gone.h`): `x`, (y).\n- `csrc/core` (`b.h`): y.\n- `csrc/core/all`: any.\n"
+    write(tmp_path, "docs/design/architecture.md", head + entries + "\n## 3. More\n\n- `csrc/not` (`there.h`): x.\n")
+    files = [
+        Path("csrc/core/a.h"),
+        Path("csrc/core/b.h"),
+        Path("csrc/core/new.h"),
+        Path("csrc/core/all/d.h"),
+        Path("csrc/cpu/c.h"),
+    ]
     assert house.wrong_map(files) == [
-        "docs/architecture.md: csrc/core/gone.h does not exist",
-        "docs/architecture.md: csrc/core/new.h is not on the map",
-        "docs/architecture.md: the folder csrc/cpu is not on the map",
+        "docs/design/architecture.md: csrc/core/gone.h does not exist",
+        "docs/design/architecture.md: csrc/core/new.h is not on the map",
+        "docs/design/architecture.md: the folder csrc/cpu is not on the map",
     ]
 
 
 def test_words_that_were_given_up_are_found(house, tmp_path):
     rows = "| `[Bb]ig words?` | small |\n| `\\b(old\\|older)\\b` | new |\n"
     table = f"\n## Words that this code gave up\n\n| word | say |\n|---|---|\n{rows}"
-    write(tmp_path, "docs/glossary.md", table)
+    write(tmp_path, "docs/design/glossary.md", table)
     files = [
         write(tmp_path, "a.py", "# a big word\nx = 1\n"),
         write(tmp_path, "b.py", "# golden holder\n# older\n"),
-        Path("docs/glossary.md"),
+        Path("docs/design/glossary.md"),
     ]
     assert [line.partition(" is ")[0] for line in house.old_words(files)] == ["a.py:1: 'big word'", "b.py:2: 'older'"]
+
+
+def test_long_pages_are_found(house, tmp_path):
+    begin, end = "<!-- python -m flash_online bench docs writes from here -->\n", "<!-- to here -->\n"
+    files = [
+        write(tmp_path, "docs/fits.md", ("x" * 128 + "\n") * 150),
+        write(tmp_path, "docs/long.md", "x\n" * 151),
+        write(tmp_path, "docs/design/wide.md", "x" * 129),
+        write(tmp_path, "docs/table.md", begin + ("x" * 200 + "\n") * 200 + end),
+        write(tmp_path, "docs/design/decisions.md", ("x" * 200 + "\n") * 200),
+        write(tmp_path, "docs/lab/a.md", ("x" * 200 + "\n") * 200),
+        write(tmp_path, "README.md", ("x" * 200 + "\n") * 200),
+    ]
+    names = [line.partition(",")[0] for line in house.long_pages(files)]
+    assert names == ["docs/long.md: a page of 151 lines", "docs/design/wide.md: a line of 129 columns"]

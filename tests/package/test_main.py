@@ -51,7 +51,7 @@ def test_trace_prints_the_walk(capsys, row, walk, options):
 @pytest.mark.parametrize(
     "row, sentence",
     [
-        ("1 2 3 4", "differ by 2 units in the last place"),  # the counterexample of docs/online_softmax.md, section 8
+        ("1 2 3 4", "differ by 2 units in the last place"),  # the counterexample of docs/online_softmax_rounding.md, section 8
         ("1 3 2", "agree to the last bit"),
         ("100 101", "The naive softmax over- or underflows"),
         ("nan 1", "A NaN in the row"),

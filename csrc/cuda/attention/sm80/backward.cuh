@@ -1,5 +1,5 @@
 // Attention backward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
-// (arXiv 2307.08691). docs/attention_sm80.md draws it.
+// (arXiv 2307.08691). docs/design/attention_sm80.md draws it.
 //
 // A CTA takes a tile of keys and values, and its mainloop passes over blocks of the queries of every head that shares them.
 // Scores are made transposed, [key][query], so that weights and the scores' gradients are left operands of the products that

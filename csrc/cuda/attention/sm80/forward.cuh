@@ -1,5 +1,5 @@
 // Attention forward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
-// (arXiv 2307.08691). docs/attention_sm80.md draws it.
+// (arXiv 2307.08691). docs/design/attention_sm80.md draws it.
 //
 // A CTA takes a tile of one head's queries, and each of its warps 16 * row_tiles of them, whose scores, weights and outputs are
 // in that warp's registers. The mainloop passes over blocks of keys: while scores are made, the block's values and mask arrive;

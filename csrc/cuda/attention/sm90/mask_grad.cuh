@@ -1,4 +1,4 @@
-// The gradient of a float mask on Hopper: TMA loads, wgmma products. docs/backward_sm90.md draws it.
+// The gradient of a float mask on Hopper: TMA loads, wgmma products. docs/design/backward_sm90_options.md draws it.
 //
 // The kernel is persistent. A work tile is 128 x 96 of the mask, 64 queries per math warpgroup. The scores that a tile of the
 // mask was added to are computed again, of one batch entry and head after another, and dP beside them; the sum of their dS

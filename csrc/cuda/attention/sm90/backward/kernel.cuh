@@ -1,4 +1,4 @@
-// Attention backward on Hopper: TMA loads, wgmma products. docs/backward_sm90.md draws it.
+// Attention backward on Hopper: TMA loads, wgmma products. docs/design/backward_sm90.md draws it.
 //
 // A CTA owns a tile of 128 keys and values, 64 per math warpgroup, and loops over blocks of queries of all heads that share
 // them (the mainloop); a producer warp loads these. Scores are computed again, transposed: [key][query]. So weights and dS are

@@ -1,5 +1,5 @@
 // The schedule of math warpgroups that have keys of their own, 64 each: two per CTA, or one (kSingleWarpgroup).
-// docs/backward_sm90.md draws it. The order of statements matters: it decides what is in flight at once, and what finds
+// docs/design/backward_sm90.md draws it. The order of statements matters: it decides what is in flight at once, and what finds
 // registers.
 #pragma once
 

@@ -1,4 +1,5 @@
-// Attention backward on Hopper where a sequence's keys are one tile: one launch, no workspace. docs/backward_sm90.md draws it.
+// Attention backward on Hopper where a sequence's keys are one tile: one launch, no workspace.
+// docs/design/backward_sm90_options.md draws it.
 //
 // A CTA is one warpgroup. It owns the keys and values of a sequence and a head, at most 64, and loops over the blocks of
 // queries of the heads that share them. With all keys at hand, dQ of a block is complete where it is computed and is written in

@@ -1,6 +1,6 @@
-// Attention's forward pass on Hopper (compute capability 9.0): TMA loads and wgmma products; docs/forward_sm90.md draws it. The
-// kernel is persistent: its CTAs take one tile of queries after another. In a CTA one warp schedules the tiles, one loads, and
-// one to three math warpgroups compute, of 64 queries each or, with split values, of the same 64.
+// Attention's forward pass on Hopper (compute capability 9.0): TMA loads and wgmma products; docs/design/forward_sm90.md draws
+// it. The kernel is persistent: its CTAs take one tile of queries after another. In a CTA one warp schedules the tiles, one
+// loads, and one to three math warpgroups compute, of 64 queries each or, with split values, of the same 64.
 #pragma once
 
 #include "../../../hw/mbarrier.cuh"

@@ -1,0 +1,105 @@
+"""The docs: their Python blocks and the README's run, in order, on the CPU; the page of the API names every public name; the
+site builds. A block that cannot run stands behind a comment `<!-- not run: reason -->`; these are counted, and should stay few.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_online
+
+ROOT = Path(__file__).parents[2]
+MARK = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
+MOST_NOT_RUN = 3  # in all pages together; a fragment or a GPU's code is worth one of them
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+
+if not (ROOT / "docs").is_dir():
+    pytest.skip("the docs are part of a checkout", allow_module_level=True)
+
+
+def python_blocks(page: Path) -> list[tuple[int, str, str | None]]:
+    """(number of the first line, source, why it is not run or None) of each Python block."""
+    blocks, lines, at = [], page.read_text().splitlines(), 0
+    while at < len(lines):
+        if re.match(r"```(python|py)\b", lines[at]):
+            end = lines.index("```", at)
+            mark = MARK.fullmatch(next((line for line in reversed(lines[:at]) if line.strip()), ""))
+            blocks.append((at + 2, "\n".join(lines[at + 1 : end]), mark["reason"] if mark else None))
+            at = end
+        at += 1
+    return blocks
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.stem)
+def test_blocks_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    threads, originals = torch.get_num_threads(), dict(flash_online.functional.ORIGINALS)
+    namespace = {"__name__": f"docs.{page.stem}"}
+    for line, source, reason in python_blocks(page):
+        if reason is None:
+            # The blank lines make the numbers of a traceback those of the page.
+            exec(compile("\n" * (line - 1) + source, page, "exec"), namespace)
+    assert torch.get_num_threads() == threads
+    assert all(getattr(torch.nn.functional, name) is function for name, function in originals.items()), "an enable() was left"
+
+
+def test_few_blocks_are_not_run():
+    marked = [f"{page.name}:{line}: {why}" for page in PAGES for line, _, why in python_blocks(page) if why]
+    assert len(marked) <= MOST_NOT_RUN, "\n".join(marked)
+
+
+def test_marks_stand_before_a_block():
+    for page in PAGES:
+        assert len(MARK.findall(page.read_text())) == sum(why is not None for *_, why in python_blocks(page)), page.name
+
+
+def test_blocks_and_their_marks_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n<!-- not run: a fragment -->\n```py\n...\n```\n```\nno python\n```\n")
+    assert python_blocks(page) == [(2, "x = 1", None), (6, "...", "a fragment")]
+
+
+def test_the_api_page_names_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^::: flash_online\.(?:\w+\.)*(\w+)$", page, re.MULTILINE))
+    assert shown == set(flash_online.__all__)
+    assert re.search(r"members: \[(.*)\]", page)[1].split(", ") == list(flash_online.functional.NAMES)
+
+
+@pytest.mark.parametrize("module", [flash_online, flash_online.functional, flash_online.reference, flash_online.testing])
+def test_every_public_name_is_documented(module):
+    ours = module.__name__ + "."
+    names = {flash_online: flash_online.__all__, flash_online.functional: flash_online.functional.NAMES}.get(module)
+    for name in names or [
+        n for n, o in vars(module).items() if not n.startswith("_") and getattr(o, "__module__", "") == ours[:-1]
+    ]:
+        value = getattr(module, name)
+        assert not callable(value) or inspect.getdoc(value), ours + name
+
+
+def test_the_site_builds(tmp_path):
+    for needed in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(needed)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # strict: of any warning
+    assert (tmp_path / "api" / "index.html").is_file()
+
+
+def test_links_lead_somewhere():
+    """Those of all pages to files; the site's build also looks at those to headings, where mkdocs is installed."""
+    dead = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if "://" not in target and not (page.parent / target).exists():
+                dead.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not dead, "\n".join(dead)
