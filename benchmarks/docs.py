@@ -1,8 +1,8 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets the numbers that matter, docs/benchmarks.md and docs/attention_benchmarks.md every case, docs/paper.md the paper's
-tables, each between its two markers. The figures are the records' curves and bars, and those of docs/online_softmax.md, which
-docs/figures.py draws.
+README.md gets the numbers that matter, docs/benchmarks.md and docs/attention_benchmarks.md every case, docs/paper.md the
+paper's tables, each between its two markers. The figures are the records' curves and bars, and those of
+docs/online_softmax.md, which docs/figures.py draws.
 """
 
 from __future__ import annotations

@@ -423,7 +423,7 @@ def readme_page(attention: dict, cuda: dict, cpu: dict, training: dict) -> list[
     head = ["times faster: forward / backward", "than torch", "than cuDNN", "than FA3", "than the fastest peer", "`bench`"]
     rows = [
         *_of_attention(attention),
-        *_of_functions(cuda, OF_ROWS, "rows, H200" if "H200" in cuda["device"] else "rows, GPU"),
+        *_of_functions(cuda, OF_ROWS, "rows, GPU"),
         *_of_functions(cpu, OF_CPU, "rows, CPU"),
         *_of_training(training),
     ]
