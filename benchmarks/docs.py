@@ -1,7 +1,8 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets a summary, rows.md and attention.md in docs/performance every case, and paper.md there the paper's tables, each
-between its two markers. The figures are the records' curves and those of docs/online_softmax.md, which docs/figures.py draws.
+README.md gets the numbers that matter, rows.md and attention.md in docs/performance every case, and paper.md there the paper's
+tables, each between its two markers. The figures are the records' curves and bars, and those of docs/online_softmax.md, which
+docs/figures.py draws.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from pathlib import Path
 
 from .machine import RESULTS, ROOT
 from .summary import SCHEMA
-from .tables import attention_page, attention_summary, case_page, paper_page, summary_page, training_page
+from .tables import attention_page, case_page, paper_page, readme_page, training_page
 
 BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
 
-# page -> results -> the function that makes the page's lines from them
+# page -> results, one or several -> the function that makes the page's lines from them
 PAGES = {
-    ROOT / "README.md": {"cpu": summary_page, "cuda": summary_page, "attention": attention_summary, "training": training_page},
+    ROOT / "README.md": {("attention", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page},
-    ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page},
+    ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
     ROOT / "docs" / "performance" / "paper.md": {"paper": paper_page},
 }
 
@@ -35,8 +36,11 @@ def read(path: Path) -> dict:
 
 def updated(page: Path) -> str:
     """The page's text with the tables that the records give."""
-    paths = {RESULTS / f"{name}.json": lines_of for name, lines_of in PAGES[page].items()}
-    body = [line for path, lines_of in paths.items() if path.is_file() for line in [*lines_of(read(path)), ""]]
+    body = []
+    for names, lines_of in PAGES[page].items():
+        paths = [RESULTS / f"{name}.json" for name in ([names] if isinstance(names, str) else names)]
+        if all(path.is_file() for path in paths):
+            body += [*lines_of(*map(read, paths)), ""]
     body = body or ["None committed yet.", ""]
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)

@@ -14,6 +14,7 @@ from .paper.summary import CLAIMS, FASTER, SOFTMAX, TOP_FASTER, measured, speed_
 from .summary import DIRECTIONS, FLASH, OURS
 
 ATTENTION_COLORS = {OURS: "#3465a4", FA3: "#e08214", CUDNN: "#3a8a4d", FLASH: "#8a8f98"}
+IN_WORDS = {FA3: "FlashAttention-3", CUDNN: "cuDNN, through torch", FLASH: "torch, flash backend"}
 PAPER_COLORS = {"naive": "#8a8f98", "online": "#e08214", "safe, fused": "#3a8a4d", "online, fused": "#e08214", OURS: "#3465a4"}
 BY_K = ("#7f3b08", "#e08214", "#fdb863", "#8a8f98")
 
@@ -52,6 +53,38 @@ def attention_plain(record: dict):
     for axes in panels[-1]:
         axes.set_xlabel("L")
     panels[0][0].legend(fontsize=7)
+    return figure
+
+
+def speed(record: dict):
+    """Causal attention of one head dim: a panel for forward and one for a step of both, bars of TFLOP/s by length."""
+    causal = [r for r in record["results"] if r["family"] == "plain" and r["options"].get("causal")]
+    head_dim = min((r["sizes"]["E"] for r in causal), key=lambda size: abs(size - 128))
+    members = sorted((r for r in causal if r["sizes"]["E"] == head_dim), key=lambda r: r["sizes"]["L"])
+
+    def step_tflop_per_s(entry: dict) -> float | None:
+        if not all(f"{d}_ms" in entry for d in DIRECTIONS):
+            return None
+        work = sum(entry[f"{d}_tflop_per_s"] * entry[f"{d}_ms"] for d in DIRECTIONS)
+        return work / sum(entry[f"{d}_ms"] for d in DIRECTIONS)
+
+    rates = {"forward": lambda entry: entry.get("forward_tflop_per_s"), "forward and backward": step_tflop_per_s}
+    figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.7), layout="constrained", sharey=True)
+    for (title, rate), axes in zip(rates.items(), panels, strict=True):
+        for slot, (name, color) in enumerate(ATTENTION_COLORS.items()):
+            found = [(place, rate(r["providers"].get(name, {}))) for place, r in enumerate(members)]
+            bars = [(place + 0.2 * (slot - 1.5), height) for place, height in found if height]
+            if bars:
+                axes.bar(*zip(*bars, strict=True), width=0.2, color=color, label=IN_WORDS.get(name, name))
+        axes.set_xticks(range(len(members)), [f"{r['sizes']['L']}" for r in members])
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("length")
+    panels[0].set_ylabel("TFLOP/s")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ATTENTION_COLORS), fontsize=9)
+    dtype = members[0]["dtype"]
+    figure.suptitle(f"Causal attention, {dtype}, head dim {head_dim}, {record['device']}, torch {record['torch']}", fontsize=11)
     return figure
 
 
@@ -103,7 +136,7 @@ def paper_top(record: dict):
 
 
 # results -> the functions that draw a figure from them, each named as its file
-FIGURES = {"attention": (attention_plain,), "paper": (paper_softmax, paper_top)}
+FIGURES = {"attention": (attention_plain, speed), "paper": (paper_softmax, paper_top)}
 
 
 def draw(name: str, record: dict, folder: Path) -> None:
