@@ -200,10 +200,6 @@ def best_table(record: dict) -> list[str]:
     return ["", *table(head, rows)] if rows else []
 
 
-def summary_page(record: dict) -> list[str]:
-    return [*heading(record), "", *summary_table(record), *best_table(record)]
-
-
 def case_page(record: dict) -> list[str]:
     lines = [*heading(record), *conditions(record)]
     if targets := targets_table(record):
@@ -338,10 +334,6 @@ def cell_tables(record: dict) -> list[str]:
         for why, names in reasons.items():
             lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
     return lines
-
-
-def attention_summary(record: dict) -> list[str]:
-    return [*heading(record), "", *attention_summary_table(record)]
 
 
 def attention_page(record: dict) -> list[str]:

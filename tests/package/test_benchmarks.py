@@ -146,7 +146,7 @@ def test_the_fastest_peer_may_be_another_in_each_direction(modules):
     (entry,) = summary.summarize([r | {"over_best": best} for r in with_ratio(summary, result)])
     assert entry["over_best"]["step"]["worst_case"] == "a" and entry["over_best"]["backward"]["peer"] == "Liger"
     record = {"device": "", "torch": "", "commit": "", "date": "", "summary": [entry]}
-    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["tables"].summary_page(record))
+    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["tables"].best_table(record))
 
 
 def test_noise_is_the_baselines_median_over_its_least(modules):
@@ -334,19 +334,18 @@ def test_a_quick_run_records_everything(quick_record):
 
 def test_report_makes_tables_of_it(modules, quick_record):
     report = modules["tables"]
-    for lines_of in (report.summary_page, report.case_page):
-        lines = lines_of(quick_record)
-        rows = [line for line in lines if line.startswith("|")]
-        assert len(rows) > 10 and not any("None" in line or "nan" in line for line in rows)
-        widths, previous = set(), ""
-        for line in lines:
-            if line.startswith("|"):
-                columns = line.count(" | ")
-                if not previous.startswith("|"):
-                    widths = {columns}
-                assert columns in widths, line
-            previous = line
-    assert any("attention, bias shared | torch math | 1" in line for line in report.summary_page(quick_record))
+    lines = report.case_page(quick_record)
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) > 10 and not any("None" in line or "nan" in line for line in rows)
+    widths, previous = set(), ""
+    for line in lines:
+        if line.startswith("|"):
+            columns = line.count(" | ")
+            if not previous.startswith("|"):
+                widths = {columns}
+            assert columns in widths, line
+        previous = line
+    assert any("attention, bias shared | torch math | 1" in line for line in lines)
 
 
 def paper_record(modules):
@@ -621,8 +620,8 @@ def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_p
         assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
         assert "error" not in result["providers"].get("FA3", ()) and result["unavailable"]["FA3"]
     report = modules["tables"]
-    for lines in (report.attention_summary(record), report.attention_page(record)):
-        assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
+    lines = report.attention_page(record)
+    assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
     assert any(line.startswith("- FA3 (2)") for line in lines)
     pytest.importorskip("matplotlib")
     importlib.import_module("benchmarks.figures").draw("attention", record, tmp_path)

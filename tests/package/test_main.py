@@ -286,10 +286,3 @@ def test_bench_outside_a_checkout_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(__main__, "__file__", str(tmp_path / "flash_online" / "__main__.py"))
     assert main(["bench"]) == 1
     assert "part of a checkout" in capsys.readouterr().err
-
-
-def test_the_readmes_program_runs(capsys):
-    """As pasted, on the CPU; its last line prints what would run."""
-    code = (REPOSITORY / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    exec(compile(code, "README.md", "exec"), {})
-    assert "flash_online's CPU kernel" in capsys.readouterr().out
