@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "matmul.h"
 
@@ -26,20 +27,21 @@ auto matrix_of(const View4<Pointer>& view, int64_t batch, int64_t head, int64_t 
 // Transposes a square of vectors. Each step interleaves the rows of the two halves, which moves the highest bit of an element's
 // column into the lowest bit of its row, and the highest bit of its row into the lowest of its column. After one step per bit,
 // row and column have changed places.
-template <class T>
-FLASH_ONLINE_INLINE void transpose(Vector<T> (&row)[kLanes<T>]) {
+template <class T, size_t... Lane>
+FLASH_ONLINE_INLINE void transpose(Vector<T> (&row)[kLanes<T>], std::index_sequence<Lane...>) {
   constexpr int n = kLanes<T>;
-  using Index = Vector<std::conditional_t<sizeof(T) == 8, int64_t, int32_t>>;
-  Index low, high;
-  for (int l = 0; l < n; ++l) low[l] = l / 2 + l % 2 * n, high[l] = low[l] + n / 2;
   for (int bit = 1; bit < n; bit *= 2) {
     Vector<T> next[n];
     for (int i = 0; i < n / 2; ++i) {
-      next[2 * i] = __builtin_shuffle(row[i], row[i + n / 2], low);
-      next[2 * i + 1] = __builtin_shuffle(row[i], row[i + n / 2], high);
+      next[2 * i] = __builtin_shufflevector(row[i], row[i + n / 2], (Lane / 2 + Lane % 2 * n)...);
+      next[2 * i + 1] = __builtin_shufflevector(row[i], row[i + n / 2], (Lane / 2 + Lane % 2 * n + n / 2)...);
     }
     for (int i = 0; i < n; ++i) row[i] = next[i];
   }
+}
+template <class T>
+FLASH_ONLINE_INLINE void transpose(Vector<T> (&row)[kLanes<T>]) {
+  transpose<T>(row, std::make_index_sequence<kLanes<T>>());
 }
 
 // Writes the transpose of a matrix, widened, to to[columns, pitch]. Rows beyond the matrix, up to padded(rows), become 0.

@@ -5,6 +5,8 @@
 // alone: not on strides, on other rows, on the number of threads, or on how many threads share the row.
 #pragma once
 
+#include <new>
+
 #include "../../core/row_problem.h"
 #include "../../core/visit.h"
 #include "../executor.h"

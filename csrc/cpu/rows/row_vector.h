@@ -1,6 +1,7 @@
 // The vectors of the row kernels: pairs of registers read from and written to elements of any type, tails, sums, transposition.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "../simd.h"
