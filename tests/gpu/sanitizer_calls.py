@@ -28,15 +28,13 @@ def randn(*shape, dtype=torch.bfloat16, grad=True):
 
 def with_gradients(function, *inputs, **options):
     """All floating results, and the gradients of those of `inputs` and `options` that require one."""
-    for given in [*inputs, *options.values()]:
-        for t in given if isinstance(given, list) else [given]:
-            assert not isinstance(t, torch.Tensor) or t.untyped_storage().nbytes() % 16 == 0 or t.dim() <= 1, t.shape
+    given = [t for one in [*inputs, *options.values()] for t in (one if isinstance(one, list) else [one])]
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
+    for t in tensors:
+        assert t.dim() <= 1 or t.untyped_storage().nbytes() % 16 == 0, t.shape
     results = function(*inputs, **options)
     results = [t for t in (results if isinstance(results, tuple) else (results,)) if t.is_floating_point()]
-    given = [*inputs, *options.values()]
-    leaves = [t for given_one in given for t in (given_one if isinstance(given_one, list) else [given_one])]
-    leaves = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    return [*results, *torch.autograd.grad([t.float().sum() for t in results], leaves)]
+    return [*results, *torch.autograd.grad([t.float().sum() for t in results], [t for t in tensors if t.requires_grad])]
 
 
 # --- attention -------------------------------------------------------------------------------------------------------------

@@ -278,11 +278,12 @@ void short_softmax_backward(const RowProblem& problem, const Executor& executor)
     load_block<R>(problem, problem.output, block, y);
     if constexpr (std::is_same_v<R, float>) {
       DoubleSum sum, weight;
-      for (int64_t c = 0; c < problem.classes; ++c) {
-        problem.log ? sum.add(g[c]) : sum.add_product(g[c], y[c]);
-        weight.add(y[c]);
+      if (problem.log) {
+        for (int64_t c = 0; c < problem.classes; ++c) sum.add(g[c]);
+      } else {
+        for (int64_t c = 0; c < problem.classes; ++c) sum.add_product(g[c], y[c]), weight.add(y[c]);
+        sum = sum.over(weight);
       }
-      if (!problem.log) sum = sum.over(weight);
       Vector<float> total, rest;
       for (int l = 0; l < kLanes<float>; ++l) {
         const TwoParts<float> parts(sum.lane(l));
