@@ -1,6 +1,6 @@
-// Every operator of the library, on one page. The implementations are in attention.cpp, merge.cpp, softmax.cpp,
-// cross_entropy.cpp and topk.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. These operators have no
-// autograd, which the stable ABI does not offer: it is in Python.
+// Every operator of the library, on one page. The implementations are in attention/, softmax.cpp, cross_entropy.cpp and
+// topk.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. These operators have no autograd, which the stable
+// ABI does not offer: it is in Python.
 //
 // Conventions: attention takes [..., heads, length, head_dim] tensors of one rank >= 4 with equal batch dimensions (broadcast
 // by strides of 0), or packed ones; a mask has their rank and a size of 1 where it is broadcast; a window bound below 0 is
@@ -48,6 +48,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   m.def(
       "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
       "(Tensor[] grad_outs, Tensor[] grad_lses)");
+  // Makes torch's own flash attention operators on CUDA ours (attention/torch_sdpa.cpp), or undoes it.
+  m.def("torch_sdpa_register(bool active, bool inplace) -> ()");
 
   // softmax or its logarithm along dim (0 <= dim < input.dim), contiguous, in dtype: the input's, or float32 for a 16-bit one.
   m.def("softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");

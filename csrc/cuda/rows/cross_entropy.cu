@@ -205,11 +205,13 @@ struct IndexLossBackward : OneTensorOp {
     if constexpr (!kSmooth)
       if (problem.loss != nullptr) write_index_loss_by_owner(problem, row, target, state, 0);
     // grad_input_c = scale p_c - (uniform_grad weight_c + target_grad in the target class). The scale is the sum of what is in
-    // parentheses over all classes, and of grad_lse: for one class it is the same expression, and the difference is 0.
+    // parentheses over all classes, and of grad_lse. The loss of one class is 0 whatever the logit: what is left is lse's.
     float scale = grad_lse, target_grad = 0, uniform_grad = 0;
     float weight_sum = static_cast<float>(problem.classes);
     if (sums_weights(problem)) weight_sum = row.sum([&](int64_t c, float) { return coefficients.weight_of(c); });
-    if (target != kIgnored) {
+    if (target != kIgnored && problem.classes == 1) {
+      scale += grad_loss - grad_loss;  // NaN stays NaN
+    } else if (target != kIgnored) {
       target_grad = grad_loss * (coefficients.confidence * coefficients.weight_of(target));
       scale += target_grad;
       if (kSmooth) {
@@ -261,7 +263,8 @@ struct ProbabilityLossBackward : OneTensorOp {
     const RowState state = row.state();
     const float a_sum = row.sum(a);
     const float grad_loss = grad_loss_of(problem, coord);
-    const float scale = grad_loss * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
+    const float loss_part = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // as for one target
+    const float scale = loss_part * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
     if (problem.grad_target.data != nullptr) {
       const NegativeLogProb negative_log_prob(state);
       row.template write<T>(problem.grad_target, [&](int64_t c, float x) {
@@ -271,7 +274,7 @@ struct ProbabilityLossBackward : OneTensorOp {
     }
     row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
       // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
-      return scale * (state.weight(x) * inverse) - (c < problem.classes ? __fmul_rn(grad_loss, a(c, x)) : 0.0f);
+      return scale * (state.weight(x) * inverse) - (c < problem.classes ? __fmul_rn(loss_part, a(c, x)) : 0.0f);
     });
   }
 };

@@ -119,7 +119,7 @@ __device__ __forceinline__ LseInputs load_lse(const AttentionProblem& problem, c
     const int64_t at =
         coord.sequence * problem.lse_stride[0] + coord.head * problem.lse_stride[1] + sequence.queries.begin + query;
     inputs.lse = static_cast<const float*>(problem.lse)[at];
-    inputs.lse_low = static_cast<const float*>(problem.lse_low)[at];
+    if (problem.lse_low) inputs.lse_low = static_cast<const float*>(problem.lse_low)[at];
     if (gradients.grad_lse) inputs.grad_lse = static_cast<const float*>(gradients.grad_lse)[at];
   }
   return inputs;

@@ -178,11 +178,14 @@ __device__ __forceinline__ void apply_score_mod(Accumulator<kRows, kColumns>& d,
   }
 }
 
-// Adds a float mask, or hides the scores that a bool mask does not show. `lowest_score`: ScoreMod's.
-template <bool kTransposed, int kRows, int kColumns, class Mask, class Compensation = NotCompensated>
+// Adds a float mask, or hides the scores that a bool mask does not show. `lowest_score`: ScoreMod's. `least_row_statistic`
+// returns the least maximum so far, or the least lse, of the lane's queries: no score need be raised to the lowest one unless a
+// query of the warp has seen nothing above it, since beside a larger maximum all such scores have weight 0.
+template <bool kTransposed, int kRows, int kColumns, class Mask, class Least, class Compensation = NotCompensated>
 __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, float lowest_score,
-                                            const Mask& mask, Compensation* compensation = nullptr) {
-  visit_mask(dtype, [&]<class T>(T) {
+                                            const Mask& mask, Least&& least_row_statistic,
+                                            Compensation* compensation = nullptr) {
+  const auto add = [&]<class T, bool kBounded>(T, std::bool_constant<kBounded>) {
     using Value = std::conditional_t<std::is_same_v<T, bool>, unsigned char, T>;
     const auto apply = [&](int i, int j, int e, Value value) {
       float& x = d[i][j][e];
@@ -191,13 +194,11 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
       } else if constexpr (Compensation::kCompensated) {
         float& low = compensation->low[i][j][e];
         add_in_two_floats(x, low, widen(value), kLog2E, kLog2ELow);
-        if constexpr (!std::is_same_v<T, __half>) {
-          x = max_or_nan(x, lower_bound(widen(value), lowest_score));
-          low = x > lowest_score ? low : 0;
-        }
+        if constexpr (kBounded) x = max_or_nan(x, lower_bound(widen(value), lowest_score));
+        if constexpr (!std::is_same_v<T, __half>) low = x > lowest_score ? low : 0;
       } else {
         x = fmaf(widen(value), kLog2E, x);
-        if constexpr (!std::is_same_v<T, __half>) x = max_or_nan(x, lower_bound(widen(value), lowest_score));
+        if constexpr (kBounded) x = max_or_nan(x, lower_bound(widen(value), lowest_score));
       }
     };
     if constexpr (!kTransposed) {
@@ -235,6 +236,13 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
     }
     for_each_score<kTransposed>(
         d, row, [&](int i, int j, int e, int query, int key) { apply(i, j, e, mask.template at<Value>(query, key)); });
+  };
+  visit_mask(dtype, [&]<class T>(T value) {
+    // float16 masks stay far from the bound.
+    if constexpr (std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, float>)
+      if (__any_sync(~0u, least_row_statistic() <= lowest_score)) [[unlikely]]
+        return add(value, std::true_type{});
+    add(value, std::false_type{});
   });
 }
 

@@ -76,6 +76,17 @@ struct RowStatsTile {
   }
   // Each reads those of two neighbouring queries.
   __device__ __forceinline__ float2 lse(int query) const { return *reinterpret_cast<const float2*>(data + query); }
+  // The least of those that a lane reads in kColumns groups of eight queries.
+  template <int kColumns>
+  __device__ __forceinline__ float least_lse() const {
+    float least = INFINITY;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const float2 both = lse(8 * j + 2 * lane_in_quad());
+      least = fminf(least, fminf(both.x, both.y));
+    }
+    return least;
+  }
   __device__ __forceinline__ float2 lse_low(int query) const {
     return *reinterpret_cast<const float2*>(data + kQueries + query);
   }
@@ -398,13 +409,16 @@ class BackwardSm80Kernel {
     clear(scores);
     clear(grads);
     if (has_scores) {
-      multiply_rows(scores, score_compensation, key_tile, score_row, query_tile(stage).from(score_query, 0));
+      // With the bits of the forward pass: the weight of the only key that a query sees is then 1, whatever rounding left of
+      // its score, softcap and ALiBi.
+      multiply_rows<GemmOptions{.transposed = true}>(scores, score_compensation, key_tile, score_row,
+                                                     query_tile(stage).from(score_query, 0));
       multiply_rows(grads, grad_compensation, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
     }
     if (has_scores) {
       const RowStats stats{row_stats(stage).data + score_query};
       subtract_deltas(grads, grad_compensation, head, stats, kept);
-      make_scores(scores, score_compensation, grads, head, here, masked);
+      make_scores(scores, score_compensation, grads, head, here, stats, masked);
       make_weights(scores, score_compensation, grads, head, stats, kept);
     }
   }
@@ -428,12 +442,14 @@ class BackwardSm80Kernel {
 
   // Scores of products: score modification, whose derivative multiplies `grads`, mask and visibility.
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const Head& head,
-                                              const ScoreBlock& here, bool masked) const {
+                                              const ScoreBlock& here, const RowStats& stats, bool masked) const {
     if (kHasOptions && head.score_mod.has_score_mod)
       apply_score_mod<true>(scores, score_row, head.score_mod, here, sequence.visible, &grads, &compensation);
     if (masked)
-      mask_scores<true>(scores, score_row, head.mask.dtype, head.score_mod.lowest_score,
-                        LaterQueries<decltype(mask_tile)>{mask_tile, score_query}, &compensation);
+      mask_scores<true>(
+          scores, score_row, head.mask.dtype, head.score_mod.lowest_score,
+          LaterQueries<decltype(mask_tile)>{mask_tile, score_query}, [&] { return stats.template least_lse<kScoreColumns>(); },
+          &compensation);
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
   }

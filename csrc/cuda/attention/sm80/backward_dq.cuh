@@ -169,7 +169,7 @@ class BackwardDqSm80Kernel {
                                                      value_tile);  // as delta's products are made: values by gradients
       const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
       subtract_deltas(grads, grad_compensation, here, stats);
-      make_scores(scores, score_compensation, grads, here);
+      make_scores(scores, score_compensation, grads, here, stats);
       const float scale = score_mod.remaining_scale();
       for_each(grads, [&](float& x, int, int j, int e) {
         x *= FastBinary::exp(exponent_of<Compensation>(scores[0][j][e], score_compensation.low[0][j][e], scale,
@@ -194,11 +194,13 @@ class BackwardDqSm80Kernel {
   }
 
   // Scores of products: score modification, whose derivative multiplies `grads`, mask and visibility.
-  __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads,
-                                              const ScoreBlock& here) const {
+  __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const ScoreBlock& here,
+                                              const RowStats& stats) const {
     if (score_mod.has_score_mod) apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, &grads, &compensation);
     if (mask.data && !mask_is_clear)
-      mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, &compensation);
+      mask_scores<false>(
+          scores, row, mask.dtype, score_mod.lowest_score, mask_tile, [&] { return fminf(stats.lse[0], stats.lse[1]); },
+          &compensation);
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
   }

@@ -72,6 +72,14 @@ class ForwardSm80Kernel {
     if (batch == problem.batch - 1) clear_before(problem.batch);
   }
 
+  // The least maximum so far of the lane's queries.
+  __device__ __forceinline__ static float least_max(const RowStates& states) {
+    float least = INFINITY;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) least = fminf(least, fminf(states[i][0].max, states[i][1].max));
+    return least;
+  }
+
   // Makes weights of a row's scores and adds their sum to the row's state. Where the maximum was raised, the outputs so far are
   // rescaled.
   __device__ __forceinline__ static void softmax_step(Scores& scores, const Compensation& compensation, Outputs& out,
@@ -224,7 +232,8 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
     const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
     if (kHasOptions && score_mod.has_score_mod)
       apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, nullptr, &compensation);
-    if (masked) mask_scores<false>(scores, row, mask.dtype, arguments.score_mod.lowest_score, mask_tile, &compensation);
+    const auto least = [&] { return least_max(states); };
+    if (masked) mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, least, &compensation);
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
     softmax_step(scores, compensation, out, states, scale);

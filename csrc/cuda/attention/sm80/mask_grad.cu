@@ -200,7 +200,8 @@ class MaskGradSm80Kernel {
     add_low_unless_compensated(scores, compensation);
     const auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, step.batch, step.head);
     apply_score_mod<false>(scores, row, score_mod, block, problem.visible, nullptr, &compensation);
-    mask_scores<false>(scores, row, dtype, score_mod.lowest_score, mask, &compensation);
+    mask_scores<false>(
+        scores, row, dtype, score_mod.lowest_score, mask, [&] { return fminf(stats.lse[0], stats.lse[1]); }, &compensation);
     renormalize(scores, compensation);
     if (!block.whole) hide_scores<false>(scores, row, block, problem.visible);
     for_each(scores, [&](float& x, int, int j, int e) {

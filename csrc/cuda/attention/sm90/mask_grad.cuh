@@ -226,7 +226,7 @@ struct MaskGradSm90Kernel {
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[0][j][e] *= scale;
-    mask_scores<false>(scores, row, problem.mask_dtype, score_mod.lowest_score, mask);
+    mask_scores<false>(scores, row, problem.mask_dtype, score_mod.lowest_score, mask, [&] { return fminf(high[0], high[1]); });
     if (!tile.all_visible) hide_scores<false>(scores, row, here, problem.visible);
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)

@@ -71,7 +71,16 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   subtract_delta<kEitherStage>(dp);
   const ScoreMod score_mod = a.score_mod.of_head(problem, tile.batch, block.head);
   if (score_mod.has_score_mod) apply_score_mod<true>(score, score_row(), score_mod, here(), tile.visible, &dp);
-  if (masked) mask_scores<true>(score, score_row(), mask.dtype, score_mod.lowest_score, mask_tile);
+  if (masked)
+    mask_scores<true>(score, score_row(), mask.dtype, score_mod.lowest_score, mask_tile, [&] {
+      float least = INFINITY;
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 lse = row_stats<kEitherStage>(kLse, j);
+        least = fminf(least, fminf(lse.x, lse.y));
+      }
+      return least;
+    });
   if (!all_visible) apply_visibility(score, block.query);
   const bool has_score_mod = a.score_mod.has_score_mod;
 #pragma unroll

@@ -315,7 +315,9 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
     const int stage = block_count % 2;
     // Until all warps are done with the work tile before: else arrivals for both would count in one phase.
     wait(&shared.query_full[stage], parity());
+    wait(&shared.ds_full[stage], parity() ^ 1);
     release(&shared.ds_full[stage]);
+    wait(&shared.ds_empty[stage], parity() ^ 1);
     release(&shared.ds_empty[stage]);
     if (a.dq_semaphore) release(&shared.dq_added[stage]);
     if (stage == 0) release(&shared.stage_empty[0]);

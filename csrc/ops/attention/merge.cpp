@@ -1,8 +1,8 @@
 // attention_merge and its backward pass: checks -> problem -> kernels.
-#include "../cpu/kernels.h"
-#include "../cuda/attention/attention.h"
-#include "cuda_call.h"
-#include "tensor.h"
+#include "../../cpu/kernels.h"
+#include "../../cuda/attention/attention.h"
+#include "../cuda_call.h"
+#include "../tensor.h"
 
 namespace flash_online::ops {
 namespace {

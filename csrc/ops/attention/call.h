@@ -4,8 +4,8 @@
 #include <array>
 #include <span>
 
-#include "../core/batches.h"
-#include "tensor.h"
+#include "../../core/batches.h"
+#include "../tensor.h"
 
 namespace flash_online::ops {
 

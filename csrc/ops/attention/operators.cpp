@@ -1,0 +1,105 @@
+// attention_forward, attention_inference, attention_varlen_forward, their backward passes and attention_dropout_mask, on the
+// CPU and on CUDA.
+#include "pass.h"
+
+namespace flash_online::ops {
+namespace {
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const std::optional<Tensor>& mask,
+                                                     const std::optional<Tensor>& alibi_slopes,
+                                                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
+                                                     int64_t window_left, int64_t window_right, bool lower_right, double scale,
+                                                     double softcap, double dropout_p, bool tf32) {
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& mask, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse, const Tensor& lse_low, int64_t window_left,
+    int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p, bool mask_grad, bool deterministic,
+    bool tf32) {
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
+  return backward<Device>(call, {grad_out, grad_lse, out, lse, &lse_low}, mask_grad, deterministic);
+}
+
+template <class Device>
+Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale, bool tf32) {
+  const std::optional<Tensor> none;
+  const AttentionInputs in{query, key, value, none, none, none, none};
+  const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32});
+  Tensor out = empty_out<Device>(call);
+  Device::run_forward(call, {.out = out});
+  return out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right, double scale,
+    double softcap, double dropout_p, bool tf32) {
+  const std::optional<Tensor> mask;
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  return forward<Device>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                    {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse,
+    const Tensor& lse_low, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
+    bool lower_right, double scale, double softcap, double dropout_p, bool deterministic, bool tf32) {
+  const std::optional<Tensor> mask;
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const PackedCall call(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                        {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
+  auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
+      backward<Device>(call, {grad_out, grad_lse, out, lse, &lse_low}, /*mask_grad=*/false, deterministic);
+  return {grad_query, grad_key, grad_value, grad_sinks};
+}
+
+template <class Device>
+Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t batch, int64_t heads, int64_t query_begin,
+                              int64_t queries, int64_t keys, double dropout_p) {
+  check(rng.scalar_type() == ScalarType::Long && rng.numel() == 2 && rng.is_contiguous(), "rng: expected int64[2], got ",
+        shape_of(rng));
+  Tensor keep = empty({batch, heads, queries, keys}, ScalarType::Bool, rng);
+  const DropoutProblem problem{.rng = rng.const_data_ptr<int64_t>(),
+                               .batch_begin = batch_begin,
+                               .batch = batch,
+                               .heads = heads,
+                               .query_begin = query_begin,
+                               .queries = queries,
+                               .keys = keys,
+                               .dropout = dropout_p,
+                               .keep = keep.mutable_data_ptr<bool>()};
+  Device::run_dropout_mask(problem, rng);
+  return keep;
+}
+
+template <class Device, class Library>
+void add_attention(Library& m) {
+  m.impl("attention_forward", TORCH_BOX(&attention_forward<Device>));
+  m.impl("attention_inference", TORCH_BOX(&attention_inference<Device>));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward<Device>));
+  m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward<Device>));
+  m.impl("attention_varlen_backward", TORCH_BOX(&attention_varlen_backward<Device>));
+  m.impl("attention_dropout_mask", TORCH_BOX(&attention_dropout_mask<Device>));
+}
+
+}  // namespace
+}  // namespace flash_online::ops
+
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_attention<flash_online::ops::AttentionOnCpu>(m); }
+
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_attention<flash_online::ops::AttentionOnCuda>(m);
+}

@@ -1,0 +1,4 @@
+"""Doors into other libraries, each a module of its own that is imported by name: transformers, torch_sdpa, diffusers.
+
+Nothing is registered by an import. A module imports its host inside its functions.
+"""

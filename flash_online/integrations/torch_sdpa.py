@@ -1,0 +1,140 @@
+"""torch's registry of flash attention implementations: scaled_dot_product_attention and varlen_attn of torch itself run our
+kernels.
+
+    from flash_online.integrations import torch_sdpa
+    torch_sdpa.activate()
+
+From then on torch's flash attention operators on CUDA are ours, registered from C++: torch's choice among its backends, its
+autograd, its fake tensors and all that is built on these operators (torch.compile, selective checkpointing, DTensor,
+context_parallel, callers that imported the function by name) stay torch's own and need no change. That choice sends flash
+attention what has no mask, 16-bit dtypes and a head dim of at most 256; all else goes where it went before.
+
+What differs from torch's kernels: dropout draws our mask, which depends on (seed, batch, head, query, key) alone; the lse of a
+query that sees no key is -inf. The backward pass is deterministic where torch.use_deterministic_algorithms asks for it. Calls
+with paged keys (block_table), seqused_k or return_debug_mask run torch's own kernel, which is kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from .._ops import ops
+
+NAME = "flash_online"
+_INPLACE = "_flash_attention_forward_no_dropout_inplace"  # torch has it from 2.12 on
+_KEPT = ("_scaled_dot_product_flash_attention", "_flash_attention_forward", _INPLACE)
+_TENSORS = (0, 1, 6, 7, 8)  # of the first one's results: output, logsumexp, rng_state, unused, debug_attn_mask
+
+_prefer = False  # what the activate() in progress was asked for
+_active: _Handle | None = None
+_kept: torch.library.Library | None = None
+
+
+class _Handle:
+    """One activation, which torch's registry undoes by remove()."""
+
+    def __init__(self, prefer: bool) -> None:
+        _register_kernels(True)
+        self._active = True
+        self._switched_cudnn_off = prefer and torch.backends.cuda.cudnn_sdp_enabled()
+        if self._switched_cudnn_off:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def remove(self) -> None:
+        """Makes torch's operators what they were, and switches the cuDNN backend on again where this activation switched it
+        off. A second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        _register_kernels(False)
+        if self._switched_cudnn_off:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+
+    @property
+    def active(self) -> bool:
+        return self._active
+
+
+def register(name: str = NAME) -> None:
+    """Offers our kernels to torch.nn.attention under `name`: torch.nn.attention.activate_flash_attention_impl(name) makes them
+    torch's flash attention, restore_flash_attention_impl() undoes it.
+
+    The last registration of a name wins. A host that activates an implementation by itself, as torchtitan activates "FA3", gets
+    ours where it is registered under that name.
+    """
+    torch.nn.attention.register_flash_attention_impl(name, register_fn=_activated)
+
+
+def activate(prefer: bool = True) -> None:
+    """Makes torch's flash attention operators on CUDA ours, in the whole process, until restore() or the next activation of an
+    implementation by torch.nn.attention.
+
+    prefer: also switches off torch's cuDNN backend, which torch prefers to flash attention on some GPUs, until then.
+
+    Raises:
+        RuntimeError: torch has no CUDA, or this build of flash_online has no CUDA kernels.
+    """
+    global _prefer
+    register()
+    _prefer = prefer
+    try:
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+    finally:
+        _prefer = False
+
+
+def restore() -> None:
+    """Undoes an activation of ours, under whatever name; does nothing where there is none."""
+    if _active is not None and _active.active:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def _activated() -> _Handle:
+    """What torch's registry calls, after it has undone the activation before."""
+    global _active
+    if not torch.backends.cuda.is_built():
+        raise RuntimeError(f"torch_sdpa: torch {torch.__version__} has no CUDA, and the operators to replace are CUDA's")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("flash_online::torch_sdpa_register", "CompositeExplicitAutograd"):
+        raise RuntimeError(
+            "torch_sdpa: this build of flash_online has no CUDA kernels; `python -m flash_online info` says what it has"
+        )
+    _keep_torch_kernels()
+    _active = _Handle(_prefer)
+    return _active
+
+
+def _register_kernels(active: bool) -> None:
+    with warnings.catch_warnings():
+        # That is the purpose.
+        warnings.filterwarnings("ignore", message="[\\s\\S]*Overriding a previously registered kernel")
+        ops.torch_sdpa_register.default(active, hasattr(torch.ops.aten, _INPLACE))
+
+
+def _keep_torch_kernels() -> None:
+    """Defines flash_online::kept_<name>, torch's own kernel of an operator, which ours call for what they do not have.
+
+    The schema is the one of this torch. scaled_dot_product_flash_attention's is without the results that are no tensors: the
+    stable ABI's call of an operator mixes up the types of such results.
+    """
+    global _kept
+    if _kept is not None:
+        return
+    _kept = torch.library.Library("flash_online", "FRAGMENT")
+    for name in filter(lambda name: hasattr(torch.ops.aten, name), _KEPT):
+        operator = getattr(torch.ops.aten, name).default
+        schema, which = str(operator._schema).replace(f"aten::{name}", f"kept{name}", 1), None
+        if name == _KEPT[0]:
+            schema, which = schema.split(" -> ")[0] + " -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _TENSORS
+        _kept.define(schema)
+        _kept.impl(f"kept{name}", _caller_of(torch.library.get_kernel(operator, "CUDA"), which), "CUDA", with_keyset=True)
+
+
+def _caller_of(kernel, which: tuple[int, ...] | None) -> Callable:
+    def call(keyset, *args, **kwargs):
+        results = kernel.call_boxed(keyset, *args, **kwargs)
+        return results if which is None else tuple(results[i] for i in which)
+
+    return call
