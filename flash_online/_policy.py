@@ -79,29 +79,24 @@ def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = 
             return f"a complex tensor ({tensor.dtype})"
         if dtype is not None and dtype.is_complex:
             return f"dtype: a complex result ({dtype})"
-        reason = _device_refusal(function, tensor.dtype, tensor.device)
-        if reason is not None:
-            return reason
-        if dtype is torch.float64 and tensor.is_cuda:
+        if tensor.is_cpu:
+            continue
+        if not tensor.is_cuda:
+            return f"device {tensor.device.type}: kernels are for CPU and CUDA"
+        if not has_cuda_kernel(function, tensor.get_device()):
+            if function not in ON_CUDA:
+                return f"no CUDA kernel for {function} in this build"
+            return f"{tensor.device} is older than compute capability {_OLDEST_GPU}.0"
+        if tensor.dtype is torch.float64:
+            return "float64 on CUDA"
+        if dtype is torch.float64:
             return "dtype: float64 on CUDA"
     return None
 
 
-def has_cuda_kernel(function: str, tensor: Tensor) -> bool:
-    """Whether our kernels take a dense CUDA tensor, if its dtype is one of FLOATING."""
-    return _device_refusal(function, tensor.dtype, tensor.device) is None
-
-
-def _device_refusal(function: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return f"device {device.type}: kernels are for CPU and CUDA"
-    if function not in ON_CUDA:
-        return f"no CUDA kernel for {function} in this build"
-    if _major(device.index) < _OLDEST_GPU:
-        return f"{device} is older than compute capability {_OLDEST_GPU}.0"
-    return "float64 on CUDA" if dtype is torch.float64 else None
+def has_cuda_kernel(function: str, index: int) -> bool:
+    """Whether our kernels run the function on the CUDA device of this index, in any dtype but float64."""
+    return function in ON_CUDA and _major(index) >= _OLDEST_GPU
 
 
 def require_kernel(function: str, *, dtype: torch.dtype | None = None, **tensors: Tensor | None) -> None:

@@ -176,9 +176,14 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     dtype = query.dtype
     if not (dtype is key.dtype is value.dtype and dtype in FLOATING and query.layout is key.layout is value.layout is _STRIDED):
         return None
-    if not (query.is_cpu and key.is_cpu and value.is_cpu):
-        if not (query.is_cuda and query.device == key.device == value.device and _policy.has_cuda_kernel("attention", query)):
+    if query.is_cuda:
+        index = query.get_device()
+        if not (index == key.get_device() == value.get_device() and _policy.has_cuda_kernel("attention", index)):
             return None
+        if dtype is _FLOAT64:
+            return None
+    elif not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return None
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if shape == key_shape == value_shape:
         if len(shape) < 4:
@@ -246,7 +251,7 @@ class _PlainAttention(torch.autograd.Function):
 
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_any_autocast_enabled, _STRIDED = torch._C._is_any_autocast_enabled, torch.strided
+_any_autocast_enabled, _STRIDED, _FLOAT64 = torch._C._is_any_autocast_enabled, torch.strided, torch.float64
 _NUMBERS = (float, int)
 _run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
 _run_inference = boxed_call(ops.attention_inference.default)

@@ -16,6 +16,7 @@ with paged keys (block_table), seqused_k or return_debug_mask run torch's own ke
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -107,10 +108,20 @@ def _activated() -> _Handle:
 
 
 def _register_kernels(active: bool) -> None:
+    if active:
+        _silence_the_dispatcher()
+    ops.torch_sdpa_register.default(active, hasattr(torch.ops.aten, _INPLACE))
+
+
+@functools.cache
+def _silence_the_dispatcher() -> None:
+    """Uses up the warning that torch gives once per process, of the first kernel that is registered over another. Of a kernel
+    that Python registers it can be filtered; of ours it would be printed."""
     with warnings.catch_warnings():
-        # That is the purpose.
-        warnings.filterwarnings("ignore", message="[\\s\\S]*Overriding a previously registered kernel")
-        ops.torch_sdpa_register.default(active, hasattr(torch.ops.aten, _INPLACE))
+        warnings.simplefilter("ignore")
+        library = torch.library.Library("aten", "IMPL", "CUDA")
+        library.impl("_flash_attention_backward", lambda *args, **kwargs: None, "CUDA")
+        library._destroy()
 
 
 def _keep_torch_kernels() -> None:

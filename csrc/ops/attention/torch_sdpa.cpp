@@ -5,7 +5,8 @@
 // What torch's kernels do and a caller may rely on: the causal triangle and windows are aligned at the lower right; lse is
 // float32, [batch, heads, queries] or, packed, [heads, total queries]; results and gradients have the strides of empty_like;
 // rng_state is uint64[2] and `unused` uint64[]. In rng_state lies the (seed, offset) of our own dropout. A query that sees no
-// key has lse -inf, which merging partial results takes for an empty part.
+// key has lse -inf, which merging partial results takes for an empty part. The backward pass may get out and lse of more keys
+// than it is given: torch's ring of context_parallel calls it once per part of the keys with the merged ones.
 #include <dlfcn.h>
 
 #include <array>

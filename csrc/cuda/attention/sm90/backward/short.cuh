@@ -118,7 +118,7 @@ struct ShortBackwardSm90Kernel {
       if (row >= kRows || row >= at.queries - query) return;
       const int64_t n = at.batch * p.lse_stride[0] + head * p.lse_stride[1] + at.sequence.queries.begin + query + row;
       lse = static_cast<const float*>(p.lse)[n];
-      if (p.lse_low) lse_low = static_cast<const float*>(p.lse_low)[n];
+      lse_low = static_cast<const float*>(p.lse_low)[n];
       if (at.a.gradients.grad_lse) grad_lse = static_cast<const float*>(at.a.gradients.grad_lse)[n];
     }
     // Leaves -grad_lse in `delta`, to which sum_delta() adds.

@@ -12,11 +12,13 @@ namespace flash_online::cuda {
 
 constexpr int kShortBackwardRowsSm90 = 64;  // short.cuh: keys per sequence at most, and queries per block
 
-// Whether short.cuh takes a problem that backward_sm90 takes. `plain`: no mask, no dropout, no score modification.
+// Whether short.cuh takes a problem that backward_sm90 takes. `plain`: no mask, no dropout, no score modification. It sums
+// delta over the keys that it has, which must be all that a query sees: an lse without lse_low may be of more keys (a ring's).
 inline bool is_short_backward_sm90(const AttentionProblem& p, const AttentionGradients& g, bool plain) {
   constexpr int64_t kMaxQueries = 128;  // per sequence: one CTA takes all of them, block after block
-  return plain && std::max(p.head_dim, p.head_dim_v) <= 128 && p.keys <= kShortBackwardRowsSm90 && p.queries <= kMaxQueries &&
-         !g.grad_sinks;
+  const bool has_all_keys = !p.lse || p.lse_low;
+  return plain && has_all_keys && std::max(p.head_dim, p.head_dim_v) <= 128 && p.keys <= kShortBackwardRowsSm90 &&
+         p.queries <= kMaxQueries && !g.grad_sinks;
 }
 
 // Why backward_sm90 refuses a problem; null: it takes it. Gradients that are not allocated yet are no reason to refuse.
