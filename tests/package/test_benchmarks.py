@@ -41,6 +41,7 @@ def modules(monkeypatch):
         "linear",
         "harness",
         "case",
+        "nvcc",
     )
     names += tuple(f"attention.{name}" for name in ("cases", "summary", "peers", "measure"))
     names += tuple(f"paper.{name}" for name in ("build", "summary", "measure"))
@@ -381,16 +382,17 @@ def test_the_papers_curves_are_drawn(modules, tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_papers_kernels_are_built_once_for_their_sources(modules, monkeypatch, tmp_path):
-    build = modules["paper.build"]
-    monkeypatch.setattr(build, "FOLDER", tmp_path)
-    library = build.build("sm_90")
+    nvcc, sources = modules["nvcc"], modules["paper.build"].SOURCES
+    includes = nvcc.ROOT / "csrc"
+    monkeypatch.setattr(nvcc, "ROOT", tmp_path)
+    (tmp_path / "csrc").symlink_to(includes)
+    library = nvcc.build("paper", sources, "sm_90")
     written = library.stat().st_mtime_ns
-    assert build.build("sm_90") == library and library.stat().st_mtime_ns == written
+    assert nvcc.build("paper", sources, "sm_90") == library and library.stat().st_mtime_ns == written
     (tmp_path / "other.h").write_text("")
-    monkeypatch.setattr(build, "SOURCES", [*build.SOURCES, tmp_path / "other.h"])
-    monkeypatch.setattr(build, "FLAGS", ["--no-such-flag"])
-    with pytest.raises(build.Missing, match="no-such-flag"):
-        build.build("sm_90")
+    monkeypatch.setattr(nvcc, "FLAGS", ["--no-such-flag"])
+    with pytest.raises(nvcc.Missing, match="no-such-flag"):
+        nvcc.build("paper", [*sources, tmp_path / "other.h"], "sm_90")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
