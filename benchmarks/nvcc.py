@@ -16,8 +16,8 @@ class Missing(Exception):
 
 
 def build(name: str, sources: list[Path], architecture: str) -> Path:
-    """The library of sources[0] for an architecture as nvcc names it (sm_90), in build/<name>. It is compiled unless the library
-    of these very sources exists, so `sources` holds every header of the repository that the first one includes."""
+    """The library of sources[0] for an architecture as nvcc names it (sm_90), in build/<name>. It is compiled unless the
+    library of these very sources exists, so `sources` holds every header of the repository that the first one includes."""
     text = b"".join(source.read_bytes() for source in sources) + " ".join([architecture, *FLAGS]).encode()
     folder = ROOT / "build" / name
     library = folder / f"lib{name}-{architecture}-{hashlib.sha256(text).hexdigest()[:12]}.so"
