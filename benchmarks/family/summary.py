@@ -24,6 +24,8 @@ TILE_QUERIES_OF = {
     FA3: {64: 192, 128: 128},
     OURS: {64: 192, 128: 128},
 }
+# The memory-efficient kernel loads its queries with every block of keys, of so many (kernel_forward.h beside cutlassF.h).
+EFFICIENT_KEYS = {64: 64, 128: 128}
 
 
 @dataclass(frozen=True)
@@ -63,4 +65,7 @@ def asked(name: str, sizes: dict[str, int], causal: bool, entry: dict) -> Bytes 
         return None
     # To the key, whatever the height of a block of keys: a tile's last block goes up to its diagonal.
     keys = sum(min(first + queries, length) if causal else length for first in range(0, length, queries))
-    return Bytes(heads * row * (length + 2 * keys), out)
+    rows = length  # of queries
+    if name == EFFICIENT:
+        rows = queries * sum(blocks_of_tiles(length, queries, EFFICIENT_KEYS[head_dim], causal))
+    return Bytes(heads * row * (rows + 2 * keys), out)
