@@ -61,17 +61,16 @@ class Cta {
       lanes_[n].state = kRunning;
       if (!lanes_[n].stack) make_fiber(n);
     }
-    while (true) {
-      for (int n = 0; n < threads_; ++n)
-        if (lanes_[n].state == kRunning) {
-          now_ = n;
-          threadIdx.x = static_cast<unsigned>(n);
-          if (!_setjmp(scheduler_)) _longjmp(lanes_[n].fiber, 1);
-        }
-      if (count(0, threads_, kEnded) == threads_) return;
-      bool moved = false;
-      for (int first = 0; first < threads_; first += kLanes) moved |= release(first, kLanes, false);
-      if (!moved && !release(0, threads_, true)) throw std::runtime_error("some lanes of a warp have ended");
+    // A warp runs as far as it can before the next one does, first and last in turn, so that a missing barrier shows.
+    for (bool backwards = false; count(0, threads_, kEnded) < threads_; backwards = !backwards) {
+      for (int n = 0; n < threads_; n += kLanes) {
+        const int first = backwards ? threads_ - kLanes - n : n;
+        do
+          run_lanes(first);
+        while (release(first, kLanes, false));
+      }
+      if (count(0, threads_, kEnded) < threads_ && !release(0, threads_, true))
+        throw std::runtime_error("some lanes of a warp have ended");
     }
   }
 
@@ -101,6 +100,14 @@ class Cta {
     static Cta* cta = nullptr;
     return cta;
   }
+  void run_lanes(int first) {
+    for (int n = first; n < first + kLanes; ++n)
+      if (lanes_[n].state == kRunning) {
+        now_ = n;
+        threadIdx.x = static_cast<unsigned>(n);
+        if (!_setjmp(scheduler_)) _longjmp(lanes_[n].fiber, 1);
+      }
+  }
   int count(int first, int threads, State state) const {
     return static_cast<int>(std::count_if(lanes_.begin() + first, lanes_.begin() + first + threads,
                                           [&](const Lane& lane) { return lane.state == state; }));
@@ -110,7 +117,7 @@ class Cta {
     if (count(first, threads, kWaiting) != threads) return false;
     const auto begin = lanes_.begin() + first, end = begin + threads;
     if (std::any_of(begin, end, [&](const Lane& lane) { return lane.function != begin->function; })) {
-      if (!of_cta && threads_ == threads) throw std::runtime_error("the lanes of a warp call different functions");
+      if (!of_cta) throw std::runtime_error("the lanes of a warp call different functions");
       return false;
     }
     if ((begin->function == kSyncCta) != of_cta) return false;
