@@ -1,9 +1,10 @@
-"""The benchmarks' entry: python -m flash_online bench rows | attention | training | paper | linear | docs; --help of each."""
+"""The benchmarks' entry: python -m flash_online bench rows | attention | training | paper | family | linear | docs; --help."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from benchmarks.attention import cases as attention_cases  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
 from benchmarks.cuda_peers import CUDA_PEERS  # noqa: E402
+from benchmarks.family import measure as family  # noqa: E402
 from benchmarks.paper import measure as paper  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from benchmarks.summary import OURS  # noqa: E402
@@ -79,6 +81,13 @@ def run_paper(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     return paper.run(options.quick, facts_of(options, default_device()), path)
 
 
+def run_family(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    path, profiler = out_of(parser, options, "family"), shutil.which(options.ncu)
+    if not profiler and not options.without_traffic:
+        parser.error(f"there is no {options.ncu} to count bytes with (--ncu names it); --without-traffic measures times alone")
+    return family.run(options.quick, facts_of(options, default_device()), path, None if options.without_traffic else profiler)
+
+
 def run_linear(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     cases = linear.cases(options.rows, options.width, options.classes, options.dtype, options.quick)
     path = out_of(parser, options, "linear")
@@ -91,9 +100,10 @@ def run_docs(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def out_of(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str, count: int = 1) -> Path:
     """Where the record goes. The committed ones hold every case and provider."""
-    partial = [flag for flag in ("quick", "cases", "match", "providers", "chunks") if getattr(options, flag, None)]
+    flags = ("quick", "cases", "match", "providers", "chunks", "without_traffic")
+    partial = [flag for flag in flags if getattr(options, flag, None)]
     if partial and not options.out:
-        parser.error(f"--{partial[0]} needs --out, since the committed records hold everything")
+        parser.error(f"--{partial[0].replace('_', '-')} needs --out, since the committed records hold everything")
     if not count:
         parser.error("no case is chosen")
     return options.out or machine.RESULTS / f"{name}.json"
@@ -138,6 +148,11 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_fa3(command)
     command = add("paper", run_paper, "the kernels of the online-softmax paper beside ours; needs nvcc")
     add_measuring(command, 1.5)
+    command = add("family", run_family, "the organisations of FlashAttention-1 and -2 beside Triton, torch, ours; needs nvcc")
+    add_measuring(command, 0.5)
+    add_fa3(command)
+    command.add_argument("--ncu", default="ncu", help="Nsight Compute's program, which counts the bytes that kernels move")
+    command.add_argument("--without-traffic", action="store_true", help="times alone, without a profiler; needs --out")
     command = add("linear", run_linear, "linear_cross_entropy beside torch's and torch.compile's, then part by part")
     command.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     add_measuring(command, 1.0)

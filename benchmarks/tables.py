@@ -7,6 +7,8 @@ from collections.abc import Callable
 from textwrap import wrap
 
 from .attention.summary import CUDNN, DEFAULT, DENSE, EFFICIENT, FA3, GROUPS, MIB, VARLEN, over
+from .family.summary import PROFILED_LENGTH
+from .family.summary import PROVIDERS as FAMILY
 from .paper.summary import (
     BASELINE,
     CHOSEN,
@@ -548,6 +550,63 @@ def paper_page(record: dict) -> list[str]:
         *by_k(record),
         *(["", f"Too large for this GPU: {'; '.join(too_large)}."] if too_large else []),
     ]
+
+
+# --- The family ---------------------------------------------------------------------------------------------------------------
+
+SHOWN_HEAD_DIM = 128  # of the tables of bytes; the record has the others
+
+
+def family_rates(record: dict) -> list[str]:
+    """TFLOP/s of every provider, the lengths of a kind side by side."""
+    kinds = defaultdict(list)
+    for result in record["results"]:
+        kinds[result["kind"]].append(result)
+    head = [f"forward, TFLOP/s at L {' / '.join(str(r['sizes']['L']) for r in next(iter(kinds.values())))}", *kinds]
+    rows = []
+    for name in FAMILY:
+        entries = {kind: [r["providers"].get(name) for r in of_kind] for kind, of_kind in kinds.items()}
+        if any(any(of_kind) for of_kind in entries.values()):
+            cells = [" / ".join(number(e["tflop_per_s"]) if e else "-" for e in of_kind) for of_kind in entries.values()]
+            rows.append([name, *cells])
+    rows.append(["matmul", *(" / ".join(number(r["matmul"]["tflop_per_s"]) for r in of_kind) for of_kind in kinds.values())])
+    return table(head, rows)
+
+
+def family_bytes(timed: dict, profiled: dict | None) -> list[str]:
+    """Of one cell: what the arithmetic says, and what the profiler counted."""
+
+    def gigabytes(values: dict | None, kind: str = "") -> str:
+        return pair(values[f"{kind}{way}"] / 1e9 for way in ("read", "written")) if values else "-"
+
+    rows = [["each tensor once", gigabytes(timed["least"]), *(["", "", ""] if profiled else [])]]
+    for name in FAMILY:
+        entry, counted = timed["providers"].get(name), (profiled or {}).get("providers", {}).get(name)
+        if entry:
+            row = [name, gigabytes(entry.get("asked"))]
+            if profiled:
+                row += [gigabytes(counted, "l2_"), gigabytes(counted, "dram_"), str(counted["kernels"]) if counted else "-"]
+            rows.append(row)
+    counts = ["L2, counted", "DRAM, counted", "kernels"] if profiled else []
+    return table([f"{timed['case']}: GB read / written", "SMs ask of L2, arithmetic", *counts], rows)
+
+
+def family_page(record: dict) -> list[str]:
+    lines = [*heading(record), "", *family_rates(record)]
+    reasons = defaultdict(list)
+    for result in record["results"]:
+        for name, why in result["unavailable"].items():
+            reasons[name, why].append(result["case"])
+    lines += [line for (name, why), cases in reasons.items() for line in ("", f"{name}, {'; '.join(cases)}: {why}.")]
+    traffic = record.get("traffic", {})
+    profiled = {r["case"]: r for r in traffic.get("results", [])}
+    for result in record["results"]:
+        counted = profiled.get(result["case"])
+        if result["sizes"]["E"] == SHOWN_HEAD_DIM and (counted or result["sizes"]["L"] == PROFILED_LENGTH):
+            lines += ["", *family_bytes(result, counted)]
+    if why := traffic.get("unavailable"):
+        lines += ["", f"The profiler counted nothing: {why}."]
+    return lines
 
 
 # --- The linear loss -------------------------------------------------------------------------------------------------------

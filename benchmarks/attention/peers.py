@@ -144,7 +144,9 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
+def sdpa(backend: SDPBackend, max_score_bytes: int = MAX_SCORE_BYTES) -> Callable[[Problem], Call]:
+    """torch's function by one backend; the math backend where its scores take no more than `max_score_bytes` in float32."""
+
     def provider(problem: Problem) -> Call:
         if problem.starts is not None or any(name in problem.options for name in NOT_IN_SDPA):
             raise Unavailable("torch's function has no such option")
@@ -152,8 +154,8 @@ def _sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
         if deterministic and backend != SDPBackend.FLASH_ATTENTION:
             raise Unavailable("this backend has no deterministic backward pass")
         scores = 4 * problem.query.shape[:-1].numel() * problem.key.shape[-2]
-        if backend == SDPBackend.MATH and scores > MAX_SCORE_BYTES:
-            raise Unavailable(f"its scores take more than {MAX_SCORE_BYTES >> 20} MiB")
+        if backend == SDPBackend.MATH and scores > max_score_bytes:
+            raise Unavailable(f"its scores take more than {max_score_bytes >> 20} MiB")
         options = {"is_causal": problem.options.get("causal", False), "dropout_p": problem.options.get("dropout", 0.0)}
         if problem.mask is not None:
             options["attn_mask"] = problem.mask
@@ -204,8 +206,9 @@ def flex(problem: Problem) -> Call:
     torch.compiler.reset()
     torch._functorch.config.donated_buffer = False  # the timer keeps a step's graph for its next sample
     length = problem.query.shape[-2]
+    hides = blocks is not None or problem.options.get("causal", False)
     options = {
-        "block_mask": create_block_mask(visible, None, None, length, length, device=problem.query.device),
+        "block_mask": create_block_mask(visible, None, None, length, length, device=problem.query.device) if hides else None,
         "score_mod": score if cap or slopes is not None else None,
         "enable_gqa": problem.cell.group_size > 1,
     }
@@ -236,10 +239,10 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     DEFAULT: ours_by_default,
     DENSE: ours_all_visible,
     FA3: fa3,
-    CUDNN: _sdpa(SDPBackend.CUDNN_ATTENTION),
-    FLASH: _sdpa(SDPBackend.FLASH_ATTENTION),
-    EFFICIENT: _sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    MATH: _sdpa(SDPBackend.MATH),
+    CUDNN: sdpa(SDPBackend.CUDNN_ATTENTION),
+    FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
+    EFFICIENT: sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    MATH: sdpa(SDPBackend.MATH),
     FLEX: flex,
     VARLEN: torch_varlen,
 }

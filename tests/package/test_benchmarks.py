@@ -41,9 +41,11 @@ def modules(monkeypatch):
         "linear",
         "harness",
         "case",
+        "nvcc",
     )
     names += tuple(f"attention.{name}" for name in ("cases", "summary", "peers", "measure"))
     names += tuple(f"paper.{name}" for name in ("build", "summary", "measure"))
+    names += tuple(f"family.{name}" for name in ("summary", "measure", "traffic"))
     return {name: importlib.import_module(f"benchmarks.{name}") for name in names}
 
 
@@ -381,16 +383,17 @@ def test_the_papers_curves_are_drawn(modules, tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_papers_kernels_are_built_once_for_their_sources(modules, monkeypatch, tmp_path):
-    build = modules["paper.build"]
-    monkeypatch.setattr(build, "FOLDER", tmp_path)
-    library = build.build("sm_90")
+    nvcc, sources = modules["nvcc"], modules["paper.build"].SOURCES
+    includes = nvcc.ROOT / "csrc"
+    monkeypatch.setattr(nvcc, "ROOT", tmp_path)
+    (tmp_path / "csrc").symlink_to(includes)
+    library = nvcc.build("paper", sources, "sm_90")
     written = library.stat().st_mtime_ns
-    assert build.build("sm_90") == library and library.stat().st_mtime_ns == written
+    assert nvcc.build("paper", sources, "sm_90") == library and library.stat().st_mtime_ns == written
     (tmp_path / "other.h").write_text("")
-    monkeypatch.setattr(build, "SOURCES", [*build.SOURCES, tmp_path / "other.h"])
-    monkeypatch.setattr(build, "FLAGS", ["--no-such-flag"])
-    with pytest.raises(build.Missing, match="no-such-flag"):
-        build.build("sm_90")
+    monkeypatch.setattr(nvcc, "FLAGS", ["--no-such-flag"])
+    with pytest.raises(nvcc.Missing, match="no-such-flag"):
+        nvcc.build("paper", [*sources, tmp_path / "other.h"], "sm_90")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -426,6 +429,150 @@ def test_a_wrong_result_of_the_papers_kernels_is_caught(modules):
     assert rows.error("right", softmax, None) < 1e-6
     with pytest.raises(AssertionError, match="sums to"):
         rows.error("unwritten", softmax.index_fill(1, torch.tensor([7]), torch.nan), None)
+
+
+def test_the_bytes_that_an_organisation_asks_for(modules):
+    """Counted out: what each tile and each block of a head of 256 queries and keys loads and stores."""
+    family = modules["family.summary"]
+    sizes, row = {"B": 2, "H": 3, "L": 256, "E": 64}, 2 * 64
+    kept = 4 * (64 + 2) * 64  # O, m and l of a tile
+    tile, block = 64 * row, 2 * 128 * row  # queries; keys and values
+    tensor = 256 * row
+    cases = {
+        ("v1", False, 1): (8 * tile + 2 * block + 4 * kept, 4 * kept + tensor),
+        # The tiles see 1, 1, 2 and 2 blocks; of two stripes each loads both blocks, of four the first two load one.
+        ("v1", True, 1): (6 * tile + 2 * block + 2 * kept, 2 * kept + tensor),
+        ("v1, striped", True, 2): (6 * tile + 4 * block + 2 * kept, 2 * kept + tensor),
+        ("v1, striped", True, 4): (6 * tile + 6 * block + 2 * kept, 2 * kept + tensor),
+        ("v2", False, 4): (4 * tile + 8 * block, tensor),
+        ("v2, warps by keys", True, 4): (4 * tile + 5 * block, tensor),
+        ("torch efficient", False, None): (16 * tile + 8 * block, tensor),
+        ("flash_online", False, None): (4 * tile + 4 * block, tensor),
+    }
+    for (name, causal, ctas), (read, written) in cases.items():
+        found = family.asked(name, sizes, causal, {"ctas_per_head": ctas})
+        assert (found.read, found.written) == (6 * read, 6 * written), (name, causal)
+    assert family.asked("Triton", sizes, False, {"tile": {"queries": 128}}).read == 6 * (4 * tile + 4 * block)
+    assert family.asked("FlexAttention", sizes, False, {}) is None
+    assert vars(family.least(sizes)) == {"read": 6 * 3 * tensor, "written": 6 * tensor}
+
+
+def test_the_family_page_quotes_its_arithmetic(modules):
+    family, number = modules["family.summary"], modules["tables"].number
+    sizes = {"B": 4, "H": 16, "L": 4096, "E": 128}
+    text = " ".join((REPOSITORY / "docs" / "design" / "family.md").read_text().split())
+    v1, v2 = (family.asked(name, sizes, False, {"ctas_per_head": 1}) for name in ("v1", "v2"))
+    assert f"version 1 reads {number(v1.read / 1e9)} GB and writes {number(v1.written / 1e9)} GB" in text
+    assert f"version 2 reads {number(v2.read / 1e9)} GB and writes {number(v2.written / 1e9)} GB" in text
+    assert f"DRAM gives each tensor once: {number(family.least(sizes).read / 1e9)} GB" in text
+    per_head = 4096 * (2 * 128 + 4 * (128 + 2))
+    assert f"{per_head / 1e6:.1f} MB of $Q$, $O$, $m$ and $l$ per head, {64 * per_head / 1e6:.0f} MB in all" in text
+
+
+def profile_lines(*kernels: str):
+    """A profile as ncu writes it: two metrics of each kernel, 1000 bytes from DRAM and 10 sectors of L2."""
+    head = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
+    metrics = {"dram__bytes_read.sum": ("byte", "1,000"), "lts__t_sectors_srcunit_tex_op_read.sum": ("sector", "10")}
+    rows = (
+        f'"{n}","1","void {kernel}(int)","Command line profiler metrics","{metric}","{unit}","{value}"'
+        for n, kernel in enumerate(kernels)
+        for metric, (unit, value) in metrics.items()
+    )
+    return ["==PROF== Connected to process 1", head, *rows, "==PROF== Disconnected"]
+
+
+def test_a_profile_is_cut_into_providers(modules):
+    bytes_of, names = modules["family.traffic"].bytes_of, [["v1", "torch math"], ["v1"]]
+    begins = "<unnamed>::provider_begins"
+    found = bytes_of(profile_lines(begins, "a", begins, "b", "c", begins, "a"), names)
+    one = {"kernels": 1, "dram_read": 1000, "dram_written": 0, "l2_read": 320, "l2_written": 0, "l2_all": 0}
+    assert found == [{"v1": one, "torch math": {key: 2 * value for key, value in one.items()}}, {"v1": one}]
+    with pytest.raises(ValueError, match="expected 3"):
+        bytes_of(profile_lines(begins, "a", begins, "b"), names)
+    with pytest.raises(ValueError, match="expected 3"):
+        bytes_of(profile_lines(begins, "a", begins, begins, "a"), names)
+    with pytest.raises(ValueError, match="no provider"):
+        bytes_of(profile_lines("a", begins, "b"), names)
+
+
+def family_record(modules, traffic: dict):
+    measure, summary = modules["family.measure"], modules["family.summary"]
+    results = []
+    for cell in measure.CELLS:
+        result = cell.head() | {"matmul": {"tflop_per_s": 800.0}, "least": vars(summary.least(cell.sizes))}
+        for n, name in enumerate(("v1", "v2", "flash_online"), 1):
+            asked = summary.asked(name, cell.sizes, cell.options["causal"], {"ctas_per_head": 1})
+            result["providers"][name] = {"tflop_per_s": 100.0 * n, "ms": 1.0, "asked": vars(asked)}
+        result["unavailable"]["FA3"] = "no binary"
+        results.append(result)
+    return {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "results": results, "traffic": traffic}
+
+
+def test_the_familys_tables(modules):
+    counted = {"kernels": 1, "l2_read": 7 * 10**9, "l2_written": 10**9, "dram_read": 2 * 10**9, "dram_written": 10**8}
+    profiled = [
+        {"case": cell.label, "kind": cell.kind, "providers": {"v1": counted, "flash_online": counted}}
+        for cell in modules["family.measure"].profiled_cells(False)
+    ]
+    lines = modules["tables"].family_page(family_record(modules, {"command": "ncu", "results": profiled}))
+    assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
+    (head,) = (line for line in lines if line.startswith("| forward, TFLOP/s"))
+    assert "at L 1024 / 4096 / 16384 | E 64, full | E 64, causal | E 128, full | E 128, causal |" in head
+    assert "| v2 | 200 / 200 / 200 | 200 / 200 / 200 | 200 / 200 / 200 | 200 / 200 / 200 |" in lines
+    assert "| v1 | 6.51 / 4.29 | 7 / 1 | 2 / 0.1 | 1 |" in lines and "| v2 | 8.66 / 0.0671 | - | - | - |" in lines
+    assert sum(line.endswith("| kernels |") for line in lines) == 2
+    assert any(line.startswith("FA3, ") and line.endswith(": no binary.") for line in lines)
+    lines = modules["tables"].family_page(family_record(modules, {"command": "ncu", "unavailable": "no counters"}))
+    assert aligned(lines) and lines[-1] == "The profiler counted nothing: no counters."
+    assert "| v1 | 6.51 / 4.29 |" in lines and not any("kernels" in line for line in lines)
+
+
+def test_a_profiler_that_fails_is_named(modules, tmp_path):
+    """In the record, beside the command; the times are kept."""
+    traffic, cells = modules["family.traffic"], modules["family.measure"].QUICK
+    program = tmp_path / "ncu"
+    program.write_text("#!/bin/sh\necho '==ERROR== no permission'\nexit 1\n")
+    program.chmod(0o755)
+    found = traffic.profile(str(program), cells, True)
+    assert found["unavailable"] == "==ERROR== no permission" and found["command"].startswith("ncu --clock-control none")
+    assert "FileNotFoundError" in traffic.profile(str(tmp_path / "missing"), cells, True)["unavailable"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_family_says_so(modules, tmp_path, capsys):
+    assert modules["family.measure"].run(True, {}, tmp_path / "family.json", None) == 2
+    assert "need a CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or shutil.which("nvcc") is None, reason="needs a GPU and nvcc")
+def test_a_cell_of_the_family_on_a_gpu(modules):
+    measure = modules["family.measure"]
+    for cell in measure.QUICK:
+        result = measure.measure(cell, measure.Kernels(), 0, 1)  # raises where one of ours is wrong
+        assert set(result["providers"]) >= {"v1", "v1, striped", "v2, warps by keys", "v2", "flash_online", "torch math"}
+        assert all(entry["ms"] > 0 for entry in result["providers"].values())
+
+
+INTERPRETED = """
+import torch
+from benchmarks.family import triton_attention as ours
+for causal in (False, True):
+    query, key, value = (torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(n)).half() for n in range(3))
+    truth = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), is_causal=causal)
+    for queries, keys in ((128, 64), (64, 64), (128, 128)):
+        out = ours.attention(query, key, value, causal, kernel=ours.forward, QUERIES=queries, KEYS=keys)
+        torch.testing.assert_close(out.double(), truth, atol=2e-3, rtol=0)
+"""
+
+
+def test_fused_attention_in_triton():
+    """By Triton's interpreter, in a process of its own, and in float16, since it multiplies no bfloat16."""
+    pytest.importorskip("triton")
+    numpy = pytest.importorskip("numpy")
+    if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("Triton's interpreter takes arrays of one element for numbers, as numpy did before 2.4")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, check=True)
 
 
 def test_the_cells_of_attention(modules):
@@ -643,6 +790,8 @@ def test_arguments_are_checked():
     assert "needs --out" in refused("rows", "--quick") and "needs --out" in refused("linear", "--quick")
     assert "unrecognized arguments: --match" in refused("training", "--match", "x")
     assert "unrecognized arguments: --device" in refused("paper", "--device", "cuda")
+    assert "--without-traffic needs --out" in refused("family", "--without-traffic")
+    assert "there is no nothing to count bytes with" in refused("family", "--ncu", "nothing")
     assert "no case is chosen" in refused("rows", "--match", "no such case", "--out", "x.json")
     assert "required: command" in refused()
     if not torch.cuda.is_available():

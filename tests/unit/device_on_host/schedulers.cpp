@@ -13,7 +13,6 @@
 using namespace flash_online;
 using namespace flash_online::cuda;
 using device_on_host::kLanes;
-using device_on_host::Warp;
 
 namespace {
 
@@ -114,7 +113,7 @@ int64_t varlen_tiles(const int32_t* query_starts, const int32_t* key_starts, int
                      unsigned seed, int64_t* out, int64_t capacity) {
   using Scheduler = VarlenTileScheduler<128>;
   struct Cta {
-    Warp warp;
+    device_on_host::Cta warp;
     Scheduler::Shared shared;
     std::vector<Scheduler> lane;
   };
@@ -165,7 +164,7 @@ int64_t listed_tiles(int64_t batch, int64_t heads, int64_t rows_per_sequence, co
     problem.total_queries = total;
     const TileList list = TileList::of(problem, false, heads, size);
     Rows4 rows(out, capacity);
-    Warp warp;
+    device_on_host::Cta warp;
     for (int64_t index = 0; index < list.count(); ++index) {
       TileCoord found[kLanes];
       warp.run(0, [&](int lane) { found[lane] = tile_coord(problem, list, index, false, size, reversed != 0); });
@@ -198,7 +197,7 @@ int64_t visible_blocks(const uint8_t* kinds, int64_t query_tiles, int64_t key_ti
     map.data = const_cast<uint8_t*>(kinds);
     map.size[0] = map.size[1] = 1, map.size[2] = query_tiles, map.size[3] = key_tiles;
     Rows4 rows(out, capacity);
-    Warp warp;
+    device_on_host::Cta warp;
     const auto walk = [&]<class Blocks>(const Blocks&) {
       std::vector<int64_t> of_lane[kLanes];
       warp.run(0, [&](int lane) {

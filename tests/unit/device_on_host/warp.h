@@ -1,8 +1,9 @@
-// Device code on the host: the words of CUDA C++ that the tile schedulers use, and a warp of 32 lanes that run as fibers.
+// Device code on the host: the words of CUDA C++ that kernels use, and a CTA whose threads run as fibers.
 //
-// A lane runs until it comes to a function that all lanes of the warp call together (a vote, a shuffle, a barrier). There it
-// waits; when all lanes wait, they get their results and go on. Lanes that come to different functions, or of which some have
-// ended, make the call fail: on a GPU it would hang or give any answer. So does a vote in which a lane is missing.
+// A thread runs until it comes to a function that all lanes of its warp, or all threads of the CTA, call together (a vote, a
+// shuffle, a barrier). There it waits; when all of them wait, they get their results and go on. Lanes that come to different
+// functions, or of which some have ended, make the call fail: on a GPU it would hang or give any answer. So does a vote in which
+// a lane is missing.
 #pragma once
 
 #include <setjmp.h>
@@ -15,9 +16,20 @@
 #include <stdexcept>
 #include <vector>
 
+// CUDA's headers, where a test needs their types, are included before and have other definitions.
+#undef __device__
+#undef __host__
+#undef __global__
+#undef __shared__
+#undef __launch_bounds__
+#undef __grid_constant__
+#undef __forceinline__
 #define __device__
 #define __host__
 #define __global__
+#define __shared__
+#define __launch_bounds__(...)
+#define __grid_constant__
 #define __forceinline__ inline
 
 using std::max;
@@ -30,84 +42,119 @@ inline Index3 threadIdx, blockIdx, gridDim;
 
 namespace device_on_host {
 
-constexpr int kLanes = 32;
+constexpr int kLanes = 32, kSharedBytes = 227 << 10;
 
-class Warp {
+inline char* shared_memory = nullptr;  // kSharedBytes, where a test has kernels that use any
+
+class Cta {
  public:
-  enum Function { kBallot, kShuffle, kShuffleUp, kMatch, kSync };
+  enum Function { kBallot, kShuffle, kShuffleUp, kShuffleXor, kMatch, kSync, kMatrix, kSyncCta };
 
-  // Calls lane(n) for every lane of the warp of this CTA.
-  void run(unsigned cta, const std::function<void(int)>& lane) {
+  explicit Cta(int threads = kLanes) : threads_(threads), lanes_(static_cast<size_t>(threads)), all_(lanes_.size()) {}
+
+  // Calls thread(n) for every thread of the CTA of this index.
+  void run(unsigned cta, const std::function<void(int)>& thread) {
     current() = this;
-    lane_ = &lane;
+    thread_ = &thread;
     blockIdx.x = cta;
-    for (int n = 0; n < kLanes; ++n) {
-      state_[n] = kRunning;
-      if (!stack_[n]) make_fiber(n);
+    for (int n = 0; n < threads_; ++n) {
+      lanes_[n].state = kRunning;
+      if (!lanes_[n].stack) make_fiber(n);
     }
-    while (true) {
-      for (int n = 0; n < kLanes; ++n)
-        if (state_[n] == kRunning) {
-          now_ = n;
-          threadIdx.x = static_cast<unsigned>(n);
-          if (!_setjmp(scheduler_)) _longjmp(fiber_[n], 1);
-        }
-      if (std::count(state_, state_ + kLanes, kEnded) == kLanes) return;
-      if (std::count(state_, state_ + kLanes, kWaiting) != kLanes) throw std::runtime_error("some lanes of a warp have ended");
-      for (int n = 1; n < kLanes; ++n)
-        if (function_[n] != function_[0]) throw std::runtime_error("the lanes of a warp call different functions");
-      for (int n = 0; n < kLanes; ++n) state_[n] = kRunning;
-      std::copy_n(given_, kLanes, all_);
+    // A warp runs as far as it can before the next one does, first and last in turn, so that a missing barrier shows.
+    for (bool backwards = false; count(0, threads_, kEnded) < threads_; backwards = !backwards) {
+      for (int n = 0; n < threads_; n += kLanes) {
+        const int first = backwards ? threads_ - kLanes - n : n;
+        do
+          run_lanes(first);
+        while (release(first, kLanes, false));
+      }
+      if (count(0, threads_, kEnded) < threads_ && !release(0, threads_, true))
+        throw std::runtime_error("some lanes of a warp have ended");
     }
   }
 
-  // What the other lanes have given to the same function.
+  // What the other lanes of the warp have given to the same function.
   static const uint64_t* exchange(Function function, uint64_t given) {
-    Warp& warp = *current();
-    const int n = warp.now_;
-    warp.function_[n] = function;
-    warp.given_[n] = given;
-    warp.suspend(n, kWaiting);
-    return warp.all_;
+    Cta& cta = *current();
+    const int n = cta.now_;
+    cta.lanes_[n].function = function;
+    cta.lanes_[n].given = given;
+    cta.suspend(n, kWaiting);
+    return &cta.all_[static_cast<size_t>(n / kLanes * kLanes)];
   }
-  static int lane() { return current()->now_; }
+  static int thread() { return current()->now_; }
+  static int lane() { return thread() % kLanes; }
 
  private:
   enum State { kRunning, kWaiting, kEnded };
+  struct Lane {
+    jmp_buf fiber;
+    std::unique_ptr<char[]> stack;
+    State state = kRunning;
+    Function function = kSync;
+    uint64_t given = 0;
+  };
   static constexpr int kStackBytes = 64 << 10;
-  static Warp*& current() {
-    static Warp* warp = nullptr;
-    return warp;
+  static Cta*& current() {
+    static Cta* cta = nullptr;
+    return cta;
+  }
+  void run_lanes(int first) {
+    for (int n = first; n < first + kLanes; ++n)
+      if (lanes_[n].state == kRunning) {
+        now_ = n;
+        threadIdx.x = static_cast<unsigned>(n);
+        if (!_setjmp(scheduler_)) _longjmp(lanes_[n].fiber, 1);
+      }
+  }
+  int count(int first, int threads, State state) const {
+    return static_cast<int>(std::count_if(lanes_.begin() + first, lanes_.begin() + first + threads,
+                                          [&](const Lane& lane) { return lane.state == state; }));
+  }
+  // Lets these threads go on if all of them wait at a function of the CTA (or of the warp).
+  bool release(int first, int threads, bool of_cta) {
+    if (count(first, threads, kWaiting) != threads) return false;
+    const auto begin = lanes_.begin() + first, end = begin + threads;
+    if (std::any_of(begin, end, [&](const Lane& lane) { return lane.function != begin->function; })) {
+      if (!of_cta) throw std::runtime_error("the lanes of a warp call different functions");
+      return false;
+    }
+    if ((begin->function == kSyncCta) != of_cta) return false;
+    for (auto lane = begin; lane != end; ++lane) {
+      lane->state = kRunning;
+      all_[static_cast<size_t>(lane - lanes_.begin())] = lane->given;
+    }
+    return true;
   }
   // Contexts make the fibers; jumps, which make no system call, switch between them.
   void make_fiber(int n) {
-    stack_[n] = std::make_unique<char[]>(kStackBytes);
+    lanes_[n].stack = std::make_unique<char[]>(kStackBytes);
     ucontext_t here, fiber;
     getcontext(&fiber);
-    fiber.uc_stack.ss_sp = stack_[n].get();
+    fiber.uc_stack.ss_sp = lanes_[n].stack.get();
     fiber.uc_stack.ss_size = kStackBytes;
     fiber.uc_link = nullptr;
-    makecontext(&fiber, reinterpret_cast<void (*)()>(&Warp::begin), 1, n);
+    makecontext(&fiber, reinterpret_cast<void (*)()>(&Cta::begin), 1, n);
     if (!_setjmp(scheduler_)) swapcontext(&here, &fiber);
   }
   void suspend(int n, State state) {
-    state_[n] = state;
-    if (!_setjmp(fiber_[n])) _longjmp(scheduler_, 1);
+    lanes_[n].state = state;
+    if (!_setjmp(lanes_[n].fiber)) _longjmp(scheduler_, 1);
   }
   static void begin(int n) {
     current()->suspend(n, kRunning);
     while (true) {
-      (*current()->lane_)(n);
+      (*current()->thread_)(n);
       current()->suspend(n, kEnded);
     }
   }
 
-  const std::function<void(int)>* lane_ = nullptr;
-  jmp_buf scheduler_, fiber_[kLanes];
-  std::unique_ptr<char[]> stack_[kLanes];
-  State state_[kLanes] = {};
-  Function function_[kLanes] = {};
-  uint64_t given_[kLanes] = {}, all_[kLanes] = {};
+  const int threads_;
+  const std::function<void(int)>* thread_ = nullptr;
+  jmp_buf scheduler_;
+  std::vector<Lane> lanes_;
+  std::vector<uint64_t> all_;
   int now_ = 0;
 };
 
@@ -118,7 +165,7 @@ inline void require_whole_warp(unsigned mask) {
 }
 inline unsigned __ballot_sync(unsigned mask, bool value) {
   require_whole_warp(mask);
-  const uint64_t* const all = device_on_host::Warp::exchange(device_on_host::Warp::kBallot, value);
+  const uint64_t* const all = device_on_host::Cta::exchange(device_on_host::Cta::kBallot, value);
   unsigned votes = 0;
   for (int n = 0; n < device_on_host::kLanes; ++n) votes |= all[n] ? 1u << n : 0;
   return votes;
@@ -127,24 +174,33 @@ template <class T>
 T __shfl_sync(unsigned mask, T value, int from) {
   require_whole_warp(mask);
   return static_cast<T>(
-      device_on_host::Warp::exchange(device_on_host::Warp::kShuffle, static_cast<uint64_t>(value))[from % 32]);
+      device_on_host::Cta::exchange(device_on_host::Cta::kShuffle, static_cast<uint64_t>(value))[from % 32]);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int step) {
   require_whole_warp(mask);
-  const uint64_t* const all = device_on_host::Warp::exchange(device_on_host::Warp::kShuffleUp, static_cast<uint64_t>(value));
-  const int from = device_on_host::Warp::lane() - step;
+  const uint64_t* const all = device_on_host::Cta::exchange(device_on_host::Cta::kShuffleUp, static_cast<uint64_t>(value));
+  const int from = device_on_host::Cta::lane() - step;
   return from < 0 ? value : static_cast<T>(all[from]);
 }
 inline unsigned __match_any_sync(unsigned mask, int value) {
   require_whole_warp(mask);
   const auto given = static_cast<uint64_t>(value);
-  const uint64_t* const all = device_on_host::Warp::exchange(device_on_host::Warp::kMatch, given);
+  const uint64_t* const all = device_on_host::Cta::exchange(device_on_host::Cta::kMatch, given);
   unsigned same = 0;
   for (int n = 0; n < device_on_host::kLanes; ++n) same |= all[n] == given ? 1u << n : 0;
   return same;
 }
-inline void __syncwarp() { device_on_host::Warp::exchange(device_on_host::Warp::kSync, 0); }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int step) {
+  require_whole_warp(mask);
+  static_assert(sizeof(T) == 4);
+  const uint64_t* const all =
+      device_on_host::Cta::exchange(device_on_host::Cta::kShuffleXor, __builtin_bit_cast(uint32_t, value));
+  return __builtin_bit_cast(T, static_cast<uint32_t>(all[device_on_host::Cta::lane() ^ step]));
+}
+inline void __syncthreads() { device_on_host::Cta::exchange(device_on_host::Cta::kSyncCta, 0); }
+inline void __syncwarp() { device_on_host::Cta::exchange(device_on_host::Cta::kSync, 0); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }

@@ -1,0 +1,76 @@
+"""The kernels of benchmarks/family, thread by thread on the host, against float64: what they compute, which thread holds what,
+and that a thread waits for what it reads. device_on_host/ has the fibers that stand for threads."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_online import reference, testing
+
+HERE = Path(__file__).parent / "device_on_host"
+ROOT = Path(__file__).parents[2]
+NVCC = shutil.which("nvcc")  # for CUDA's headers and the bfloat16 in them
+if not (ROOT / "benchmarks" / "family").is_dir():
+    pytest.skip("the kernels are part of a checkout", allow_module_level=True)
+if NVCC is None:
+    pytest.skip("needs nvcc", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        build = importlib.import_module("benchmarks.family.build")
+    folder = tmp_path_factory.mktemp("family")
+    for part in ("core", "cuda"):
+        shutil.copytree(ROOT / "csrc" / part, folder / part)
+    shutil.copytree(HERE / "hw", folder / "cuda" / "hw", dirs_exist_ok=True)
+    options = ["-x", "c++", "-std=c++20", "-O1", "-shared", "-Xcompiler=-fPIC,-w"]
+    folders = (folder, HERE, ROOT / "benchmarks" / "family")
+    library = folder / "family.so"
+    command = [NVCC, *options, *(f"-I{path}" for path in folders), HERE / "family.cpp", "-o", library]
+    subprocess.run(command, check=True)
+    return build.Kernels(str(library))
+
+
+def problem(heads: int, length: int, head_dim: int, large: float = 1.0):
+    generator = torch.Generator().manual_seed(length + head_dim)
+    query, key, value = (torch.randn(1, heads, length, head_dim, generator=generator).bfloat16() for _ in range(3))
+    return query * large, key, value
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, length, head_dim", [(2, 128, 64), (1, 384, 64), (1, 384, 128)])
+@pytest.mark.parametrize("organisation", ["v1", "v1, striped", "v2, warps by keys", "v2"])
+def test_an_organisation_computes_attention(kernels, organisation, heads, length, head_dim, causal):
+    # Large scores, so that maxima go on rising and most of a row is in few keys.
+    tensors = problem(heads, length, head_dim, large=4)
+    out = kernels.attention(organisation, *tensors, causal)()
+    plain, truth = (reference.attention(*(t.to(dtype) for t in tensors), causal=causal) for dtype in (out.dtype, torch.float64))
+    testing.assert_close_to_float64(out, plain, truth, name=organisation)
+
+
+def test_the_ctas_of_a_head(kernels):
+    """On the host's three SMs, each with one CTA: a stripe per CTA, and never more stripes than tiles."""
+    query, _, _ = problem(1, 384, 64)
+    assert [kernels.ctas_per_head(name, query) for name in ("v1", "v1, striped", "v2")] == [1, 3, 6]
+    assert kernels.ctas_per_head("v1, striped", query[:, :, :128]) == 2
+    assert kernels.ctas_per_head("v1, striped", query.expand(1, 5, -1, -1)) == 1
+
+
+def test_what_the_kernels_do_not_take(kernels):
+    query, key, value = problem(1, 128, 64)
+    with pytest.raises(ValueError, match="L 64, E 64"):
+        kernels.attention("v2", *(t[:, :, :64].contiguous() for t in (query, key, value)), False)
+    with pytest.raises(ValueError, match="E 32"):
+        kernels.attention("v2", *(t[..., :32].contiguous() for t in (query, key, value)), False)
+    with pytest.raises(ValueError, match="contiguous bfloat16"):
+        kernels.attention("v2", query.float(), key, value, False)
+    with pytest.raises(ValueError, match="contiguous bfloat16"):
+        kernels.attention("v2", query.mT.contiguous().mT, key, value, False)
