@@ -109,10 +109,11 @@ def install(name: str = "flash_attn") -> Installation:
             _require_absent(module)
         for module, entry in provided.items():
             if module not in _installed:
-                _installed[module] = sys.modules[module] = _shown(module, entry, is_package=module in _packages())
-                parent, _, child = module.rpartition(".")
-                if parent:
-                    setattr(sys.modules[parent], child, _installed[module])
+                _installed[module] = _shown(module, entry, is_package=module in _packages())
+            sys.modules[module] = _installed[module]
+            parent, _, child = module.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, _installed[module])
             _counts[module] = _counts.get(module, 0) + 1
     return Installation(tuple(provided))
 
@@ -125,7 +126,7 @@ def _require_absent(module: str) -> None:
     """Raises RuntimeError where a module of that name is there, or can be imported, and is not ours."""
     advice = "use flash_online.compat's functions by their own names, or uninstall that package"
     if module in sys.modules:
-        if sys.modules[module] is not _installed.get(module):
+        if module not in _installed or sys.modules[module] is not _installed[module]:
             where = getattr(sys.modules[module], "__file__", None) or repr(sys.modules[module])
             raise RuntimeError(f"install: sys.modules holds a {module} already, {where}: {advice}")
     elif "." not in module:  # what is in a package can be imported only where the package can
