@@ -725,3 +725,28 @@ def test_padding_of_nothing(device):
     )
     assert tokens.shape == (0, 2) and starts.tolist() == [0] and longest == 0
     assert bert_padding.pad_input(tokens, indices, 2, 3).shape == (2, 3, 2)
+
+
+# --- python -m flash_online check flash_attn ----------------------------------------------------------------------------------
+
+
+def test_the_check_passes_and_can_fail(monkeypatch):
+    from flash_online.compat import _check
+
+    lines: list[str] = []
+    assert _check.check(lines.append)
+    assert len(lines) >= 16 and not any("FAILED" in line for line in lines)
+    right = flash_attn_interface.flash_attn_func
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", lambda q, k, v, causal: right(q, k, v))
+    lines.clear()
+    assert not _check.check(lines.append)
+    wrong = [line for line in lines if "FAILED" in line]
+    assert wrong and all(line.startswith("flash_attn_interface.flash_attn_func ") for line in wrong)
+
+    def with_a_table(q, k, v, causal):
+        return right(q, k, v, causal=causal) + (q.new_zeros(_check.QUERIES, _check.KEYS) + 0).sum()
+
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", with_a_table)
+    lines.clear()
+    assert not _check.check(lines.append)
+    assert any(line.endswith(f"{_check.QUERIES * _check.KEYS}  FAILED") for line in lines)
