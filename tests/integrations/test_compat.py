@@ -160,7 +160,7 @@ def test_results_and_gradients(device, name, dtype):
     alone = flash_attn.flash_attn_func(*leaves, **ours)
     third = flash_attn_interface.flash_attn_func(*leaves, **ours)
     fourth, _ = flash_attn_cute.flash_attn_func(*leaves, **ours)
-    assert torch.equal(alone, out) and torch.equal(third, out) and torch.equal(fourth, out)
+    assert alone.is_contiguous() and torch.equal(alone, out) and torch.equal(third, out) and torch.equal(fourth, out)
 
 
 # Lengths around a tile, none, one, more queries than keys (whose first see nothing); heads one per key, grouped, one key head.
@@ -251,7 +251,7 @@ def test_autocast(device):
 def test_packed_operands(device, dtype):
     (q, k, v), grad = dense_inputs(dtype, device, lengths=(33, 33), heads=(3, 3))
     starts = torch.tensor([0, 20, 33], dtype=torch.int32, device=device)
-    options = {"causal": True, "window_size": (20, 0), "softcap": 5.0, "return_attn_probs": True}
+    options = {"causal": True, "window_size": (20, 0), "softcap": 5.0, "deterministic": True, "return_attn_probs": True}
 
     def run(function, *leaves, grad=grad):
         leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in leaves if not isinstance(t, int)] + [
@@ -285,11 +285,12 @@ def test_packed_operands(device, dtype):
 def test_packed_operands_of_flash_attention_3(device, grouped):
     (q, k, v), grad = dense_inputs(torch.bfloat16, device, lengths=(20, 20), heads=(4, 2) if grouped else (3, 3))
     qkv = (torch.cat([q, k, v], 2) if grouped else torch.stack([q, k, v], 2)).requires_grad_()
-    options = {"num_heads_q": 4} if grouped else {}
-    out, lse = flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True, **options, return_attn_probs=True)
+    more = {"num_heads_q": 4} if grouped else {}
+    options = {"causal": True, "deterministic": True, "return_attn_probs": True}
+    out, lse = flash_attn_interface.flash_attn_qkvpacked_func(qkv, **options, **more)
     (gradient,) = torch.autograd.grad(out, qkv, grad)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    expected, expected_lse = flash_attn_interface.flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    expected, expected_lse = flash_attn_interface.flash_attn_func(*leaves, **options)
     grads = torch.autograd.grad(expected, leaves, grad)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert torch.equal(gradient, torch.cat(grads, 2) if grouped else torch.stack(grads, 2))
@@ -349,7 +350,8 @@ def test_rows_that_are_not_used(device, module, sides):
     hidden_k = torch.ones(k.shape[0], dtype=torch.bool, device=device).index_fill(0, rows_k, False)
     k[hidden_k], v[hidden_k] = math.nan, math.nan
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    options = {"causal": True} | ({"return_lse": True} if module is flash_attn_cute else {"return_attn_probs": True})
+    options = {"causal": True, "deterministic": True}
+    options |= {"return_lse": True} if module is flash_attn_cute else {"return_attn_probs": True}
 
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = module.flash_attn_varlen_func(
@@ -445,7 +447,9 @@ def test_dropout_and_its_pattern(device, dtype, options):
 
     def run():
         torch.manual_seed(3)
-        out, lse, weights = flash_attn.flash_attn_func(*leaves, 0.3, alibi_slopes=slopes, return_attn_probs=True, **options)
+        out, lse, weights = flash_attn.flash_attn_func(
+            *leaves, 0.3, alibi_slopes=slopes, deterministic=True, return_attn_probs=True, **options
+        )
         return out, lse, weights, *torch.autograd.grad(out, leaves, grad)
 
     out, lse, weights, *grads = run()

@@ -82,6 +82,9 @@ def as_in_flash_attention(query: Tensor) -> None:
     assert_type(longest, int)
     assert_type(compat.bert_padding.pad_input(tokens, indices, *out.shape[:2]), Tensor)
     assert lse.shape == (1, 7, 2)
+
+
+def installed() -> None:  # not called: FlashAttention itself may be there
     with compat.install("flash_attn") as installation:
         assert_type(installation, compat.Installation)
     installation.remove()
