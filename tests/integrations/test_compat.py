@@ -667,6 +667,9 @@ def test_errors_of_types():
         flash_attn.flash_attn_func(q, None, v)
     with pytest.raises(TypeError, match="softmax_scale: expected a float, got str"):
         flash_attn.flash_attn_func(q, k, v, softmax_scale="1")
+    nested = torch.nested.nested_tensor([torch.ones(5, 2, 8), torch.ones(3, 2, 8)], layout=torch.strided)
+    with pytest.raises(NotImplementedError, match="flash_online.attention: k: a nested tensor"):
+        flash_attn.flash_attn_func(q, nested, nested)
     with pytest.raises(NotImplementedError, match="q: dtype torch.int32"):
         flash_attn.flash_attn_func(q.int(), k.int(), v.int())
     with pytest.raises(ValueError, match=r"qkv: shape \[2, 37, 4, 16\], expected \[batch, length, 3, heads, head dim\]"):
