@@ -273,8 +273,10 @@ def attention_impl(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    rng: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None."""
+    """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None. `rng` is the draw of
+    `draw_rng`, made here if None."""
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     tf32 = tf32_for(query)
@@ -290,7 +292,7 @@ def attention_impl(
         mask,
         None if alibi_slopes is None else alibi_slopes.to(accumulator),
         None if sinks is None else sinks.to(accumulator).contiguous(),
-        draw_rng(dropout_p, query.device),
+        draw_rng(dropout_p, query.device) if rng is None else rng,
         AttentionOptions(left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )

@@ -126,6 +126,48 @@ def varlen_attention(
     check_kinds(query, key, value, None)
     _policy.require_kernel("varlen_attention", query=query, key=key, value=value)
     check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = varlen_impl(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        causal=causal,
+        window=window or (None, None),
+        lower_right=alignment == "lower_right",
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    return (out, lse) if return_lse else out
+
+
+def varlen_impl(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    lower_right: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    rng: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of packed sequences that `check_packed` took. `rng` is the draw of `draw_rng`, made here if None."""
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
         shape = (cu_seqlens_q.shape[0] - 1, query.shape[1])
@@ -135,9 +177,8 @@ def varlen_attention(
                 f"{list(shape)}, one for each sequence too"
             )
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
-    left, right = (-1 if bound is None else bound for bound in window or (None, None))
+    left, right = (-1 if bound is None else bound for bound in window)
     scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
-    lower_right = alignment == "lower_right"
     out, lse, _ = _varlen_attention(
         query,
         key,
@@ -146,13 +187,13 @@ def varlen_attention(
         cu_seqlens_k.contiguous(),
         alibi_slopes,
         None if sinks is None else sinks.to(accumulator).contiguous(),
-        draw_rng(dropout_p, query.device),
+        draw_rng(dropout_p, query.device) if rng is None else rng,
         max_seqlen_q,
         max_seqlen_k,
         AttentionOptions(left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32_for(query)),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 class _VarlenOp:
@@ -262,8 +303,8 @@ def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d
     def unpadded(part):
         return part.squeeze(0).transpose(0, 1)
 
-    query_rows = _sequence_rows(tensors.cu_seqlens_q, ctx.max_seqlen_q, query.shape[0])
-    key_rows = _sequence_rows(tensors.cu_seqlens_k, ctx.max_seqlen_k, key.shape[0])
+    query_rows = sequence_rows(tensors.cu_seqlens_q, ctx.max_seqlen_q, query.shape[0])
+    key_rows = sequence_rows(tensors.cu_seqlens_k, ctx.max_seqlen_k, key.shape[0])
     outs, lses, grad_queries, grad_keys, grad_values = [], [], [], [], []
     d_grad_sinks = None if sinks is None or grad_out is None else torch.zeros_like(sinks)
     for n, (queries, keys) in enumerate(zip(query_rows, key_rows, strict=True)):
@@ -313,7 +354,7 @@ def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d
     )
 
 
-def _sequence_rows(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[slice]:
+def sequence_rows(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[slice]:
     """The rows of each sequence, read by the host. The kernels apply this rule too: a start is clamped to [0, total] and to the
     end of the sequence before it, and a sequence is cut off at max_seqlen rows."""
     rows, end = [], 0

@@ -18,7 +18,7 @@ import flash_online
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 MOST_NOT_RUN = 3  # in all pages together; a fragment or a GPU's code is worth one of them
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "integrations").glob("*.md"), ROOT / "README.md"])
 
 if not (ROOT / "docs").is_dir():
     pytest.skip("the docs are part of a checkout", allow_module_level=True)

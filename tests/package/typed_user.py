@@ -8,6 +8,7 @@ from typing_extensions import assert_type
 
 import flash_online
 import flash_online.functional as F
+from flash_online import compat
 
 
 def attentions(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> None:
@@ -73,6 +74,22 @@ def explained(query: Tensor, logits: Tensor) -> None:
     assert len(flash_online.SAC_SAVE_OPS) == 4
 
 
+def as_in_flash_attention(query: Tensor) -> None:
+    out: Tensor = compat.flash_attn.flash_attn_func(query, query, query, 0.0, causal=True, window_size=(3, None))
+    _, lse, _ = compat.flash_attn.flash_attn_qkvpacked_func(torch.stack([query] * 3, 2), return_attn_probs=True)
+    assert_type(compat.flash_attn_cute.flash_attn_func(query, query, query, return_lse=True), tuple[Tensor, Tensor | None])
+    tokens, indices, _, longest, _ = compat.bert_padding.unpad_input(out, torch.ones(out.shape[:2]))
+    assert_type(longest, int)
+    assert_type(compat.bert_padding.pad_input(tokens, indices, *out.shape[:2]), Tensor)
+    assert lse.shape == (1, 7, 2)
+
+
+def installed() -> None:  # not called: FlashAttention itself may be there
+    with compat.install("flash_attn") as installation:
+        assert_type(installation, compat.Installation)
+    installation.remove()
+
+
 def refused(query: Tensor) -> None:
     try:
         flash_online.attention(query, query, query, window=3)  # type: ignore[call-overload]
@@ -93,6 +110,7 @@ def main() -> None:
     losses(logits, hidden, weight, target)
     replaced(logits)
     explained(query, logits)
+    as_in_flash_attention(query)
     refused(query)
 
 

@@ -1,0 +1,273 @@
+"""FlashAttention-3's functions on flash_online's kernels: signatures, layouts and returns of its module `flash_attn_interface`.
+
+What is beyond FlashAttention-3: every device, dtype and head dim of flash_online's, and a differentiable softmax_lse. Arguments
+that only tune its kernels (num_splits, pack_gqa, sm_margin) are taken and have no effect.
+
+Source: the interface of FlashAttention-3 (arXiv 2407.08608).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_int, check_tensor
+from .._ops import InvalidArgument
+from ..merge import merge_attention
+from ._call import Window, attend, attend_packed, no_cache, read_packing, refuse, unpacked, without_unused
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q `[B, L, H, E]` over k `[B, S, Hk, E]` and v `[B, S, Hk, Ev]`; Hk divides H.
+
+    Args:
+        softmax_scale: 1 / sqrt(E) if None.
+        causal: query i sees keys j <= i + S - L.
+        window_size: (left, right): query i sees i + S - L - left <= j <= i + S - L + right; -1 and None are no bound.
+        softcap: limits scores to (-softcap, softcap) by a tanh; 0 is none.
+        deterministic: makes the gradients repeat bit for bit; False follows torch's own setting.
+        return_attn_probs: also return softmax_lse (no probabilities, in spite of its name).
+
+    Returns:
+        out `[B, L, H, Ev]`, with rows of 0 where a query sees no key. With `return_attn_probs` also softmax_lse `[B, H, L]`,
+        the natural logarithm of the denominators, float32, -inf where a query sees no key; differentiable.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
+        NotImplementedError: qv, q_descale, k_descale, v_descale or attention_chunk; or no kernel takes the dtype or device.
+    """
+    refuse("flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("flash_attn_func", attention_chunk=attention_chunk)
+    out, softmax_lse, _ = attend(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        lse=return_attn_probs,
+    )
+    return (out, softmax_lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv `[B, L, 3, H, E]`, or `[B, L, H + 2 Hk, E]` with `num_heads_q` = H; one gradient for qkv."""
+    refuse("flash_attn_qkvpacked_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("flash_attn_qkvpacked_func", attention_chunk=attention_chunk)
+    check_tensor("qkv", qkv)
+    if qkv.dim() == 4:
+        heads = 0 if num_heads_q is None else check_int("num_heads_q", num_heads_q)
+        key_heads, rest = divmod(qkv.shape[2] - heads, 2)
+        if heads < 1 or key_heads < 1 or rest:
+            raise InvalidArgument(
+                f"num_heads_q: got {num_heads_q}; beside qkv of shape {list(qkv.shape)} it is the number of query heads, which "
+                "leaves as many for keys as for values"
+            )
+        q, k, v = qkv.split([heads, key_heads, key_heads], -2)
+    else:
+        q, k, v = unpacked("qkv", qkv, 5, 3)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of packed sequences, which lie one after another: q `[Tq, H, E]`, k `[Tk, Hk, E]`, v `[Tk, Hk, Ev]`.
+
+    Args:
+        cu_seqlens_q: int32 `[sequences + 1]`, ascending from 0: where the queries of each sequence begin.
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q: the longest sequence's number of queries, or more.
+        max_seqlen_k: the same of the keys.
+        seqused_q: int32 `[sequences]`: how many queries of each sequence take part, from its first on; the results of the
+            others are 0, and causal rules and windows go by the lengths that take part.
+        seqused_k: the same of the keys; whatever the others hold reaches no result.
+
+    The other arguments are those of `flash_attn_func`, with L and S the lengths of a sequence.
+
+    Returns:
+        out `[Tq, H, Ev]`; with `return_attn_probs` also softmax_lse `[H, Tq]`.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
+        NotImplementedError: qv, q_descale, k_descale, v_descale or attention_chunk; or no kernel takes the dtype or device.
+    """
+    refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse("flash_attn_varlen_func", attention_chunk=attention_chunk)
+    packing = read_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, softmax_lse, _ = attend_packed(
+        q,
+        k,
+        v,
+        without_unused(packing, seqused_q, seqused_k),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    return (out, softmax_lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Any:
+    """Merges partial results over disjoint keys: out_partial `[parts, B, L, H, Ev]`, lse_partial `[parts, B, L, H]`, float32.
+
+    Returns:
+        (out `[B, L, H, Ev]`, of `out_dtype`, or out_partial's dtype if None, written into `out` where one is given; softmax_lse
+        `[B, L, H]`). Differentiable without `out`.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): shapes or dtypes that do not fit.
+    """
+    merged, softmax_lse = merge_attention(out_partial, lse_partial)
+    merged = merged if out_dtype is None else merged.to(out_dtype)
+    if out is None:
+        return merged, softmax_lse
+    if out.shape != merged.shape or out.dtype != merged.dtype:
+        raise InvalidArgument(
+            f"out: got {list(out.shape)} {out.dtype}; accepted is {list(merged.shape)} {merged.dtype}, out_dtype's or else "
+            "out_partial's"
+        )
+    return out.copy_(merged), softmax_lse
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Raises NotImplementedError: attention to a cache of keys is not offered yet."""
+    raise no_cache("flash_attn_with_kvcache")
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """Raises NotImplementedError: it prepares flash_attn_with_kvcache, which is not offered yet."""
+    raise no_cache("get_scheduler_metadata")
