@@ -1,7 +1,8 @@
-"""python -m flash_online info | check | demo | trace 1 3 2 [--plot FILE] | bench
+"""python -m flash_online info | check [DOOR ...] | demo | trace 1 3 2 [--plot FILE] | bench
 
 info    versions, devices, which kernels this build has and which of them this machine can run
-check   every function beside float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong
+check   every function beside float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong.
+        With DOORs (transformers, ...): each against its host as installed here, with tiny random models
 demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
 trace   the walk of online softmax over the numbers that follow (float32; --float64 for double; --plot FILE draws it as well)
 bench   the benchmarks of a checkout: rows | attention | training | paper | linear | docs, each with its --help
@@ -156,6 +157,10 @@ def info(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
+    if arguments:
+        from . import _check_doors
+
+        return _check_doors.main(arguments)
     from . import _check_install
 
     return _check_install.main()

@@ -1,0 +1,45 @@
+"""`python -m flash_online check DOOR ...`: each door tried against its host as installed here.
+
+A door's check is a module with a function `check(say) -> bool`, which calls `say` with each line of its report, returns whether
+all is right, and raises ImportError where the host is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+
+def doors() -> dict[str, str]:
+    """The module of each door's check, by the door's name."""
+    package = Path(__file__).parent
+    found = {
+        path.stem.removeprefix("_check_"): f"integrations.{path.stem}"
+        for path in sorted(package.glob("integrations/_check_*.py"))
+    }
+    if (package / "compat" / "_check.py").is_file():
+        found["flash_attn"] = "compat._check"
+    return found
+
+
+def main(names: list[str]) -> int:
+    """Runs the checks of these doors. Returns the exit code: 1 where one is wrong or its host is not installed, 2 for a door
+    that does not exist."""
+    known = doors()
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"check: {unknown[0]!r} is not one of {', '.join(known)}", file=sys.stderr)
+        return 2
+    wrong = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        try:
+            right = importlib.import_module(f".{known[name]}", __package__).check(lambda line: print(line, flush=True))
+        except ImportError as missing:
+            print(f"not checked: {missing}")
+            right = False
+        if not right:
+            wrong.append(name)
+    print(f"\nFAILED: {', '.join(wrong)}" if wrong else f"\nok: {', '.join(names)}")
+    return 1 if wrong else 0
