@@ -4,13 +4,12 @@ canonical shapes of attention's tensors (one rank >= 4, equal batch dimensions).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ._checks import check_flag, check_float, check_tensor
+from ._checks import check_flag, check_float, check_softcap, check_tensor
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
@@ -92,9 +91,8 @@ def check_attention_options(query, heads_dim, causal, window, alignment, softcap
                 raise InvalidArgument(f"window: {side} is {bound}; accepted are None and integers >= 0")
     if alignment not in ("upper_left", "lower_right"):
         raise InvalidArgument(f"alignment: got {alignment!r}; accepted are 'upper_left' and 'lower_right'")
-    softcap, dropout_p = check_float("softcap", softcap), check_float("dropout_p", dropout_p)
-    if not softcap >= 0 or softcap == math.inf:
-        raise InvalidArgument(f"softcap: got {softcap}; accepted are 0 (none) and finite numbers above")
+    check_softcap(softcap)
+    dropout_p = check_float("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
         raise InvalidArgument(f"dropout_p: got {dropout_p}; accepted are probabilities, 0 to 1")
     heads = query.shape[heads_dim] if query.dim() >= -heads_dim else 1

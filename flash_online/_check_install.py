@@ -89,6 +89,7 @@ def row_calls(generator: torch.Generator) -> Iterator[Call]:
     yield Call("linear_cross_entropy", {"input": hidden, "linear_weight": head, "target": target})
     inputs = {"input": hidden, "linear_weight": head, "target": target, "linear_bias": bias}
     yield Call("linear_cross_entropy", inputs, {"z_loss": 1e-3, "label_smoothing": 0.1, "reduction": "sum", "return_lse": True})
+    yield Call("linear_cross_entropy", inputs, {"softcap": 15.0, "scale": 0.5})
 
 
 def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:

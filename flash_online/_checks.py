@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -66,6 +67,14 @@ def check_float(name: str, number) -> float:
         return float(number)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a float, got {type(number).__name__}: {error}") from None
+
+
+def check_softcap(softcap) -> float:
+    """`softcap` as a float. Raises InvalidArgument unless it is 0 (none) or a finite number above."""
+    softcap = check_float("softcap", softcap)
+    if not softcap >= 0 or softcap == math.inf:
+        raise InvalidArgument(f"softcap: got {softcap}; accepted are 0 (none) and finite numbers above")
+    return softcap
 
 
 _PYTHON_TYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}  # as torch reads them

@@ -8,6 +8,11 @@ because the logits are computed again. Chunks of rows with the gradient in the f
 (arXiv 2410.10989, section 3.2). That the logits need no memory is the observation of Cut Cross-Entropy (arXiv 2411.09009),
 whose fused kernels compute them twice.
 
+`scale` multiplies the logits and, in the backward pass, their gradient, inside the products (alpha of BLAS): it takes no pass
+of its own. `softcap` c makes c tanh(logits / c) of them. Plain torch operations do that over a block of a chunk's rows at a
+time, in the accumulator's dtype: the capped logits, their softmax and the product with tanh's derivative, and only the last is
+rounded to the dtype of the products. A block also bounds the two tables that this needs.
+
 Names: N rows of input, H elements per row (the hidden size), C classes, P positions (the K dimensions of torch's K-dimensional
 loss, flattened; 1 without them). columns = C * P is the number of logits per row.
 """
@@ -24,6 +29,8 @@ from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 _ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
 _PITCH_BYTES = {"cpu": 1, "cuda": 128}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
+_CAP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a block of capped logits, in the accumulator's dtype
+_CAP_ROWS = {"cpu": 1, "cuda": 128}  # its least rows: on a GPU about one row of cross-entropy per SM
 _NONE_WANTED = (False,) * 4  # of the gradients of input, linear_weight, linear_bias and target
 _MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/design/decisions.md
 
@@ -48,6 +55,11 @@ def chunk_plan(
     return max(min(even, rows), 1), accumulate
 
 
+def _cap_rows(columns: int, dtype: torch.dtype, device: str) -> int:
+    """Rows of a block of capped logits in `dtype`."""
+    return max(_CAP_BYTES[device] // max(columns * dtype.itemsize, 1), _CAP_ROWS[device])
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -68,7 +80,13 @@ def scratch_bytes(call) -> int:
     rows, accumulate = chunk_plan(input.shape[0], columns, hidden, dtype, input.device.type, grad_in_16_bits)
     size = rows * _pitch(columns, dtype, input.device.type) * dtype.itemsize + 4 * columns * hidden * accumulate
     common = common_dtype(dtype, target)
-    size += rows * columns * common.itemsize * (common != dtype)
+    if call.softcap:
+        wide, device = accumulator_of(common), input.device.type
+        table = min(_cap_rows(columns, wide, device), rows) * _pitch(columns, wide, device) * wide.itemsize
+        size += table * (1 if wide == dtype else 2)
+        size += table * (target.is_floating_point() and target.dtype != wide)
+    else:
+        size += rows * columns * common.itemsize * (common != dtype)
     for tensor, share in ((input, rows / max(input.shape[0], 1)), (linear_weight, 1)):
         size += int(tensor.numel() * share) * dtype.itemsize * (tensor.dtype != dtype)
     return size
@@ -79,19 +97,38 @@ def _pitch(columns: int, dtype: torch.dtype, device: str) -> int:
     return _round_up(columns, max(_PITCH_BYTES[device] // dtype.itemsize, 1))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a^T b if `first`, else total += a^T b. Where total is float32 and a and b have 16 bits, CUDA adds the product
-    unrounded; on the CPU the product is first rounded to the dtype of a and b."""
+def _product(out: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None) -> None:
+    """out = scale * (a b + bias)."""
+    if bias is not None:
+        torch.addmm(bias, a, b, beta=scale, alpha=scale, out=out)
+    elif scale == 1:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)  # with beta=0 the old numbers are not read
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, first: bool) -> None:
+    """total = scale * a^T b if `first`, else total += scale * a^T b. Where total is float32 and a and b have 16 bits, CUDA adds
+    the product unrounded; on the CPU the product is first rounded to the dtype of a and b."""
     if total.dtype == a.dtype:
-        torch.mm(a.t(), b, out=total) if first else total.addmm_(a.t(), b)
+        _product(total, a.t(), b, scale) if first else total.addmm_(a.t(), b, alpha=scale)
     elif total.is_cuda and total.dtype == torch.float32:
         if first:
             torch.mm(a.t(), b, out_dtype=total.dtype, out=total)
         else:
-            torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+            torch.addmm(total, a.t(), b, out_dtype=total.dtype, alpha=scale, out=total)
     else:
         product = torch.mm(a.t(), b)
-        total.copy_(product) if first else total.add_(product)
+        total.copy_(product) if first else total.add_(product, alpha=scale)
+    if first and scale != 1 and total.dtype != a.dtype:
+        total.mul_(scale)
+
+
+def _empty_rows(input: Tensor, positions: int, accumulator: torch.dtype, forward: bool, argmax: bool) -> tuple[Tensor, ...]:
+    """loss, lse and row_weight, and argmax, [N, P] each; without elements where they are not asked for."""
+    sizes = [input.shape[0], positions]
+    rows = (input.new_empty(sizes if forward else [0], dtype=accumulator) for _ in range(3))
+    return *rows, input.new_empty(sizes if argmax else [0], dtype=torch.int64)
 
 
 def _empty_gradients(tensors, wanted):
@@ -103,21 +140,65 @@ def _empty_gradients(tensors, wanted):
     return tuple(empty(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
 
 
+def _rows_in_place(scores, options, cotangents, forward, target_grad):
+    """((loss, lse, row_weight) of the logits `scores` [n, C, P], the gradient of lse, that of the targets), None for what is
+    not asked for. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the arguments of
+    cross_entropy_forward after the first, `cotangents` grad_loss, grad_lse and lse_factor."""
+    if cotangents is None:
+        return ops.cross_entropy_forward.default(scores, *options), None, None
+    grad_loss, grad_lse, lse_factor = cotangents
+    one_pass = forward and lse_factor is None  # one kernel gives losses and gradients
+    rows = ops.cross_entropy_forward.default(scores, *options) if forward and not one_pass else (None,) * 3
+    if lse_factor is not None:
+        lse = rows[1] if forward else ops.logsumexp_forward.default(scores, 1)
+        # The mask is for ignored rows: their factor is 0, and their lse may be NaN.
+        z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
+        grad_lse = z_grad if grad_lse is None else grad_lse + z_grad
+    *row_results, grad_target = ops.cross_entropy_backward_.default(
+        grad_loss, grad_lse, scores, *options, target_grad, one_pass
+    )
+    return (row_results if one_pass else rows), grad_lse, grad_target
+
+
+class _Cap:
+    """softcap * tanh(logits / softcap) of a block of at most `rows` rows, and the gradient through it, in `dtype`."""
+
+    def __init__(self, softcap: float, input: Tensor, rows: int, columns: int, dtype: torch.dtype, in_place: bool):
+        pitch = _pitch(columns, dtype, input.device.type)
+        self.softcap, self.in_place = softcap, in_place  # in_place: `dtype` is that of the logits
+        self.tanh, *self.scores = (input.new_empty([rows, pitch], dtype=dtype)[:, :columns] for _ in range(2 - in_place))
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The capped logits [n, columns]: in the place of the logits, if in_place."""
+        tanh = self.tanh[: logits.shape[0]]
+        torch.div(logits, self.softcap, out=tanh) if self.in_place else tanh.copy_(logits).div_(self.softcap)
+        tanh.tanh_()
+        return torch.mul(tanh, self.softcap, out=logits if self.in_place else self.scores[0][: logits.shape[0]])
+
+    def differentiate(self, grad: Tensor, no_grad: Tensor | None, logits: Tensor) -> None:
+        """Writes the gradient of the logits of the last `apply` over them. `grad` [n, C, P] is that of the capped ones, no_grad
+        [n, P] says which rows have a gradient of 0 whatever their logits hold."""
+        tanh = self.tanh[: logits.shape[0]].unflatten(1, grad.shape[1:])
+        if no_grad is not None:
+            tanh.masked_fill_(no_grad.unsqueeze(1), 0)  # as 0 * NaN is NaN
+        torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=grad)
+        if not self.in_place:
+            logits.copy_(grad.flatten(1))
+
+
 def _run(
-    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, forward,
-    grad_loss=None, grad_lse=None, lse_factor=None, wanted=_NONE_WANTED,
+    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, forward,
+    grad_loss=None, grad_lse=None, lse_factor=None, wanted=_NONE_WANTED, argmax=False,
 ):  # fmt: skip
-    """The loop over chunks that the three operators share: (loss, lse, row_weight, the four gradients). Results that are not
-    asked for have no elements: the first three without `forward`, and each gradient that is not in `wanted`."""
+    """The loop over chunks that the three operators share: (loss, lse, row_weight, argmax, the four gradients). Results that
+    are not asked for have no elements: the first three without `forward`, argmax, each gradient that is not in `wanted`."""
     (rows, hidden), (classes, positions, _) = input.shape, linear_weight.shape
     columns, device = classes * positions, input.device.type
-    accumulator = accumulator_of(common_dtype(dtype, target))
-    gradients = any(wanted)
-    grad_in_16_bits = wanted[1] and linear_weight.dtype.itemsize == 2
-    step, accumulate = chunk_plan(rows, columns, hidden, dtype, device, grad_in_16_bits)
+    common, indexed = common_dtype(dtype, target), not target.is_floating_point()
+    accumulator, gradients = accumulator_of(common), any(wanted)
+    step, accumulate = chunk_plan(rows, columns, hidden, dtype, device, wanted[1] and linear_weight.dtype.itemsize == 2)
 
-    sizes = [rows, positions] if forward else [0]
-    loss, lse, row_weight = (input.new_empty(sizes, dtype=accumulator) for _ in range(3))
+    results = _empty_rows(input, positions, accumulator, forward, argmax)
     grads = _empty_gradients((input, linear_weight, linear_bias, target), wanted)
     grad_input, grad_linear_weight, grad_linear_bias, grad_target = grads
     total = grad_linear_weight.view(columns, hidden) if wanted[1] else grad_linear_weight
@@ -128,62 +209,61 @@ def _run(
     matrix = linear_weight.flatten(0, 1).to(dtype)
     bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
     buffer = input.new_empty([min(step, rows), _pitch(columns, dtype, device)], dtype=dtype)
+    block = min(_cap_rows(columns, accumulator, device), step) if softcap else step
+    cap = _Cap(softcap, input, min(block, rows), columns, accumulator, dtype == accumulator) if softcap else None
     for begin in range(0, rows, step):
         chunk = slice(begin, min(begin + step, rows))
-        x, t = input[chunk].to(dtype), target[chunk]
-        logits = buffer[: x.shape[0], :columns]
-        if bias is None:
-            torch.mm(x, matrix.t(), out=logits)
-        else:
-            torch.addmm(bias, x, matrix.t(), out=logits)
-        scores = logits.unflatten(1, (classes, positions))
-        if target.is_floating_point():
-            common = common_dtype(dtype, target)
-            scores, t = scores.to(common), t.to(common)
-        options = (t, weight, ignore_index, label_smoothing)
-        one_pass = forward and gradients and lse_factor is None  # one kernel gives losses and gradients
-        if forward and not one_pass:
-            chunk_rows = ops.cross_entropy_forward.default(scores, *options)
-        if gradients:
-            chunk_grad_lse = None if grad_lse is None else grad_lse[chunk]
-            if lse_factor is not None:
-                factor = lse_factor[chunk]
-                chunk_lse = chunk_rows[1] if forward else ops.logsumexp_forward.default(scores, 1)
-                # The mask is for ignored rows: their factor is 0, and their lse may be NaN.
-                z_grad = (factor * chunk_lse).masked_fill(factor == 0, 0)
-                chunk_grad_lse = z_grad if chunk_grad_lse is None else chunk_grad_lse + z_grad
-            *row_results, chunk_grad_target = ops.cross_entropy_backward_.default(
-                grad_loss[chunk], chunk_grad_lse, scores, *options, wanted[3], one_pass
-            )
-            chunk_rows = row_results if one_pass else chunk_rows if forward else ()
-            if scores.dtype != dtype:
+        x = input[chunk].to(dtype)
+        chunk_logits, chunk_no_grad = buffer[: x.shape[0], :columns], []
+        _product(chunk_logits, x, matrix.t(), scale, bias)
+        for first in range(begin, chunk.stop, block):  # once, unless the logits are capped
+            part = slice(first, min(first + block, chunk.stop))
+            logits, t = chunk_logits[first - begin : part.stop - begin], target[part]
+            if argmax:  # before a cap, which may make several logits equal
+                results[3][part] = logits.unflatten(1, (classes, positions)).argmax(1)
+            scores = (logits if cap is None else cap.apply(logits)).unflatten(1, (classes, positions))
+            if not indexed:
+                common = common if cap is None else accumulator
+                scores, t = scores.to(common), t.to(common)
+            options = (t, weight, ignore_index, label_smoothing)
+            cotangents = tuple(g if g is None else g[part] for g in (grad_loss, grad_lse, lse_factor)) if gradients else None
+            pieces, part_grad_lse, part_grad_target = _rows_in_place(scores, options, cotangents, forward, wanted[3])
+            if forward:
+                for whole, piece in zip(results[:3], pieces, strict=True):
+                    whole[part] = piece
+            if not gradients:
+                continue
+            if indexed:
+                no_grad = t == ignore_index
+                chunk_no_grad.append(no_grad if part_grad_lse is None else no_grad & (part_grad_lse == 0))
+            if cap is not None:
+                cap.differentiate(scores, chunk_no_grad[-1] if indexed else None, logits)
+            elif scores.dtype != dtype:
                 logits.copy_(scores.flatten(1))
-            if wanted[0]:
-                if input.dtype == dtype:
-                    torch.mm(logits, matrix, out=grad_input[chunk])
-                else:
-                    grad_input[chunk] = torch.mm(logits, matrix)
-            if wanted[1]:
-                if not target.is_floating_point():
-                    # The gradient of an ignored row is 0 even where its input holds NaN: the product must not meet 0 * NaN.
-                    ignored = t == ignore_index
-                    no_grad = ignored if chunk_grad_lse is None else ignored & (chunk_grad_lse == 0)
-                    x = x.masked_fill(no_grad.all(1, keepdim=True), 0)
-                _add_product(total, logits, x, begin == 0)
-            if wanted[2]:
-                bias_total += logits.sum(0, dtype=bias_total.dtype)
             if wanted[3]:
-                grad_target[chunk] = chunk_grad_target
-        if forward:
-            for whole, piece in zip((loss, lse, row_weight), chunk_rows, strict=True):
-                whole[chunk] = piece
+                grad_target[part] = part_grad_target
+        if wanted[0]:
+            if input.dtype == dtype:
+                _product(grad_input[chunk], chunk_logits, matrix, scale)
+            else:
+                grad_input[chunk] = torch.mm(chunk_logits, matrix)
+                if scale != 1:
+                    grad_input[chunk].mul_(scale)
+        if wanted[1]:
+            if indexed:
+                # The gradient of an ignored row is 0 even where its input holds NaN: the product must not meet 0 * NaN.
+                no_grad = chunk_no_grad[0] if len(chunk_no_grad) == 1 else torch.cat(chunk_no_grad)
+                x = x.masked_fill(no_grad.all(1, keepdim=True), 0)
+            _add_product(total, chunk_logits, x, scale, begin == 0)
+        if wanted[2]:
+            bias_total += chunk_logits.sum(0, dtype=bias_total.dtype)
     if rows == 0:
         total.zero_()
     if accumulate:
         grad_linear_weight.view(columns, hidden).copy_(total)
     if wanted[2]:
-        grad_linear_bias.copy_(bias_total.view(classes, positions))
-    return loss, lse, row_weight, *grads
+        grad_linear_bias.copy_((bias_total * scale if scale != 1 else bias_total).view(classes, positions))
+    return *results, *grads
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------------
@@ -194,37 +274,36 @@ def _run(
 # linear_weight, linear_bias, target) are computed, each in its tensor's dtype; the others have no elements.
 #
 # The backward operator adds lse_factor * lse to grad_lse: that is the gradient of a loss with a term in lse^2. The step
-# operator does both passes at once, for a grad_loss and an lse_factor that are known beforehand.
+# operator does both passes at once, for a grad_loss and an lse_factor that are known beforehand. `scale` and `softcap` (0:
+# none) make the logits softcap * tanh(scale * (input linear_weight^T + linear_bias) / softcap). argmax: int64 [N, P], the class
+# of the largest logit, or without elements.
 
 _ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, int ignore_index, "
-    "float label_smoothing, ScalarType dtype"
+    "float label_smoothing, ScalarType dtype, float scale, float softcap"
 )
+_ROWS = "Tensor loss, Tensor lse, Tensor row_weight, Tensor argmax"
 _GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias, Tensor grad_target"
 
 
 def _forward(*arguments):
-    return _run(*arguments, True)[:3]
+    *arguments, argmax = arguments
+    return _run(*arguments, True, argmax=argmax)[:4]
 
 
 def _backward(*arguments):
     *arguments, grad_loss, grad_lse, lse_factor, wanted = arguments
-    return _run(*arguments, False, grad_loss, grad_lse, lse_factor, wanted)[3:]
+    return _run(*arguments, False, grad_loss, grad_lse, lse_factor, wanted)[4:]
 
 
 def _step(*arguments):
-    *arguments, grad_loss, lse_factor, wanted = arguments
-    return _run(*arguments, True, grad_loss, None, lse_factor, wanted)
+    *arguments, argmax, grad_loss, lse_factor, wanted = arguments
+    return _run(*arguments, True, grad_loss, None, lse_factor, wanted, argmax)
 
 
-def _fake_rows(arguments):
-    input, linear_weight, _, target, _, _, _, dtype = arguments
-    sizes = [input.shape[0], linear_weight.shape[1]]
-    return tuple(input.new_empty(sizes, dtype=accumulator_of(common_dtype(dtype, target))) for _ in range(3))
-
-
-def _forward_fake(*arguments):
-    return _fake_rows(arguments)
+def _forward_fake(input, linear_weight, linear_bias, target, *others):
+    *_, dtype, _, _, argmax = others
+    return _empty_rows(input, linear_weight.shape[1], accumulator_of(common_dtype(dtype, target)), True, argmax)
 
 
 def _backward_fake(input, linear_weight, linear_bias, target, *others):
@@ -234,8 +313,7 @@ def _backward_fake(input, linear_weight, linear_bias, target, *others):
 
 def _step_fake(*arguments):
     *call, _, _, wanted = arguments
-    input, linear_weight, linear_bias, target, *_ = call
-    return *_fake_rows(call), *_empty_gradients((input, linear_weight, linear_bias, target), wanted)
+    return *_forward_fake(*call), *_empty_gradients(call[:4], wanted)
 
 
 def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape=None, **kwargs) -> int:
@@ -266,7 +344,7 @@ def _define(name: str, schema: str, run, fake, flops) -> None:
 
 _define(
     "linear_cross_entropy_forward",
-    f"({_ARGUMENTS}) -> (Tensor loss, Tensor lse, Tensor row_weight)",
+    f"({_ARGUMENTS}, bool return_argmax) -> ({_ROWS})",
     _forward,
     _forward_fake,
     _forward_flops,
@@ -280,8 +358,7 @@ _define(
 )
 _define(
     "linear_cross_entropy_step",
-    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? lse_factor, bool[] wanted) -> "
-    f"(Tensor loss, Tensor lse, Tensor row_weight, {_GRADIENTS})",
+    f"({_ARGUMENTS}, bool return_argmax, Tensor grad_loss, Tensor? lse_factor, bool[] wanted) -> ({_ROWS}, {_GRADIENTS})",
     _step,
     _step_fake,
     _gradient_flops,

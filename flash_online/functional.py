@@ -167,6 +167,8 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy, without a table of probabilities. flash_online.cross_entropy documents shapes, dtypes
     and errors. Beside class indices `weight` must have input's dtype, as torch demands."""
+    if not isinstance(input, Tensor) and hasattr(type(input), "__torch_function__"):  # no Tensor, but torch hands it the call
+        return ORIGINALS["cross_entropy"](input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (tensor is None and name == "weight"):
             check_tensor(name, tensor)

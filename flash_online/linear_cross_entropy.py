@@ -18,7 +18,7 @@ from torch.autograd import Function
 from . import _policy
 from ._autograd import transforms_active
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
+from ._checks import check_dtype, check_flag, check_float, check_floating, check_int, check_softcap, check_tensor
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, ops
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 # Shapes below are those of the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or
 # [N, C, P], weight [C] in the accumulator's dtype. tensors = (input, linear_weight, linear_bias, target), and
-# options = (ignore_index, label_smoothing, dtype of the products).
+# options = (ignore_index, label_smoothing, dtype of the products, scale, softcap).
 
 
-def _logits_in_chunks(input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype):
-    """(loss, lse, row_weight) in differentiable operations, for derivatives of any order and for torch.func."""
+def _logits_in_chunks(
+    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, argmax=False
+):
+    """(loss, lse, row_weight, argmax or None) in differentiable operations, for derivatives of any order and for torch.func."""
     classes, positions, hidden = linear_weight.shape
     rows = input.shape[0]
     step = rows
@@ -45,9 +47,25 @@ def _logits_in_chunks(input, linear_weight, linear_bias, target, weight, ignore_
     for begin in range(0, max(rows, 1), max(step, 1)):
         chunk = slice(begin, begin + step)
         logits = _torch.linear(input[chunk].to(dtype), matrix, bias).unflatten(1, (classes, positions)).to(common)
-        t = target[chunk].to(common) if target.is_floating_point() else target[chunk]
-        pieces.append(cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing))
-    return pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+        if scale != 1:
+            logits = logits * scale
+        t, indices = target[chunk], [logits.detach().argmax(1)] if argmax else []
+        if softcap:
+            ignored = None if t.is_floating_point() else (t == ignore_index).unsqueeze(1)
+            logits = _capped(logits.to(accumulator_of(common)), softcap, ignored)
+        t = t.to(logits.dtype) if t.is_floating_point() else t
+        pieces.append((*cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing), *indices))
+    results = pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return results if argmax else (*results, None)
+
+
+def _capped(logits: Tensor, softcap: float, ignored: Tensor | None) -> Tensor:
+    """softcap * tanh(logits / softcap), whose derivative does not turn the gradient 0 of an `ignored` row of NaN into NaN."""
+    if ignored is None:
+        return softcap * torch.tanh(logits / softcap)
+    lost = ignored & logits.isnan()
+    capped = softcap * torch.tanh(logits.masked_fill(lost, 0) / softcap)
+    return capped.masked_fill(lost, float("nan"))
 
 
 def _call(operator, *arguments):
@@ -71,7 +89,7 @@ def _differentiable_gradients(ctx, saved, results_of, grads):
     (loss, lse, row_weight) and the target to the results whose gradients are `grads`."""
     *tensors, weight = saved
     with torch.enable_grad():
-        results = results_of(_logits_in_chunks(*tensors, weight, *ctx.options), tensors[3])
+        results = results_of(_logits_in_chunks(*tensors, weight, *ctx.options)[:3], tensors[3])
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
         leaves = [t for t, wanted in zip(tensors, ctx.wanted, strict=True) if wanted]
         results, cotangents = zip(*pairs, strict=True)
@@ -80,42 +98,43 @@ def _differentiable_gradients(ctx, saved, results_of, grads):
 
 
 class _RowLosses(Function):
-    """(loss, lse, row_weight), each [N, P]; the backward pass computes the logits again."""
+    """(loss, lse, row_weight, argmax), each [N, P]; the backward pass computes the logits again."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted):
-        ctx.save_for_backward(input, linear_weight, linear_bias, target, weight)
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted, argmax):
+        tensors = input, linear_weight, linear_bias, target, weight
+        ctx.save_for_backward(*tensors)
         ctx.options, ctx.wanted = options, wanted
-        return _call(ops.linear_cross_entropy_forward.default, input, linear_weight, linear_bias, target, weight, *options)
+        return _call(ops.linear_cross_entropy_forward.default, *tensors, *options, argmax)
 
     @staticmethod
-    def backward(ctx, grad_loss, grad_lse, _):
+    def backward(ctx, grad_loss, grad_lse, *_):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _differentiable_gradients(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
         else:
             grads = _gradients(ctx.saved_tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 class _ReducedLoss(Function):
-    """(the mean or sum, lse); the forward pass computes the gradients for an incoming gradient of 1."""
+    """(the mean or sum, lse, argmax); the forward pass computes the gradients for an incoming gradient of 1."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted, reduction, z_loss):
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted, argmax, reduction, z_loss):
         tensors = input, linear_weight, linear_bias, target, weight
         grad_loss, lse_factor = _cotangents(1.0, linear_weight.shape[0], target, weight, options, reduction, z_loss)
-        loss, lse, row_weight, *grads = _call(
-            ops.linear_cross_entropy_step.default, *tensors, *options, grad_loss, lse_factor, wanted
+        loss, lse, row_weight, indices, *grads = _call(
+            ops.linear_cross_entropy_step.default, *tensors, *options, argmax, grad_loss, lse_factor, wanted
         )
         ctx.save_for_backward(*tensors, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # so that grad_lse is None unless lse is differentiated
-        classes, (ignore_index, _, _) = linear_weight.shape[0], options
-        return reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss), lse
+        classes, (ignore_index, *_) = linear_weight.shape[0], options
+        return reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss), lse, indices
 
     @staticmethod
-    def backward(ctx, grad, grad_lse):
+    def backward(ctx, grad, grad_lse, _):
         saved = ctx.saved_tensors  # read once, since under checkpointing a second read raises
         tensors, unit_grads = saved[:5], saved[5:]  # unit_grads: for an incoming gradient of 1
         classes, (ignore_index, *_) = tensors[1].shape[0], ctx.options
@@ -138,7 +157,7 @@ class _ReducedLoss(Function):
             # No later call reads unit_grads, unless the graph is kept for another backward pass.
             in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not transforms_active()
             grads = tuple(None if g is None else _scaled(g, grad, in_place) for g in unit_grads)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor):
@@ -149,7 +168,7 @@ def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor):
 def _cotangents(scale, classes, target, weight, options, reduction: int, z_loss: float):
     """(grad_loss, lse_factor), both [N, P]: the gradient of each row's loss, and that of each row's lse divided by lse, for an
     incoming gradient `scale` of the reduced loss. lse_factor is None without a z-loss."""
-    ignore_index, _, dtype = options
+    ignore_index, _, dtype, *_ = options
     accumulator = accumulator_of(common_dtype(dtype, target))
     if target.is_floating_point():
         shape, counted = target.shape[::2], None
@@ -182,16 +201,16 @@ def _class_weights(weight: Tensor | None, dtype: torch.dtype, target: Tensor) ->
     return None if weight is None else weight.to(accumulator_of(common_dtype(dtype, target))).contiguous()
 
 
-def _row_losses(tensors, weight, options):
-    """(loss, lse, row_weight), by the cheapest way that has the derivatives that may be asked for."""
+def _row_losses(tensors, weight, options, argmax: bool):
+    """(loss, lse, row_weight, argmax), by the cheapest way that has the derivatives that may be asked for."""
     leaves = tensors if weight is None else (*tensors, weight)
     if transforms_active() or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
-        return _logits_in_chunks(*tensors, weight, *options)
-    (_, _, _, target), (_, _, dtype) = tensors, options
+        return _logits_in_chunks(*tensors, weight, *options, argmax)
+    (_, _, _, target), (_, _, dtype, *_) = tensors, options
     weight = _class_weights(weight, dtype, target)
     if torch.is_grad_enabled() and any(_require_grad(leaves)):
-        return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors))
-    return _call(ops.linear_cross_entropy_forward.default, *tensors, weight, *options)
+        return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors), argmax)
+    return _call(ops.linear_cross_entropy_forward.default, *tensors, weight, *options, argmax)
 
 
 def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_lse: bool) -> bool:
@@ -262,9 +281,22 @@ def check_linear_cross_entropy(
     check_cross_entropy(logits, target, weight, -100 if ignore_index is None else ignore_index, label_smoothing)
 
 
+def _check_logit_options(softcap, scale) -> tuple[float, float]:
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise InvalidArgument(
+                f"{name}: requires_grad is True, but no gradient flows to it; multiply input by a learned scale"
+            )
+    softcap, scale = check_softcap(softcap), check_float("scale", scale)
+    if not abs(scale) < float("inf"):
+        raise InvalidArgument(f"scale: got {scale}; accepted are finite numbers")
+    return softcap, scale
+
+
 def linear_cross_entropy_impl(
-    input, linear_weight, target, linear_bias, weight, reduction: int, ignore_index, label_smoothing, return_lse, z_loss, dtype
-) -> Tensor | tuple[Tensor, Tensor]:
+    input, linear_weight, target, linear_bias, weight, reduction: int, ignore_index, label_smoothing, return_lse, z_loss, dtype,
+    softcap=0.0, scale=1.0, return_z_loss=False, return_argmax=False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """linear_cross_entropy, once its arguments are checked and it is decided that our kernels run; `reduction` is a
     reduction_enum."""
     (*batch, _), (classes, *positions, _) = input.shape, linear_weight.shape
@@ -292,17 +324,26 @@ def linear_cross_entropy_impl(
         target = target.flatten(0, len(batch) - 1) if batch else target.reshape(1)
         target = target.flatten(1) if positions else target.unsqueeze(1)
 
-    tensors, options = (input, linear_weight, linear_bias, target), (ignore_index, label_smoothing, products)
+    tensors, options = (input, linear_weight, linear_bias, target), (ignore_index, label_smoothing, products, scale, softcap)
     if _computes_gradients_forward(tensors, weight, products, reduction, return_lse):
         weight = _class_weights(weight, products, target)
-        result, lse = _ReducedLoss.apply(*tensors, weight, options, _require_grad(tensors), reduction, z_loss)
+        result, lse, argmax = _ReducedLoss.apply(
+            *tensors, weight, options, _require_grad(tensors), return_argmax, reduction, z_loss
+        )
     else:
-        loss, lse, row_weight = _row_losses(tensors, weight, options)
+        loss, lse, row_weight, argmax = _row_losses(tensors, weight, options, return_argmax)
         result = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
+    results = [result]
+    if return_z_loss:  # the loss of rows whose cross-entropy is 0
+        lse_value = lse.detach()
+        none, one = torch.zeros_like(lse_value), torch.ones_like(lse_value)
+        results.append(reduce_rows(none, lse_value, one, target, ignore_index, classes, reduction, z_loss))
     if reduction == 0:
-        result = result.reshape([*batch, *positions])
-    result = result.to(dtype)
-    return (result, lse.reshape(rows)) if return_lse else result
+        results = [result.reshape([*batch, *positions]) for result in results]
+    loss, *z_term = (result.to(dtype) for result in results)
+    more = [lse.reshape(rows)] if return_lse else []
+    more += [*z_term, argmax.reshape(rows)] if return_argmax else z_term
+    return (loss, *more) if more else loss
 
 
 class _Keywords(TypedDict, total=False):
@@ -316,20 +357,109 @@ class _Keywords(TypedDict, total=False):
     options: object
     z_loss: float
     dtype: torch.dtype | None
+    softcap: float
+    scale: float
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Keywords]
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_z_loss: Literal[False] = ...,
+    return_argmax: Literal[False] = ...,
+    **options: Unpack[_Keywords],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[True], **options: Unpack[_Keywords]
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_z_loss: Literal[False] = ...,
+    return_argmax: Literal[False] = ...,
+    **options: Unpack[_Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: bool, **options: Unpack[_Keywords]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_z_loss: Literal[True],
+    return_argmax: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_z_loss: Literal[False] = ...,
+    return_argmax: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_z_loss: Literal[True],
+    return_argmax: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_z_loss: Literal[False] = ...,
+    return_argmax: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_z_loss: Literal[True],
+    return_argmax: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_z_loss: Literal[True],
+    return_argmax: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_z_loss: bool = ...,
+    return_argmax: bool = ...,
+    **options: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -344,7 +474,11 @@ def linear_cross_entropy(
     return_lse: bool = False,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    return_z_loss: bool = False,
+    return_argmax: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """cross_entropy(linear(input, linear_weight, linear_bias), target), without the table of logits: one chunk of rows of it
     exists at a time, of 128 MiB on the CPU and 512 MiB on CUDA, also in the backward pass.
 
@@ -357,15 +491,26 @@ def linear_cross_entropy(
         weight: as in `cross_entropy`, and so are `reduction`, `label_smoothing`, `return_lse`, `z_loss` and `dtype`.
         ignore_index: -100 if None; an error beside probabilities.
         options: accepted for compatibility with torch and not used.
+        softcap: limits logits to (-softcap, softcap), as softcap * tanh(logits / softcap); 0 is none.
+        scale: multiplies the logits, bias included, before the softcap; a number.
+        return_z_loss: also return the part of the loss that z_loss adds, of the loss's shape and dtype; no gradient flows
+            through it.
+        return_argmax: also return the class of the largest logit, int64, of the shape of class indices, for ignored rows too:
+            `argmax == target` are the tokens predicted right. Of equal logits it is any.
 
     Returns:
-        The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
+        The loss, a scalar, or with reduction="none" of the shape of class indices. With `return_lse`, `return_z_loss` or
+        `return_argmax` a tuple: the loss, then those of lse, z term and argmax that are asked for, in this order.
 
     Products, losses and lse are summed in float32 (float64 for float64). The gradient of linear_weight is summed over chunks in
     its own dtype, but in float32 where a 16-bit one would be rounded for more than 8 chunks. An ignored row has gradient 0
     whatever its input holds. A mean or sum computes its gradients in the forward pass, so that `loss.backward()` takes three
     matrix products in all; float16 and reduction="none" compute the logits again in the backward pass. Second derivatives,
     forward mode and torch.func go through plain torch operations, in memory for all logits.
+
+    Loss, lse and argmax are those of the scaled and capped logits. A scale takes no time of its own. A softcap and its
+    derivative are computed in float32 (float64 for float64), and take two more blocks of logits, of 16 MiB on the CPU, and on
+    CUDA of 64 MiB and at least 128 rows.
 
     Raises:
         IndexError: a target is out of range (a device assert on CUDA).
@@ -384,6 +529,12 @@ def linear_cross_entropy(
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)
+    softcap, scale = _check_logit_options(softcap, scale)
+    for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
+        check_flag(name, flag)
+    if return_argmax and linear_weight.shape[0] == 0:
+        raise InvalidArgument(f"return_argmax: linear_weight of shape {list(linear_weight.shape)} has no class to predict")
     return linear_cross_entropy_impl(
-        *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype)
+        *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype),
+        *(softcap, scale, return_z_loss, return_argmax),
     )

@@ -339,16 +339,26 @@ def cross_entropy(
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_z_loss: Literal[False] = ...,
+    return_argmax: Literal[False] = ...,
+    **options: Any,
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: bool, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_z_loss: bool = ...,
+    return_argmax: bool = ...,
+    **options: Any,
+) -> Any: ...
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -363,8 +373,13 @@ def linear_cross_entropy(
     return_lse: bool = False,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """cross_entropy of the logits input linear_weight^T + linear_bias, which are computed all at once.
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    return_z_loss: bool = False,
+    return_argmax: bool = False,
+) -> Any:
+    """cross_entropy of the logits scale * (input linear_weight^T + linear_bias), which are computed all at once and then capped
+    by `softcap * tanh(logits / softcap)`; the loss, or a tuple with lse, the part that z_loss adds and the logits' argmax.
 
     input [..., H], linear_weight [C, d_1, ..., d_K, H], linear_bias [C, d_1, ..., d_K] -> logits [..., C, d_1, ..., d_K];
     target [..., d_1, ..., d_K], or probabilities like the logits.
@@ -374,17 +389,25 @@ def linear_cross_entropy(
     logits = logits.reshape(math.prod(batch), classes, *positions)
     if linear_bias is not None:
         logits = logits + linear_bias
+    logits = logits * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     probabilities = target.is_floating_point()
     target = target.reshape(logits.shape if probabilities else [logits.shape[0], *positions])
-    result = cross_entropy(
-        *(logits, target, weight, -100 if ignore_index is None else ignore_index, reduction, label_smoothing),
-        return_lse=True,
-        z_loss=z_loss,
-        dtype=dtype,
+    ignore_index = -100 if ignore_index is None else ignore_index
+    loss, lse = cross_entropy(
+        *(logits, target, weight, ignore_index, reduction, label_smoothing), return_lse=True, z_loss=z_loss, dtype=dtype
     )
-    loss, lse = result[0], result[1].reshape(batch + positions)
-    loss = loss.reshape(batch + positions) if reduction == "none" else loss
-    return (loss, lse) if return_lse else loss
+    results = [loss, *([lse] if return_lse else [])]
+    if return_z_loss:
+        counted = torch.ones_like(lse, dtype=torch.bool) if probabilities else target != ignore_index
+        term = z_loss * torch.where(counted, lse.detach(), 0).square()
+        term = {"none": term, "sum": term.sum(), "mean": term.sum() / counted.sum()}[reduction]
+        results.append(term.to(loss.dtype))
+    if return_argmax:
+        results.append(logits.argmax(1))
+    shaped = [result.reshape(batch + positions) if result.dim() > 0 else result for result in results]
+    return tuple(shaped) if len(shaped) > 1 else shaped[0]
 
 
 def dropout_keep(rng: Tensor, dropout_p: float, shape: Sequence[int], first_batch: int = 0) -> Tensor:

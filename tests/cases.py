@@ -88,3 +88,30 @@ EMPTY_ROW_SHAPES = [((0, 4), 1), ((3, 0), 1), ((0,), 0), ((2, 0, 3), 2)]
 
 # Class counts for losses: one class, a vector's edge, a vocabulary's size in miniature.
 CLASSES = [1, 2, 17, 64, 1031]
+
+
+# --- linear_cross_entropy ---
+
+
+def leaf(*shape, dtype=torch.float32, scale=1.0, device="cpu"):
+    return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
+
+
+def linear_problem(
+    rows=13, hidden=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True, device="cpu"
+):
+    """(input, linear_weight) and keywords: target, linear_bias."""
+    input, linear_weight = (
+        leaf(rows, hidden, dtype=dtype, device=device),
+        leaf(classes, *positions, hidden, dtype=dtype, device=device),
+    )
+    if soft:
+        target = torch.rand(rows, classes, *positions, device=device).softmax(1).to(dtype).requires_grad_()
+    else:
+        target = torch.randint(0, classes, (rows, *positions), device=device)
+        if ignored and target.numel() > 1:
+            target.view(-1)[1] = -100
+    return (input, linear_weight), {
+        "target": target,
+        "linear_bias": leaf(classes, *positions, dtype=dtype, device=device) if bias else None,
+    }

@@ -1,4 +1,5 @@
-"""The door to transformers: attention and masks of its models by our kernels, under a name for `attn_implementation`."""
+"""The door to transformers: attention and masks of its models by our kernels, under a name for `attn_implementation`; and the
+loss without logits."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from ..attention import attention, default_scale
 from ..varlen import varlen_attention
+from ._fused_loss import fuse_loss
 from ._transformers_masks import _NO_BOUND, VisibleKeys, visible_keys
+
+__all__ = ["fuse_loss", "register"]
 
 _EAGER = 'Load the model with attn_implementation="eager" for it.'
 

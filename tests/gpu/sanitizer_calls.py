@@ -19,7 +19,6 @@ import sys
 import torch
 
 import flash_online
-import flash_online.functional as F
 
 
 def randn(*shape, dtype=torch.bfloat16, grad=True):
@@ -177,11 +176,11 @@ def row_calls():
         yield f"cross_entropy, probabilities, {kind}", lambda loss=loss: loss(soft=True)
 
 
-def linear_cross_entropy(dtype, reduction):
+def linear_cross_entropy(dtype, reduction, **options):
     def call():
         target = torch.arange(200, device="cuda") % 1003
-        return with_gradients(F.linear_cross_entropy, randn(200, 64, dtype=dtype), randn(1003, 64, dtype=dtype), target,
-                              reduction=reduction)  # fmt: skip
+        return with_gradients(flash_online.linear_cross_entropy, randn(200, 64, dtype=dtype), randn(1003, 64, dtype=dtype),
+                              target, reduction=reduction, **options)  # fmt: skip
 
     return call
 
@@ -195,6 +194,7 @@ CALLS = {
     "linear_cross_entropy": ("any", linear_cross_entropy(torch.bfloat16, "mean")),
     "linear_cross_entropy, float32": ("any", linear_cross_entropy(torch.float32, "mean")),
     "linear_cross_entropy, no reduction": ("any", linear_cross_entropy(torch.bfloat16, "none")),
+    "linear_cross_entropy, softcap": ("any", linear_cross_entropy(torch.bfloat16, "mean", softcap=5.0, scale=0.5)),
     "dropout mask": (
         "any",
         lambda: [

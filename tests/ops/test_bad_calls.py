@@ -40,6 +40,7 @@ class Bad:
         logits, target = self.tensor(3, 5), torch.tensor([0, 4, 2], device=self.device)
         loss = {"target": target, "weight": self.tensor(5), "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1}
         own_loss = loss | {"z_loss": 0.1, "dtype": None, "return_lse": False}
+        own_linear = own_loss | {"softcap": 1.0, "scale": 0.5, "return_z_loss": False, "return_argmax": False}
         linear = {"input": self.tensor(3, 6), "linear_weight": self.tensor(5, 6), "linear_bias": self.tensor(5)}
         drop_in = {"query": q, "key": k, "value": k, "attn_mask": self.tensor(3, 5), "dropout_p": 0.1, "is_causal": False}
         lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 2, "max_seqlen_k": 2}
@@ -53,7 +54,7 @@ class Bad:
                 (flash_online.logsumexp, {"input": logits, "dim": 1, "keepdim": False}),
                 (flash_online.topk_softmax, {"input": logits, "k": 2, "dim": 1, "renormalize": True, "dtype": None}),
                 (flash_online.cross_entropy, {"input": logits} | own_loss),
-                (flash_online.linear_cross_entropy, linear | own_loss),
+                (flash_online.linear_cross_entropy, linear | own_linear),
                 (F.scaled_dot_product_attention, drop_in | {"scale": 0.5, "enable_gqa": True}),
                 (F.softmax, {"input": logits, "dim": 1, "dtype": None}),
                 (F.log_softmax, {"input": logits, "dim": 1, "dtype": None}),

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, leaf
+from cases import linear_problem as problem
 from drop_in import compare
 from oracle import Operators
 from torch.autograd import gradcheck, gradgradcheck
@@ -53,28 +54,6 @@ def of_rows(monkeypatch, rows, pitch=1):
 def chunks(request, monkeypatch):
     if request.param != "one chunk":
         of_rows(monkeypatch, 4, 64 if "padded" in request.param else 1)
-
-
-def leaf(*shape, dtype=torch.float32, scale=1.0, device="cpu"):
-    return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
-
-
-def problem(rows=13, hidden=6, classes=7, dtype=torch.float32, positions=(), soft=False, bias=True, ignored=True, device="cpu"):
-    """(input, linear_weight) and keywords: target, linear_bias."""
-    input, linear_weight = (
-        leaf(rows, hidden, dtype=dtype, device=device),
-        leaf(classes, *positions, hidden, dtype=dtype, device=device),
-    )
-    if soft:
-        target = torch.rand(rows, classes, *positions, device=device).softmax(1).to(dtype).requires_grad_()
-    else:
-        target = torch.randint(0, classes, (rows, *positions), device=device)
-        if ignored and target.numel() > 1:
-            target.view(-1)[1] = -100
-    return (input, linear_weight), {
-        "target": target,
-        "linear_bias": leaf(classes, *positions, dtype=dtype, device=device) if bias else None,
-    }
 
 
 # --- the drop-in ------------------------------------------------------------------------------------------------------------

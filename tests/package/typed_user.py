@@ -52,6 +52,11 @@ def losses(logits: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> No
     assert_type(flash_online.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1), Tensor)
     loss, _ = flash_online.linear_cross_entropy(hidden, weight, target, linear_bias=None, ignore_index=1, return_lse=True)
     assert_type(loss, Tensor)
+    capped = flash_online.linear_cross_entropy(hidden, weight, target, softcap=30, scale=0.5, return_argmax=True)
+    assert_type(capped, tuple[Tensor, Tensor])
+    logged = flash_online.linear_cross_entropy(hidden, weight, target, z_loss=1e-4, return_z_loss=True, return_argmax=True)
+    assert_type(logged, tuple[Tensor, Tensor, Tensor])
+    assert_type(flash_online.reference.linear_cross_entropy(hidden, weight, target, softcap=30.0), Tensor)
     assert_type(F.cross_entropy(logits, target, ignore_index=1), Tensor)
     assert_type(F.linear_cross_entropy(hidden, weight, target, reduction="none"), Tensor)
 

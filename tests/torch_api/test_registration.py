@@ -133,12 +133,13 @@ def row_calls(dtype, layout):
     )
     for target, linear_bias in ((targets, None), (probabilities, parameters[1])):
         soft = target is probabilities
-        arguments = (hidden, parameters[0], linear_bias, target, weight, 2, 0.1, dtype)
         wanted = [True, not soft, soft, soft]
-        yield RAW.linear_cross_entropy_forward, arguments
-        yield RAW.linear_cross_entropy_backward, (*arguments, rows, rows, rows, wanted)
-        yield RAW.linear_cross_entropy_backward, (*arguments, rows, None, None, [False, True, False, False])
-        yield RAW.linear_cross_entropy_step, (*arguments, rows, None if soft else rows, wanted)
+        for scale, softcap, argmax in ((1.0, 0.0, False), (0.5, 2.0, True)):
+            arguments = (hidden, parameters[0], linear_bias, target, weight, 2, 0.1, dtype, scale, softcap)
+            yield RAW.linear_cross_entropy_forward, (*arguments, argmax)
+            yield RAW.linear_cross_entropy_backward, (*arguments, rows, rows, rows, wanted)
+            yield RAW.linear_cross_entropy_backward, (*arguments, rows, None, None, [False, True, False, False])
+            yield RAW.linear_cross_entropy_step, (*arguments, argmax, rows, None if soft else rows, wanted)
 
 
 def calls(dtype, layout):
@@ -254,6 +255,10 @@ def test_flops_of_a_linear_cross_entropy():
     """Three products where the gradients are made on the way forward, four where they are not, one alone."""
     x, w, target = leaf(6, 4), leaf(5, 4), torch.tensor([0, 1, 2, 3, 4, 0])
     for reduction, products in (("mean", 3), ("none", 4)):
+        for options in ({}, {"softcap": 2.0, "scale": 0.5}):
+            with FlopCounterMode(display=False) as counter:
+                flash_online.linear_cross_entropy(x, w, target, reduction=reduction, **options).sum().backward()
+            assert counter.get_total_flops() == products * 2 * 6 * 4 * 5
         with FlopCounterMode(display=False) as counter:
             F.linear_cross_entropy(x, w, target, reduction=reduction).sum().backward()
         assert counter.get_total_flops() == products * 2 * 6 * 4 * 5

@@ -1,0 +1,426 @@
+"""fuse_loss: the loss of a transformers model while training by linear_cross_entropy, without its table of logits.
+
+No model is known by name here, and no loss function is replaced. While a forward pass has labels, the model finds a stand-in in
+the place of its output layer, which returns `_Logits`: the hidden states, and a note of what the model and its loss function do
+to the logits (a scale, a softcap, a cast, rows that are cut out). Their torch.nn.functional.cross_entropy is where the product
+and the loss are computed, in one call of the output layer, so that whatever waits in its hooks (FSDP2 gathers the weight there)
+happens as before, and once. What _Logits cannot note is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import ORIGINALS, cross_entropy
+from ..linear_cross_entropy import linear_cross_entropy, product_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_STATE = "_flash_online_fused_loss"  # the attribute of a model that holds its FusedLoss
+
+
+class UnsupportedLogits(NotImplementedError, AttributeError):
+    """A model or its loss function does something with the logits that fuse_loss cannot do without them. An AttributeError
+    too, so that hasattr() on what stands for the logits is answered."""
+
+
+def _refusal(what: str) -> UnsupportedLogits:
+    return UnsupportedLogits(
+        f"fuse_loss: the model or its loss function {what}, which fuse_loss does not do without the table of logits; call "
+        "remove() on what fuse_loss returned, and train this model by its own loss"
+    )
+
+
+def _wrong_head(what: str) -> UnsupportedLogits:
+    return UnsupportedLogits(
+        f"fuse_loss: the output layer is {what}; expected a torch.nn.Linear with its own forward. Leave the output layer out "
+        "of what wraps or replaces it, or train this model by its own loss"
+    )
+
+
+class _Loss:
+    """A call of cross_entropy on its way through the output layer's hooks: as one object, which none of them takes apart."""
+
+    def __init__(self, target: Tensor, options: dict[str, Any]):
+        self.target, self.options = target, options
+
+
+class _Logits:
+    """Stands for the logits of an output layer, softcap * tanh(factor * z) or, without a softcap, factor * z, where z [..., C]
+    are the layer's outputs for `hidden` [..., H]."""
+
+    def __init__(
+        self, state: FusedLoss, head: nn.Linear, hidden: Tensor, products: torch.dtype, dtype, factor=1.0, softcap=None
+    ):
+        self._state, self._head, self._hidden, self._factor, self._softcap = state, head, hidden, factor, softcap
+        self._products, self.dtype = products, dtype  # the dtype that the layer computes in, and that of the logits
+
+    def _with(self, hidden: Tensor | None = None, dtype=None, factor: float | None = None, softcap=None) -> _Logits:
+        return _Logits(
+            self._state,
+            self._head,
+            self._hidden if hidden is None else hidden,
+            self._products,
+            self.dtype if dtype is None else dtype,
+            self._factor if factor is None else factor,
+            self._softcap if softcap is None else softcap,
+        )
+
+    # What is known without the logits.
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.dim()
+
+    def dim(self) -> int:
+        return self._hidden.dim()
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # Numbers that multiply them, a tanh, casts.
+
+    def _times(self, number, what: str) -> _Logits:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number == 0:
+            described = "a tensor" if isinstance(number, Tensor) else repr(number)
+            raise _refusal(f"{what} its logits by {described}")
+        if self._softcap is None:
+            return self._with(factor=self._factor * number)
+        return self._with(softcap=self._softcap * number)
+
+    def __mul__(self, number) -> _Logits:
+        return self._times(number, "multiplies")
+
+    __rmul__ = mul = __mul__
+
+    def __truediv__(self, number) -> _Logits:
+        if isinstance(number, (int, float)) and number != 0:
+            return self._times(1 / number, "divides")
+        return self._times(number, "divides")
+
+    div = __truediv__
+
+    def tanh(self) -> _Logits:
+        if self._softcap is not None:
+            raise _refusal("applies tanh to its logits twice")
+        return self._with(softcap=1.0)
+
+    def to(self, *args, **kwargs) -> _Logits:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        cast = like.to(*args, **kwargs)
+        if cast.device != self.device:
+            raise _refusal(f"moves its logits from {self.device} to {cast.device}")
+        if torch.promote_types(cast.dtype, self.dtype) != cast.dtype:
+            raise _refusal(f"rounds its logits from {self.dtype} to {cast.dtype}")
+        return self._with(dtype=cast.dtype)
+
+    def type(self, dtype: torch.dtype) -> _Logits:
+        return self.to(dtype)
+
+    def float(self) -> _Logits:
+        return self.to(torch.float32)
+
+    def double(self) -> _Logits:
+        return self.to(torch.float64)
+
+    # Rows.
+
+    def contiguous(self) -> _Logits:
+        return self
+
+    def view(self, *shape) -> _Logits:
+        sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+        if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
+            raise _refusal("reads its logits as another dtype")
+        rows, classes = math.prod(self.shape[:-1]), self._head.out_features
+        if sizes and sizes[-1] == -1:
+            known = math.prod(sizes[:-1])
+            sizes[-1] = rows * classes // known if known > 0 else classes
+        if not sizes or sizes[-1] != classes:
+            raise _refusal(f"views its logits {list(self.shape)} as {list(shape)}, with other classes than the output layer's,")
+        return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> _Logits:
+        if end_dim % max(self.ndim, 1) == self.ndim - 1:
+            raise _refusal("flattens its logits")
+        return self._with(hidden=self._hidden.flatten(start_dim, end_dim))
+
+    def __getitem__(self, key) -> _Logits:
+        keys = key if isinstance(key, tuple) else (key,)
+        taken, rest = 0, False  # dimensions that the keys take, and whether the last of them is
+        for one in keys:
+            if one is Ellipsis:
+                rest = True
+            elif one is not None:
+                taken += one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+        last = taken == self.ndim or (rest and keys[-1] is not Ellipsis)
+        whole = isinstance(keys[-1], slice) and (keys[-1].start, keys[-1].stop, keys[-1].step) == (None, None, None)
+        if last and not whole:
+            raise _refusal(f"takes a part of its classes, logits[{', '.join(map(_described, keys))}]")
+        return self._with(hidden=self._hidden[key])
+
+    # Functions of torch.
+
+    def __getattr__(self, name: str):
+        raise _refusal(f"reads logits.{name}")
+
+    def __add__(self, other):
+        raise _refusal("adds something to its logits")
+
+    __radd__ = __sub__ = __rsub__ = add = sub = __add__
+
+    def __setitem__(self, key, value):
+        raise _refusal("writes to its logits")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        logits = args[0] if args else kwargs.get("input")
+        if isinstance(logits, _Logits):
+            if function in (ORIGINALS["cross_entropy"], cross_entropy):  # the latter under flash_online.override()
+                return _cross_entropy(*args, **kwargs)
+            if function in (torch.tanh, nn.functional.tanh):
+                return logits.tanh()
+        raise _refusal(f"calls {getattr(function, '__qualname__', function)} on its logits")
+
+
+class _StandIn:
+    """Stands for an output layer in a forward pass: called, it returns _Logits; all else is the layer's."""
+
+    def __init__(self, state: FusedLoss, head: nn.Linear):
+        self._state, self._head = state, head
+
+    def __call__(self, input: Tensor) -> _Logits:
+        dtype = product_dtype(input)
+        return _Logits(self._state, self._head, input, dtype, dtype)
+
+    def __getattr__(self, name: str):
+        return getattr(self._head, name)
+
+
+def _described(key) -> str:
+    return f"{key.dtype} of shape {list(key.shape)}" if isinstance(key, Tensor) else repr(key)
+
+
+def _cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index: int = -100,
+    reduce=None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """torch.nn.functional.cross_entropy of _Logits."""
+    if input.ndim > 2:
+        raise _refusal(f"takes the cross-entropy of logits {list(input.shape)} along dimension 1")
+    if size_average is not None or reduce is not None:
+        reduction = nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    if product_dtype(input._hidden) != input._products:
+        raise _refusal("calls the output layer and the loss under different autocasts")
+    cap, factor = input._softcap, input._factor
+    options = {
+        "weight": weight,
+        "ignore_index": None if target.is_floating_point() else ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "softcap": 0.0 if cap is None else abs(cap),
+        "scale": factor if cap is None else factor * cap,
+        "dtype": input.dtype,
+    }
+    loss = input._head(input._hidden, flash_online_loss=_Loss(target, options))
+    if loss.dtype != input.dtype:
+        raise _refusal(f"has a hook on the output layer that makes {loss.dtype} of its {input.dtype} outputs")
+    input._state._losses += 1
+    return loss
+
+
+def _head_forward(self: nn.Linear, input: Tensor, flash_online_loss: _Loss | None = None) -> Tensor:
+    """The forward of an output layer: its own, or the loss that _cross_entropy asks for."""
+    if flash_online_loss is None:
+        return type(self).forward(self, input)
+    for tensor in (input, self.weight):
+        if type(tensor).__name__ == "DTensor":
+            raise _wrong_head("sharded inside its own forward (a DTensor, as under tensor parallelism)")
+    return linear_cross_entropy(
+        input, self.weight, flash_online_loss.target, linear_bias=self.bias, **flash_online_loss.options
+    )
+
+
+class FusedLoss:
+    """What `fuse_loss` returns: `remove()` gives a model its own forward back.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module, owner: nn.Module, name: str):
+        self.model, self._losses = model, 0  # how many the forward pass that runs has computed
+        self._owner, self._name, self._head = owner, name, None
+        self._plain = model.__dict__.get("forward")  # None: that of its class
+        _, *self._parameters = inspect.signature(type(model).forward).parameters
+        self._active = False
+
+    def _activate(self) -> None:
+        self._check_head()
+        if not self._active:
+            forward = MethodType(_forward_of(self.model), self.model)
+            if _STATE not in self.model.__dict__:
+                self.model.__dict__["forward"] = forward
+            self.model.__dict__[_STATE] = self
+        self._active = True
+
+    def _check_head(self) -> None:
+        """Prepares the output layer, which the model may have replaced (a new vocabulary, an adapter). Raises
+        UnsupportedLogits unless it is a linear layer and nothing else."""
+        head = self._owner._modules[self._name]
+        if head is self._head:
+            return
+        kind = type(head)
+        if not isinstance(head, nn.Linear) or kind.forward is not nn.Linear.forward:
+            raise _wrong_head(f"a {kind.__module__}.{kind.__qualname__}")
+        if "forward" in head.__dict__:
+            if getattr(head.__dict__["forward"], "__func__", None) is not _head_forward:
+                raise _wrong_head("one whose forward was replaced, as by offloading or another patch")
+        else:
+            head.__dict__["forward"] = MethodType(_head_forward, head)
+        self._head = head
+
+    def _computes_loss(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a forward pass with these arguments is one that fuses."""
+        if not (self._active and self.model.training):
+            return False
+        if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+            return True
+        at = self._parameters.index("labels")
+        return len(args) > at and args[at] is not None
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]):
+        model = self.model
+        plain = type(model).forward if self._plain is None else self._plain
+        arguments = (model, *args) if self._plain is None else args
+        if not self._computes_loss(args, kwargs):
+            return plain(*arguments, **kwargs)
+        self._check_head()
+        head, self._losses = self._head, 0
+        # Found before the module of the same name, which keeps its place among the modules, its parameters and its hooks.
+        self._owner.__dict__[self._name] = _StandIn(self, head)
+        try:
+            output = plain(*arguments, **kwargs)
+        finally:
+            del self._owner.__dict__[self._name]
+        if self._losses == 0:
+            raise _refusal("was given labels, and computed no cross-entropy of its logits")
+        return _without_logits(output)
+
+    def remove(self) -> None:
+        """Undoes fuse_loss: the model computes its loss from logits again. A second call changes nothing."""
+        if self.model.__dict__.get(_STATE) is not self:
+            return
+        self._active = False
+        if self._head is not None and getattr(self._head.__dict__.get("forward"), "__func__", None) is _head_forward:
+            del self._head.__dict__["forward"]
+        self._head = None
+        # Where somebody has wrapped our forward since, it stays and hands every call on.
+        if getattr(getattr(self.model.__dict__.get("forward"), "__func__", None), _STATE, False):
+            del self.model.__dict__["forward"], self.model.__dict__[_STATE]
+            if self._plain is not None:
+                self.model.__dict__["forward"] = self._plain
+
+
+def _forward_of(model: nn.Module) -> Callable:
+    """A forward with the signature of the model's own, for a MethodType: so a copy of the model has one that is bound to it."""
+
+    def forward(self, *args, **kwargs):
+        return self.__dict__[_STATE]._run(args, kwargs)
+
+    signature = inspect.signature(model.forward)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    forward.__doc__ = model.forward.__doc__
+    setattr(forward, _STATE, True)
+    return forward
+
+
+def _without_logits(output):
+    """A model's output with None in the place of each _Logits."""
+    if isinstance(output, _Logits):
+        return None
+    if isinstance(output, dict):  # a ModelOutput is one, and holds no None
+        if any(isinstance(value, (_Logits, dict, tuple)) for value in output.values()):
+            return type(output)(**{name: _without_logits(value) for name, value in output.items()})
+        return output
+    if type(output) is tuple:
+        return tuple(_without_logits(value) for value in output)
+    return output
+
+
+def fuse_loss(model: nn.Module) -> FusedLoss:
+    """Makes a transformers model compute its loss by `flash_online.linear_cross_entropy` while it trains with labels: output
+    layer and loss together, without the table of logits `[batch, length, vocabulary]` and its float32 copy.
+
+    It takes effect in training mode and where labels are given; the output's `logits` are then None. In eval mode and without
+    labels nothing changes. The loss is the model's own: its loss function, shift, `num_items_in_batch`, `ignore_index`, scale
+    and softcap of the logits (Gemma 2 to 4, Granite, Cohere) and whatever it adds (a router's auxiliary loss), computed with
+    float32 sums where it upcasts logits to float32. Parameters, their names, hooks and FSDP2's sharding stay as they are, so
+    that the order of fuse_loss and fully_shard does not matter.
+
+    Args:
+        model: a transformers.PreTrainedModel with an output layer that is a plain torch.nn.Linear, and a forward that takes
+            `labels`; not a wrapper (PEFT, DDP, torch.compile), but the model inside it.
+
+    Returns:
+        A handle with `remove()`. A second call returns the same handle.
+
+    Raises:
+        TypeError: model is no transformers.PreTrainedModel.
+        UnsupportedLogits: (a NotImplementedError) the output layer is not as above, or forward takes no labels; in a forward
+            pass: the model or its loss function does something with the logits that needs all of them.
+        ImportError: transformers is not installed.
+
+    Source: the aim of Liger Kernel's fused losses (arXiv 2410.10989), without a forward of our own for each model.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}; of a wrapper, pass the model "
+            "inside it (for PEFT: model.get_base_model())"
+        )
+    present = model.__dict__.get(_STATE)
+    if present is not None:
+        present._activate()
+        return present
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedLogits(
+            f"fuse_loss: the forward of {type(model).__name__} takes no labels, so that it has no loss to fuse"
+        )
+    head = model.get_output_embeddings()
+    places = ((owner, name) for owner in model.modules() for name, module in owner._modules.items() if module is head)
+    owner, name = next(places, (None, None))
+    if head is None or owner is None:
+        raise UnsupportedLogits(f"fuse_loss: {type(model).__name__} has no output layer (get_output_embeddings() is {head})")
+    handle = FusedLoss(model, owner, name)
+    handle._activate()
+    return handle
