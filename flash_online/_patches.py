@@ -1,7 +1,7 @@
 """Who stands in torch.nn.functional: torch's own functions, ours, or somebody else's, torch's context_parallel above all.
 
 context_parallel replaces scaled_dot_product_attention by a wrapper that makes each rank's shard a DTensor. A function that
-stands in the wrapper's place, or is called beside it, gets a plain tensor, and would attend to the shard alone without an error.
+stands in the wrapper's place, or is called beside it, gets a plain tensor: it would attend to the shard alone, and say nothing.
 """
 
 from __future__ import annotations
