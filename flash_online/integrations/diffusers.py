@@ -255,7 +255,7 @@ def _backward(
         # Our backward kernels take the out and lse that the keys at hand make alone: these are made again. They enter the whole
         # row's by out = sum of share * step_out and lse = logsumexp of the step_lse, with share = exp(step_lse - lse).
         step_out, step_lse, _ = results = ops.attention_forward.default(query, key, value, None, None, None, None, *ctx.options)
-        share = (step_lse - lse.to(step_lse.dtype)).exp()
+        share = (step_lse - lse.to(step_lse.dtype)).exp().masked_fill(step_lse == -torch.inf, 0)
         wide = grad_out.to(share.dtype)
         grad_lse = share * (wide * (step_out.to(share.dtype) - out.to(share.dtype))).sum(-1)
         grad_out = (wide * share.unsqueeze(-1)).to(query.dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,16 @@ def test_the_context_manager_and_the_reset(backend):
     model.reset_attention_backend()
     host._AttentionBackendRegistry.set_active_backend(NATIVE)
     assert calls() == 0
+
+
+def test_the_code_of_its_page_runs():
+    page = Path(__file__).parents[2] / "docs" / "integrations" / "diffusers.md"
+    before = state()
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        names: dict = {}
+        exec(block, names)
+        assert names["out"].shape == names["video"].shape
+    assert state() == before
 
 
 # --- Single calls -----------------------------------------------------------------------------------------------------------
