@@ -94,6 +94,22 @@ def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = 
     return None
 
 
+def why_forwarded(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> str | None:
+    """Why a function that torch has too passes these tensors on to torch's; None where our kernels take them."""
+    if in_onnx_export():
+        return "torch.onnx.export is active: ONNX has torch's operators, and not ours"
+    return refusal(function, *tensors, dtype=dtype)
+
+
+def in_onnx_export() -> bool:
+    """Whether torch.onnx.export is tracing this call."""
+    # torch.onnx takes two microseconds to answer; its exporters trace by torch.export or, the old one, by torch.jit.
+    return (torch.compiler.is_compiling() or traced_by_jit() is not None) and torch.onnx.is_in_onnx_export()
+
+
+traced_by_jit = torch._C._get_tracing_state  # None where torch.jit.trace is not at work
+
+
 def has_cuda_kernel(function: str, index: int) -> bool:
     """Whether our kernels run the function on the CUDA device of this index, in any dtype but float64."""
     return function in ON_CUDA and _major(index) >= _OLDEST_GPU

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import functional
 from ._linear_cross_entropy_ops import scratch_bytes
 from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_order
-from ._policy import no_kernel, refusal, strict_is_active
+from ._policy import no_kernel, refusal, strict_is_active, why_forwarded
 from .attention import attention
 from .cross_entropy import cross_entropy
 from .linear_cross_entropy import linear_cross_entropy
@@ -101,7 +101,8 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     bound = inspect.signature(ours).bind(*args, **kwargs).arguments
     tensors = [leaf for leaf in tree_leaves(bound) if isinstance(leaf, Tensor)]
     device = str(tensors[0].device) if tensors else "no device"
-    reason = refusal(name, *tensors, dtype=bound.get("dtype"))
+    decide = refusal if original is None else why_forwarded
+    reason = decide(name, *tensors, dtype=bound.get("dtype"))
     if reason is not None and original is not None:
         if strict_is_active():
             reason += "; strict() forbids the call"

@@ -19,7 +19,8 @@ from torch import Tensor
 from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
 from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor
 from ._ops import InvalidArgument
-from ._policy import forward_to_torch, refusal, require_kernel
+from ._patches import describe, shards
+from ._policy import forward_to_torch, in_onnx_export, require_kernel, traced_by_jit, why_forwarded
 from .attention import attention_impl, default_scale, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
@@ -31,7 +32,33 @@ if TYPE_CHECKING:
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
 
 # Torch's functions, captured on import: later override() may replace them. Before 2.13 torch has no linear_cross_entropy.
+# scaled_dot_product_attention is taken from where torch's module has it from: the import may be inside context_parallel.
 ORIGINALS = {name: getattr(_torch, name) for name in NAMES if hasattr(_torch, name)}
+ORIGINALS["scaled_dot_product_attention"] = torch._C._nn.scaled_dot_product_attention
+
+_standing: object = ORIGINALS["scaled_dot_product_attention"]  # what torch.nn.functional is expected to have under this name
+
+
+def expect(function: object) -> None:
+    """Notes that torch.nn.functional.scaled_dot_product_attention is now this function, and is not context_parallel's."""
+    global _standing
+    _standing = function
+
+
+def _refuse_shards(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises RuntimeError if torch's context_parallel is active and these are plain tensors; where its wrapper calls us, they
+    are DTensors, which go to torch."""
+    standing = _torch.scaled_dot_product_attention
+    if not shards(standing, ORIGINALS["scaled_dot_product_attention"], scaled_dot_product_attention):
+        expect(standing)
+        return
+    if not any(type(tensor).__name__ == "DTensor" for tensor in (query, key, value)):
+        raise RuntimeError(
+            "scaled_dot_product_attention: called directly inside torch's context_parallel "
+            f"(torch.nn.functional has {describe(standing)}), where a plain tensor is this rank's shard alone. Call "
+            "torch.nn.functional.scaled_dot_product_attention there, or flash_online.attention to attend to the shard"
+        )
+
 
 # What `import *` takes from torch's module, and our functions.
 __all__ = [name for name in {*dir(_torch), *NAMES} if not name.startswith("_")]
@@ -65,11 +92,15 @@ def scaled_dot_product_attention(
         `[..., Hq, L, Ev]`, of query's dtype and order of strides; a query that sees no key gives 0.
 
     Raises:
-        RuntimeError: in most cases; what torch raises, with messages that name the argument.
+        RuntimeError: in most cases; what torch raises, with messages that name the argument. Also inside torch's
+            context_parallel, where a direct call would attend to this rank's shard alone.
 
     Source: as `attention`.
     """
+    if _torch.scaled_dot_product_attention is not _standing:
+        _refuse_shards(query, key, value)
     plain = attn_mask is None and type(dropout_p) in (float, int) and not dropout_p
+    plain = plain and (traced_by_jit() is None or not in_onnx_export())
     if plain and type(is_causal) is bool is type(enable_gqa):
         out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
@@ -85,7 +116,7 @@ def scaled_dot_product_attention(
     dropout_p = check_float("dropout_p", dropout_p)
     if scale is not None:
         scale = check_float("scale", scale)
-    reason = refusal("scaled_dot_product_attention", query, key, value, attn_mask)
+    reason = why_forwarded("scaled_dot_product_attention", query, key, value, attn_mask)
     if reason is not None:
         return forward_to_torch(
             *("scaled_dot_product_attention", reason, ORIGINALS["scaled_dot_product_attention"]),
@@ -147,7 +178,7 @@ def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: 
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
     if dtype is not None:
         dtype = check_dtype(dtype)
-    reason = refusal(name, input, dtype=dtype)
+    reason = why_forwarded(name, input, dtype=dtype)
     if reason is not None:
         return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 3, dtype)
     if dim is None:
@@ -174,7 +205,7 @@ def cross_entropy(
             check_tensor(name, tensor)
     for name, tensor in (("target", target), ("weight", weight)):
         check_device(name, tensor, "input", input)
-    reason = refusal("cross_entropy", input, target, weight)
+    reason = why_forwarded("cross_entropy", input, target, weight)
     if reason is not None:
         return forward_to_torch(
             *("cross_entropy", reason, ORIGINALS["cross_entropy"]),
@@ -221,7 +252,7 @@ def linear_cross_entropy(
         check_device(name, tensor, "input", input)
     if "linear_cross_entropy" not in ORIGINALS:
         require_kernel("linear_cross_entropy", input=input, **dict(others))
-    reason = refusal("linear_cross_entropy", *tensors)
+    reason = why_forwarded("linear_cross_entropy", *tensors)
     if reason is not None:
         return forward_to_torch(
             *("linear_cross_entropy", reason, ORIGINALS["linear_cross_entropy"]),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.nn.functional as _torch
 
-from . import functional
+from . import _patches, functional
 
 _lock = threading.Lock()
 _depth = 0  # of enable() calls and override() blocks
-_replaced: dict[str, object] = {}  # the attributes of torch.nn.functional before the first enable()
+_replaced: dict[str, Any] = {}  # the attributes of torch.nn.functional before the first enable()
+_left: dict[str, Any] = {}  # those of _replaced that disable() could not put back, as somebody had put a function over ours
+_warned: set[tuple[str, str]] = set()  # (enable or disable, function): a warning once per process
 
 
 def enable() -> None:
@@ -21,39 +25,103 @@ def enable() -> None:
 
     The module's attributes are replaced, in all threads of the process. Callers that look a function up there get ours, as
     torch.nn's modules and multi_head_attention_forward do. Callers that imported a function by name, torch.softmax and
-    Tensor.softmax are not affected. Calls nest with each other and with override() blocks.
+    Tensor.softmax are not affected. Calls nest with each other and with override() blocks; only the first replaces anything.
+
+    A function that somebody else has put there before is replaced too, with a warning, and comes back with disable().
+
+    Raises:
+        RuntimeError: torch's context_parallel is active. In the other order, context_parallel inside override(), its calls are
+            right: they go to torch's own ring.
     """
-    global _depth
-    with _lock:
-        if _depth == 0:
-            for name in functional.ORIGINALS:
-                _replaced[name] = getattr(_torch, name)
-                setattr(_torch, name, getattr(functional, name))
-        _depth += 1
+    _enable(stacklevel=4)
 
 
 def disable() -> None:
     """Undoes one enable(); the last call restores the functions that torch.nn.functional had before the first enable().
 
+    A function that somebody else has put over ours since then is left in place, with a warning. If it puts ours back when it
+    ends, another disable() restores what was there before.
+
     Raises:
         RuntimeError: there is no enable() to undo.
     """
-    global _depth
-    with _lock:
-        if _depth == 0:
-            raise RuntimeError("disable: called without an enable() to undo")
-        _depth -= 1
-        if _depth == 0:
-            for name, function in _replaced.items():
-                setattr(_torch, name, function)
-            _replaced.clear()
+    _disable(stacklevel=4)
 
 
 @contextmanager
 def override() -> Iterator[None]:
-    """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last ends."""
-    enable()
+    """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last ends.
+    context_parallel goes inside the block, not around it."""
+    _enable(stacklevel=5)  # this generator and contextlib lie between the caller and enable()
     try:
         yield
     finally:
-        disable()
+        _disable(stacklevel=5)
+
+
+def _enable(stacklevel: int) -> None:
+    global _depth
+    with _lock:
+        standing = {name: getattr(_torch, name) for name in functional.ORIGINALS}
+        if _depth == 0:
+            for name, function in standing.items():
+                if _patches.shards(function, functional.ORIGINALS[name], getattr(functional, name)):
+                    raise RuntimeError(
+                        f"enable: torch.nn.functional.{name} is {_patches.describe(function)}: torch's context_parallel is "
+                        "active, and without its wrapper each rank would attend to its own shard alone. Enter "
+                        "flash_online.override() first, and context_parallel inside it"
+                    )
+            # A warning may be an error to the caller: all of them come before anything is replaced.
+            for name, function in standing.items():
+                _warn_of_stranger(name, function, "enable", "is replaced until disable(), and not called", stacklevel)
+            for name, function in standing.items():
+                ours = getattr(functional, name)
+                # Ours stands here already where a wrapper that disable() had left in place has put it back.
+                _replaced[name] = _left.get(name, functional.ORIGINALS[name]) if function is ours else function
+                _place(name, ours)
+            _left.clear()
+        else:
+            for name, function in standing.items():
+                if not _patches.shards(function):
+                    _warn_of_stranger(name, function, "enable", "was installed after the first enable(), and stays", stacklevel)
+        _depth += 1
+
+
+def _disable(stacklevel: int) -> None:
+    global _depth
+    with _lock:
+        if _depth == 0:
+            late = [name for name in _left if getattr(_torch, name) is getattr(functional, name)]
+            if not late:
+                raise RuntimeError("disable: called without an enable() to undo")
+            for name in late:
+                _place(name, _left.pop(name))
+            return
+        _depth -= 1
+        if _depth > 0:
+            return
+        strangers = {}
+        for name, function in _replaced.items():
+            standing = getattr(_torch, name)
+            if standing is getattr(functional, name):
+                _place(name, function)
+            elif not _patches.is_torchs(standing):
+                _left[name], strangers[name] = function, standing
+        _replaced.clear()
+        consequence = "was installed after enable() and stays. If it puts flash_online's function back when it ends, "
+        for name, function in strangers.items():
+            _warn_of_stranger(name, function, "disable", consequence + "call disable() once more then", stacklevel)
+
+
+def _place(name: str, function: Callable[..., Any]) -> None:
+    setattr(_torch, name, function)
+    if name == "scaled_dot_product_attention":
+        functional.expect(function)
+
+
+def _warn_of_stranger(name: str, function: object, verb: str, consequence: str, stacklevel: int) -> None:
+    if function is getattr(functional, name) or _patches.is_torchs(function) or (verb, name) in _warned:
+        return
+    _warned.add((verb, name))
+    said = f"{verb}: torch.nn.functional.{name} is {_patches.describe(function)}, neither torch's nor ours; it {consequence}"
+    warnings.warn(said, RuntimeWarning, stacklevel=stacklevel)

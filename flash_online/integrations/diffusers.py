@@ -1,0 +1,267 @@
+"""An attention backend of diffusers: `register()`, then `model.set_attention_backend("flash_online")`.
+
+Without context parallelism a call is one of flash_online.attention. With it, diffusers moves the rows between the ranks and
+calls the two functions here that it calls operators: Ulysses once per call, with whole sequences and a part of the heads; the
+ring once per rank's keys, for partial results that diffusers merges by their lse.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import _policy
+from .._attention_arguments import AttentionOptions
+from .._canonicalize import autocast, canonicalize, check_kinds
+from .._checks import check_float
+from .._ops import InvalidArgument, ops
+from ..attention import attention, default_scale, tf32_for
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+NAME = "flash_online"
+_MEMBER = "FLASH_ONLINE"
+_lock = threading.Lock()
+_registration: Registration | None = None
+
+
+class Registration:
+    """What register() has put into diffusers, until `remove()`."""
+
+    def __init__(self, host: ModuleType, member: Any) -> None:
+        self._host, self._member = host, member
+
+    def remove(self) -> None:
+        """Takes the backend out of diffusers again; a second call does nothing. Models that still have the backend cannot run:
+        call their reset_attention_backend() before. If it is the active backend, diffusers' default becomes active."""
+        global _registration
+        with _lock:
+            if _registration is not self:
+                return
+            enum, registry = self._host.AttentionBackendName, self._host._AttentionBackendRegistry
+            if registry._active_backend == self._member:
+                registry.set_active_backend(enum(self._host.DIFFUSERS_ATTN_BACKEND))
+            for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+                del table[self._member]
+            registry._supports_context_parallel.discard(NAME)
+            type.__delattr__(enum, _MEMBER)  # the enum's own __delattr__ forbids it
+            del enum._member_map_[_MEMBER], enum._value2member_map_[NAME]
+            enum._member_names_.remove(_MEMBER)
+            _registration = None
+
+
+def register() -> Registration:
+    """Makes "flash_online" an attention backend of diffusers, for `model.set_attention_backend`, `attention_backend` and
+    `dispatch_attention_fn`. Further calls return the first one's registration.
+
+    The backend takes bool and floating masks (`[B, S]`, or broadcastable to `[B, H, L, S]`), is_causal, scale, grouped heads
+    with enable_gqa, dropout and return_lse. It runs under diffusers' context parallelism, by Ulysses, by a ring and by both,
+    there without causal rule, grouped heads and dropout, and in a ring without masks. Queries, keys and values are
+    `[B, L, H, E]`; float16, bfloat16, float32 or float64.
+
+    Returns:
+        A registration, whose `remove()` undoes it.
+
+    Raises:
+        ImportError: diffusers is not installed.
+        NotImplementedError: this diffusers has no registry of backends that the module knows.
+        RuntimeError: another package has registered a backend of this name.
+    """
+    global _registration
+    with _lock:
+        if _registration is None:
+            host = _host()
+            _registration = Registration(host, _add_member(host))
+        return _registration
+
+
+def _host() -> ModuleType:
+    """diffusers.models.attention_dispatch."""
+    try:
+        import diffusers
+    except ImportError:
+        raise ImportError("integrations.diffusers: diffusers is not installed; `pip install diffusers` installs it") from None
+    try:
+        from diffusers.models import attention_dispatch as host
+
+        needed = (host.AttentionBackendName, host._templated_context_parallel_attention, host.DIFFUSERS_ATTN_BACKEND)
+        registry = host._AttentionBackendRegistry
+        needed += (
+            registry._backends,
+            registry._constraints,
+            registry._supported_arg_names,
+            registry._supports_context_parallel,
+        )
+    except (ImportError, AttributeError) as error:
+        raise NotImplementedError(
+            f"integrations.diffusers: diffusers {diffusers.__version__} has no registry of attention backends as in 0.42.1 "
+            f"({error}); use flash_online.override() with its native backend"
+        ) from None
+    return host  # type: ignore[no-any-return]
+
+
+def _add_member(host: ModuleType) -> Any:
+    """A new member of diffusers' enum of backends, which is closed, with our backend in the registry."""
+    enum = host.AttentionBackendName
+    if _MEMBER in enum._member_map_ or NAME in enum._value2member_map_:
+        raise RuntimeError(f"integrations.diffusers: diffusers has a backend {NAME!r} already, which is not this module's")
+    member = str.__new__(enum, NAME)
+    member._name_, member._value_ = _MEMBER, NAME
+    member.__objclass__, member._sort_order_ = enum, len(enum._member_names_)
+    type.__setattr__(enum, _MEMBER, member)  # the enum's own __setattr__ forbids it
+    enum._member_map_[_MEMBER] = enum._value2member_map_[NAME] = member
+    enum._member_names_.append(_MEMBER)
+    constraints = [host._check_device, host._check_shape]
+    host._AttentionBackendRegistry.register(member, constraints=constraints, supports_context_parallel=True)(_backend)
+    return member
+
+
+def _backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """query [B, L, H, E], key [B, S, Hk, E], value [B, S, Hk, Ev] -> out [B, L, H, Ev], with return_lse also lse [B, L, H]."""
+    parallel = None if _parallel_config is None else _parallel_config.context_parallel_config
+    batch, _, heads, _ = query.shape
+    key_heads = {key.shape[2], value.shape[2]}
+    if not enable_gqa and not key_heads <= {heads, 1}:
+        raise InvalidArgument(
+            f"key, value: {sorted(key_heads)} heads beside query's {heads}; fewer of them need enable_gqa=True"
+        )
+    mask = attn_mask
+    if mask is not None:
+        if mask.dim() == 2 and mask.shape[0] == batch and (parallel is not None or mask.shape[1] == key.shape[1]):
+            mask = mask[:, None, None, :]
+        elif mask.dim() == 3 and mask.shape[0] != 1:
+            raise InvalidArgument(
+                f"attn_mask: got {list(mask.shape)}, which some backends of diffusers read as [B, L, S], others as [H, L, S]; "
+                "accepted are [B, 1, L, S] and [1, H, L, S]"
+            )
+    if parallel is None:
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        options: dict[str, Any] = {"mask": mask, "causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+        if not return_lse:
+            return attention(query, key, value, **options).transpose(1, 2)
+        out, lse = attention(query, key, value, return_lse=True, **options)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    _refuse_in_parallel(parallel, query, key, value, mask, dropout_p)
+    query, key, value, mask = autocast(query, key, value, mask)
+    result = _host()._templated_context_parallel_attention(
+        *(query, key, value, mask, 0.0, is_causal, scale, enable_gqa, return_lse),
+        forward_op=_forward,
+        backward_op=_backward,
+        _parallel_config=_parallel_config,
+    )
+    # diffusers has no gradient of an lse that it has put together: without detach it would be left out of a sum, unsaid.
+    return (result[0], result[1].detach()) if return_lse else result
+
+
+def _refuse_in_parallel(
+    parallel: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float
+) -> None:
+    """Raises where diffusers' context parallelism would give another result than one process, or an error without a name."""
+    said = f"under context parallelism (ring_degree {parallel.ring_degree}, ulysses_degree {parallel.ulysses_degree})"
+    ulysses_alone = parallel.ring_degree == 1 and not parallel.ulysses_anything
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    problem = None
+    if dropout_p:
+        problem = f"dropout_p: {dropout_p} {said}: ranks would draw the same weights; accepted is 0"
+    elif mask is not None and parallel.ring_degree > 1:
+        problem = f"attn_mask: given {said}: the ring does not cut it for each rank's keys; use ulysses_degree alone"
+    elif mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        problem = f"attn_mask: requires grad {said}, where diffusers has no gradient for it"
+    elif not query.shape[2] == key.shape[2] == value.shape[2]:
+        problem = f"key, value: {key.shape[2]} and {value.shape[2]} heads {said}: accepted are query's {query.shape[2]}"
+    elif ulysses_alone and query.shape[2] % parallel.ulysses_degree != 0:
+        problem = f"query: {query.shape[2]} heads {said}: accepted is a multiple of ulysses_degree, or ulysses_anything=True"
+    elif value.shape[3] != query.shape[3] and (ulysses_alone or trains):
+        problem = f"value: width {value.shape[3]} {said}: accepted is query's {query.shape[3]}"
+    elif ulysses_alone and trains and key.shape[1] != query.shape[1]:
+        problem = f"key: {key.shape[1]} keys beside {query.shape[1]} queries {said}: diffusers has gradients for equal lengths"
+    if problem is not None:
+        raise NotImplementedError(problem)
+
+
+def _forward(
+    ctx: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _save_ctx: bool = True,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A rank's part: all rows of its heads (Ulysses), or its own rows and one rank's keys (a ring). Tensors as in _backend."""
+    parallel = _parallel_config.context_parallel_config
+    if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] != 1:
+        all_heads = attn_mask.shape[-3]  # diffusers has spread the heads of query over the ranks, but not those of a mask
+        first = parallel._ulysses_local_rank * -(-all_heads // parallel.ulysses_degree)
+        attn_mask = attn_mask[..., first : first + query.shape[2], :, :]
+    tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    check_kinds(*tensors, attn_mask, "attn_mask")
+    _policy.require_kernel("attention", query=query, key=key, value=value, attn_mask=attn_mask)
+    *tensors, mask, _ = canonicalize(*tensors, attn_mask, mask_name="attn_mask")
+    scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
+    options = AttentionOptions(-1, 0 if is_causal else -1, False, scale, 0.0, 0.0, tf32_for(query))
+    out, lse, lse_low = ops.attention_forward.default(*tensors, mask, None, None, None, *options)
+    if _save_ctx:
+        # A ring's backward pass brings the whole rows' out and lse, and takes the first three of these as the rank's own.
+        rest = () if parallel.ring_degree > 1 else (mask, out, lse, lse_low)
+        ctx.save_for_backward(query, key, value, *rest)
+        ctx.options, ctx.deterministic = options, torch.are_deterministic_algorithms_enabled()
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _backward(
+    ctx: Any,
+    grad_out: Tensor,
+    *_: Any,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of _forward's query, key, value. A ring calls it once per rank's keys, with the whole rows' out and lse."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError("second derivatives under diffusers' context parallelism: its operators have none")
+    if query is None:
+        query, key, value, mask, *results = ctx.saved_tensors
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        grad_out, grad_lse = grad_out.transpose(1, 2), None
+    else:
+        query, key, value, out, lse, grad_out = (t.transpose(1, 2) for t in (query, key, value, out, lse, grad_out))
+        mask = None
+        # Our backward kernels take the out and lse that the keys at hand make alone: these are made again. They enter the whole
+        # row's by out = sum of share * step_out and lse = logsumexp of the step_lse, with share = exp(step_lse - lse).
+        step_out, step_lse, _ = results = ops.attention_forward.default(query, key, value, None, None, None, None, *ctx.options)
+        share = (step_lse - lse.to(step_lse.dtype)).exp().masked_fill(step_lse == -torch.inf, 0)
+        wide = grad_out.to(share.dtype)
+        grad_lse = share * (wide * (step_out.to(share.dtype) - out.to(share.dtype))).sum(-1)
+        grad_out = (wide * share.unsqueeze(-1)).to(query.dtype)
+    grads = ops.attention_backward.default(
+        *(grad_out, grad_lse, query, key, value, mask, None, None, None, *results),
+        *ctx.options.for_backward(False, ctx.deterministic),
+    )
+    grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in grads[:3])
+    return grad_query, grad_key, grad_value
