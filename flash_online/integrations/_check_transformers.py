@@ -205,12 +205,23 @@ def generated(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | N
     return model.generate(**inputs, **options, cache_implementation=cache, disable_compile=True)
 
 
+def generated_eagerly(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | None) -> Tensor | None:
+    """As `generated`, by the host's eager attention; None where the host itself fails, as transformers 5.17 does with a static
+    cache for chunked attention: it calls a mask function of its own with an argument that this has not."""
+    model.set_attn_implementation("eager")
+    try:
+        return generated(model, spec, inputs, cache)
+    except TypeError:
+        return None
+
+
 def _check_model(spec: Model, name: str, device: str) -> tuple[str, bool]:
     """The line of a model, and whether it is right."""
     model, inputs = spec.build().to(device), spec.inputs(device=device)
     model.set_attn_implementation("eager")
     outputs, gradients = passes(model, inputs)
-    texts = [] if spec.kind == "encoder" else [generated(model, spec, inputs, cache) for cache in (None, "static")]
+    caches = () if spec.kind == "encoder" else (None, "static")
+    texts = {cache: generated_eagerly(model, spec, inputs, cache) for cache in caches}
     model.set_attn_implementation(name)
     with measured(name, {LENGTH, ENCODED}) as meter:
         ours, our_gradients = passes(model, inputs)
@@ -219,8 +230,9 @@ def _check_model(spec: Model, name: str, device: str) -> tuple[str, bool]:
     right = of_output <= ALLOWED and of_gradient <= ALLOWED and meter.most < min(LENGTH, ENCODED) ** 2
     word = "-"
     if texts:
-        same = [torch.equal(generated(model, spec, inputs, c), t) for c, t in zip((None, "static"), texts, strict=True)]
+        same = [torch.equal(generated(model, spec, inputs, cache), t) for cache, t in texts.items() if t is not None]
         right, word = right and all(same), "equal" if all(same) else "DIFFERENT"
+        word += " (a static cache fails in eager too)" if texts["static"] is None else ""
     line = f"{spec.name:12} {device:5} {of_output:<16.1e} {of_gradient:<18.1e} {meter.most:<13} {word:10}"
     return f"{line} {'' if right else 'WRONG'}".rstrip(), right
 

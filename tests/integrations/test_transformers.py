@@ -124,11 +124,12 @@ def test_a_row_of_nothing_but_padding():
 @named(DECODERS + [BY_NAME["Whisper"], BY_NAME["T5"]], ("Llama", "Gemma 3", "Llama 4", "T5"))
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_is_equal(device, spec, cache):
-    model, inputs, texts = spec.build().to(device), spec.inputs(device=device), []
-    for name in ("eager", NAME):
-        model.set_attn_implementation(name)
-        texts.append(generated(model, spec, inputs, cache))
-    assert torch.equal(*texts)
+    model, inputs = spec.build().to(device), spec.inputs(device=device)
+    expected = checks.generated_eagerly(model, spec, inputs, cache)
+    if expected is None:
+        pytest.skip(f"transformers {transformers.__version__} fails with its own eager attention")
+    model.set_attn_implementation(NAME)
+    assert torch.equal(generated(model, spec, inputs, cache), expected)
 
 
 @named([BY_NAME[name] for name in ("Llama", "Mistral", "Gemma 3", "gpt-oss", "Llama 4")])
