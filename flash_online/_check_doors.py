@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import testing
 
 
 def doors() -> dict[str, str]:
@@ -21,6 +28,31 @@ def doors() -> dict[str, str]:
     if (package / "compat" / "_check.py").is_file():
         found["flash_attn"] = "compat._check"
     return found
+
+
+def shares_of_allowed(
+    call: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    inputs: list[Tensor],
+    grad: Tensor,
+    setting: AbstractContextManager[object] | None = None,
+) -> list[float]:
+    """The errors of `call`'s result and of the inputs' gradients for `grad`, each as a share of what testing.allowed_error
+    allows; inf where a result is not finite. `plain` is the same in plain torch, which is run in float64 and in the inputs'
+    dtype. `call`, forward and backward, runs inside `setting`."""
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    with setting or nullcontext():
+        ours = run(call, grad.dtype)
+    shares = []
+    for result, theirs, truth in zip(ours, run(plain, grad.dtype), run(plain, torch.float64), strict=True):
+        allowed = testing.allowed_error(testing.error(theirs, truth), truth, grad.dtype)
+        shares.append(testing.error(result, truth).max / allowed.max if result.isfinite().all() else float("inf"))
+    return shares
 
 
 def main(names: list[str]) -> int:

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import reference, testing
+from .._check_doors import shares_of_allowed
 from .._check_install import why_no_cuda
 from .._policy import strict
 from . import flash_attn, flash_attn_cute, flash_attn_interface, install
 
 BATCH, QUERIES, KEYS, HEADS, KEY_HEADS, HEAD_DIM = 2, 70, 96, 4, 2, 32
-
-Results = list[Tensor]  # out, and the gradients of q, k, v
 
 
 class _LargestMask(TorchDispatchMode):
@@ -92,24 +91,15 @@ def _shares(call: Callable[..., Any], rules: dict[str, Any], dtype: torch.dtype,
     inputs = [testing.random_tensor(*shape, dtype=dtype, generator=generator, device=device) for shape in shapes]
     grad = testing.random_tensor(*shapes[0], dtype=dtype, generator=generator, device=device)
 
-    def run(function: Callable[..., Any], to: torch.dtype) -> Results:
-        leaves = [t.to(to).requires_grad_() for t in inputs]
-        out = function(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(to))]
-
     def plain(*leaves: Tensor) -> Tensor:
         options = rules
         if "sinks" in rules:
             options = rules | {"sinks": torch.linspace(-1, 1, HEADS, device=device, dtype=leaves[0].dtype)}
         return reference.attention(*(t.transpose(1, 2) for t in leaves), **options).transpose(1, 2)
 
-    with strict(), _LargestMask() as masks:
-        ours = run(call, dtype)
-    shares = []
-    for result, theirs, truth in zip(ours, run(plain, dtype), run(plain, torch.float64), strict=True):
-        allowed = testing.allowed_error(testing.error(theirs, truth), truth, dtype)
-        shares.append(testing.error(result, truth).max / allowed.max if result.isfinite().all() else float("inf"))
-    return shares, masks.elements
+    with strict():
+        masks = _LargestMask()
+        return shares_of_allowed(call, plain, inputs, grad, masks), masks.elements
 
 
 def _imports(say: Callable[[str], None]) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flash_online
 from flash_online import reference
-from flash_online.integrations import torch_sdpa
+from flash_online.integrations import _check_torch, torch_sdpa
 from flash_online.testing import assert_close_to_float64
 
 TF = torch.nn.functional
@@ -93,6 +93,18 @@ def test_a_torch_without_cuda_is_refused():
     with pytest.raises(RuntimeError, match="torch_sdpa: torch .* has no CUDA"):
         torch_sdpa.activate()
     assert nn_attention.current_flash_attention_impl() == before
+
+
+def test_the_check_of_this_door(capsys):
+    if torch.cuda.is_available():
+        assert _check_torch.check(print)
+    else:
+        with pytest.raises(ImportError, match="torch_sdpa replaces operators on CUDA, and no GPU is visible"):
+            _check_torch.check(print)
+    # PyTorch's own kernel on the CPU has no error to speak of, but other bits than ours: the check sees that.
+    assert not _check_torch.compare(print, "cpu")
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.endswith("no  FAILED") and float(last.split()[5]) <= 1
 
 
 @pytest.mark.gpu
