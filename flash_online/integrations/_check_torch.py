@@ -1,4 +1,4 @@
-"""`python -m flash_online check torch`: PyTorch's flash attention operators run by our kernels, beside plain torch in float64."""
+"""`python -m flash_online check torch`: PyTorch's flash attention operators on our kernels, beside plain torch in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ BATCH, LENGTH, HEADS = 2, 90, 4
 
 def check(say: Callable[[str], None]) -> bool:
     """Says one line per call and dtype: the largest error of out, and of the gradients, as shares of what is allowed, and
-    whether out has the bits of flash_online's own function, by which it is known that our kernel ran. Returns whether all is so.
+    whether out has the bits of flash_online's own function, by which it is known that our kernel ran. Returns whether all is
+    so.
 
     Raises:
         ImportError: there is no GPU for it.
