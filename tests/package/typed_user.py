@@ -9,6 +9,7 @@ from typing_extensions import assert_type
 import flash_online
 import flash_online.functional as F
 from flash_online import compat
+from flash_online.integrations import diffusers
 
 
 def attentions(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> None:
@@ -93,6 +94,12 @@ def installed() -> None:  # not called: FlashAttention itself may be there
     with compat.install("flash_attn") as installation:
         assert_type(installation, compat.Installation)
     installation.remove()
+
+
+def registered() -> None:  # not called: diffusers may not be there
+    registration = diffusers.register()
+    assert_type(registration, diffusers.Registration)
+    registration.remove()
 
 
 def refused(query: Tensor) -> None:
