@@ -44,7 +44,7 @@ class Registration:
                 return
             enum, registry = self._host.AttentionBackendName, self._host._AttentionBackendRegistry
             if registry._active_backend == self._member:
-                registry.set_active_backend(enum(self._host.DIFFUSERS_ATTN_BACKEND))
+                registry._active_backend = enum(self._host.DIFFUSERS_ATTN_BACKEND)
             for table in (registry._backends, registry._constraints, registry._supported_arg_names):
                 del table[self._member]
             registry._supports_context_parallel.discard(NAME)
