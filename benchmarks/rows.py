@@ -171,8 +171,20 @@ def check(case: RowCase, providers: dict, inputs, extras, grad, device: str) -> 
 # --- Time ------------------------------------------------------------------------------------------------------------------
 
 
-def gflop_per_s(seconds: float) -> float:
-    return 2e-9 * MATMUL_SIZE**3 / seconds
+@functools.cache
+def matmul_size(dtype: torch.dtype, device: str) -> int:
+    """MATMUL_SIZE, or a quarter of it where such a product would take over a second: torch's 16-bit products do on processors
+    that have no instructions for them."""
+    smaller = MATMUL_SIZE // 4
+    if device == "cuda":
+        return MATMUL_SIZE
+    timer = call_timer(matmul(smaller, dtype, device), torch.no_grad, device)
+    interleave([timer], 0, 1)
+    return smaller if timer.best * (MATMUL_SIZE / smaller) ** 3 > 1 else MATMUL_SIZE
+
+
+def gflop_per_s(size: int, seconds: float) -> float:
+    return 2e-9 * size**3 / seconds
 
 
 def providers_on(function: str, device: str, wanted: list[str] | None = None) -> dict:
@@ -227,7 +239,8 @@ def timers_of(case: RowCase, device: str, providers: dict, inputs, extras, outs:
                     outs[name] = provider.call(inputs, extras, case.options)
         torch.cuda.synchronize()
     if case.family == "attention":
-        baselines = {"matmul": call_timer(matmul(MATMUL_SIZE, case.dtype, device), torch.no_grad, device, CONTEXT_ROUNDS)}
+        product = matmul(matmul_size(case.dtype, device), case.dtype, device)
+        baselines = {"matmul": call_timer(product, torch.no_grad, device, CONTEXT_ROUNDS)}
     else:
         plain = inputs[0].detach()
         copied = torch.empty_like(plain)
@@ -252,7 +265,11 @@ def timers_of(case: RowCase, device: str, providers: dict, inputs, extras, outs:
 
 def baseline_rates(case: RowCase, inputs, baselines: dict[str, Timer]) -> dict:
     if matmul_timer := baselines.get("matmul"):
-        rates = {"gflop_per_s": gflop_per_s(matmul_timer.median), "best_gflop_per_s": gflop_per_s(matmul_timer.best)}
+        size = matmul_size(case.dtype, inputs[0].device.type)
+        rates = {
+            "gflop_per_s": gflop_per_s(size, matmul_timer.median),
+            "best_gflop_per_s": gflop_per_s(size, matmul_timer.best),
+        }
         batch, heads, length = (case.sizes[name] for name in ("B", "H", "L"))
         # What the scores of all heads would take.
         return {"matmul": rates, "scores_bytes": batch * heads * length**2 * case.dtype.itemsize}
@@ -307,9 +324,10 @@ def line(result: dict) -> str:
 
 def matmul_rates(record: dict, device: str, at: str, dtypes) -> None:
     for dtype in dtypes:
-        timer = call_timer(matmul(MATMUL_SIZE, dtype, device), torch.no_grad, device)
+        size = matmul_size(dtype, device)
+        timer = call_timer(matmul(size, dtype, device), torch.no_grad, device)
         interleave([timer], 0, CONTEXT_ROUNDS)
-        record["matmul"].setdefault(str(dtype)[6:], {"size": MATMUL_SIZE})[at] = gflop_per_s(timer.median)
+        record["matmul"].setdefault(str(dtype)[6:], {"size": size})[at] = gflop_per_s(size, timer.median)
 
 
 def chosen(device: str, families: list[str] | None, match: str | None, quick: bool) -> list[RowCase]:
