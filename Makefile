@@ -11,7 +11,7 @@ bench: .venv/built ; .venv/bin/python -m flash_online bench $(or $(ARGS),rows)
 tables: .venv/built ; .venv/bin/python -m flash_online bench docs
 # The pages as a site, in build/docs; a link that leads nowhere is an error. It takes Python 3.11.5 or newer.
 docs: .venv/built ; NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build $(ARGS)
-lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc -type f -not -name '*.in') benchmarks/paper/*.cu tests/unit/device_on_host/*
+lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc tests/unit/device_on_host -type f -not -name '*.in' -not -name '*.pyc') $$(find benchmarks -name '*.cu')
 house: .venv/built ; .venv/bin/python .ci/house.py
 # make sanitize ARGS="--tool racecheck --calls softmax": the CUDA kernels under compute-sanitizer, on a machine with a GPU.
 sanitize: .venv/built ; .venv/bin/python tests/gpu/sanitize.py $(ARGS)

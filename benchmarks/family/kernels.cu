@@ -296,8 +296,8 @@ struct SplitByKeys {
     write(to);
   }
 
-  // O, m and l of the tile whose first row is `first`, counted over all heads, from and to global memory. Each thread reads what
-  // it wrote itself.
+  // O, m and l of the tile whose first row is `first`, counted over all heads, from and to global memory. Each thread reads
+  // what it wrote itself.
   __device__ __forceinline__ void fetch(const Problem& problem, int64_t first) {
     const float* const from = problem.partial_out + first * kHeadDim;
     for_each_vector([&](float4& x, int at) { x = *reinterpret_cast<const float4*>(from + at); });
@@ -346,8 +346,7 @@ __global__ void __launch_bounds__(kThreads) keys_outside(const __grid_constant__
         split.fetch(problem, first);
       wait_for_loads();
       split.make_weights(tiles, shared, {tile * kQueries, key, problem.causal}, problem.scale);
-      if (tile + stripes < tile_count)
-        load<kQueries>(tiles.query, problem.query + (first + stripes * kQueries) * kHeadDim);
+      if (tile + stripes < tile_count) load<kQueries>(tiles.query, problem.query + (first + stripes * kQueries) * kHeadDim);
       cp_async_commit();
       split.template add_values<true>(tiles, shared);
       const int last = problem.causal ? tile * kQueries + kQueries - 1 : problem.length - 1;  // the last key that it sees

@@ -1,5 +1,5 @@
-// benchmarks/family/kernels.cu on the host, for ctypes. test_family_kernels.py compiles it beside a copy of csrc whose hw/ has the
-// headers of device_on_host/hw in place of its own.
+// benchmarks/family/kernels.cu on the host, for ctypes. test_family_kernels.py compiles it beside a copy of csrc whose hw/ has
+// the headers of device_on_host/hw in place of its own.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

@@ -2,8 +2,8 @@
 //
 // A thread runs until it comes to a function that all lanes of its warp, or all threads of the CTA, call together (a vote, a
 // shuffle, a barrier). There it waits; when all of them wait, they get their results and go on. Lanes that come to different
-// functions, or of which some have ended, make the call fail: on a GPU it would hang or give any answer. So does a vote in which
-// a lane is missing.
+// functions, or of which some have ended, make the call fail: on a GPU it would hang or give any answer. So does a vote in
+// which a lane is missing.
 #pragma once
 
 #include <setjmp.h>
@@ -65,8 +65,7 @@ class Cta {
     for (bool backwards = false; count(0, threads_, kEnded) < threads_; backwards = !backwards) {
       for (int n = 0; n < threads_; n += kLanes) {
         const int first = backwards ? threads_ - kLanes - n : n;
-        do
-          run_lanes(first);
+        do run_lanes(first);
         while (release(first, kLanes, false));
       }
       if (count(0, threads_, kEnded) < threads_ && !release(0, threads_, true))
@@ -173,8 +172,7 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from) {
   require_whole_warp(mask);
-  return static_cast<T>(
-      device_on_host::Cta::exchange(device_on_host::Cta::kShuffle, static_cast<uint64_t>(value))[from % 32]);
+  return static_cast<T>(device_on_host::Cta::exchange(device_on_host::Cta::kShuffle, static_cast<uint64_t>(value))[from % 32]);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int step) {
