@@ -312,3 +312,17 @@ class _BackwardSums:
             None if mask is None else mask.to(self.mask.dtype),
             self.sinks,
         )
+
+
+def gradients_of_part(grad_out: Tensor, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of part_out and part_lse, which are the results of a part of the keys and were merged with others into out
+    and lse; grad_out is the gradient of out. All are [..., queries(, head dim)].
+
+    A ring asks for the gradients of one part and gives the merged results. Our backward kernels take the results of the part
+    itself, since they use that its weights add up to 1. These enter the merged ones by out = sum of share * part_out and
+    lse = logsumexp of the part_lse, with share = exp(part_lse - lse).
+    """
+    share = (part_lse - lse.to(part_lse.dtype)).exp().masked_fill(part_lse == -torch.inf, 0)
+    wide = grad_out.to(share.dtype)
+    grad_lse = share * (wide * (part_out.to(share.dtype) - out.to(share.dtype))).sum(-1)
+    return (wide * share.unsqueeze(-1)).to(part_out.dtype), grad_lse.contiguous()

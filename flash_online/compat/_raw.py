@@ -1,9 +1,8 @@
 """FlashAttention-2's private functions, without autograd, which libraries for sequences over several GPUs call by name.
 
 Such a library merges partial results over parts of the keys by their softmax_lse, and asks in the backward pass for the
-gradients of one part, giving the merged out and softmax_lse. Our backward kernels take a part's own results instead: they use
-that its weights add up to 1. So the part's forward pass runs again, and with share = exp(its lse - the merged one) the
-gradients of its results are share * dout and share * <dout, its out - the merged out>.
+gradients of one part, giving the merged out and softmax_lse. Our backward kernels take a part's own results instead: the part's
+forward pass runs again, and gradients_of_part says what its results get.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._attention_derivatives import gradients_of_part
 from .._canonicalize import check_packed
 from .._checks import check_tensor
 from .._ops import InvalidArgument, accumulator_of, ops
@@ -124,7 +124,7 @@ def _flash_attn_backward(
         query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
         _check_results(dout, out, softmax_lse, (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1]))
         results = _forward(query, key, value, options, rng)
-        grad_out, grad_lse, delta = _gradients_of_part(dout.transpose(1, 2), out.transpose(1, 2), softmax_lse, *results[:2])
+        grad_out, grad_lse = gradients_of_part(dout.transpose(1, 2), out.transpose(1, 2), softmax_lse, *results[:2])
         slopes = _slopes(options, query, query.shape[:2])
         grads = ops.attention_backward.default(
             *(grad_out, grad_lse, query, key, value, None, slopes, None, rng, *results),
@@ -133,7 +133,7 @@ def _flash_attn_backward(
         for gradient, wanted in zip(grads[:3], (dq, dk, dv), strict=True):
             if wanted is not None:
                 wanted.copy_(gradient.transpose(1, 2))
-        return delta
+        return _delta(dout, out, softmax_lse).transpose(1, 2)
 
 
 def _flash_attn_varlen_backward(
@@ -173,7 +173,7 @@ def _flash_attn_varlen_backward(
         rng = _read_rng(options, rng_state)
         _check_results(dout, out, softmax_lse, (*q.shape[:-1], v.shape[-1]), (q.shape[1], q.shape[0]))
         results = _forward_packed(q, k, v, packing, options, rng)
-        grad_out, grad_lse, delta = _gradients_of_part(
+        grad_out, grad_lse = gradients_of_part(
             dout.transpose(0, 1), out.transpose(0, 1), softmax_lse, results[0].transpose(0, 1), results[1]
         )
         slopes = _slopes(options, q, (batch, q.shape[1]))
@@ -185,7 +185,7 @@ def _flash_attn_varlen_backward(
         for gradient, wanted in zip(grads[:3], (dq, dk, dv), strict=True):
             if wanted is not None:
                 wanted.copy_(gradient)
-        return delta
+        return _delta(dout, out, softmax_lse).transpose(0, 1)
 
 
 def _read_options(q, batch, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes) -> Options:
@@ -244,11 +244,6 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: 
     )
 
 
-def _gradients_of_part(grad_out: Tensor, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor):
-    """(gradient of part_out, gradient of part_lse, <grad_out, out>), where the results of a part of the keys were merged with
-    others into out and lse. All are [..., heads, queries(, head dim)]."""
-    share = torch.exp(part_lse - lse.to(part_lse.dtype)).masked_fill(part_lse == -torch.inf, 0)
-    wide = grad_out.to(part_lse.dtype)
-    delta = (wide * out).sum(-1)
-    grad_lse = share * ((wide * part_out).sum(-1) - delta)
-    return (share.unsqueeze(-1) * wide).to(part_out.dtype), grad_lse.contiguous(), delta
+def _delta(dout: Tensor, out: Tensor, softmax_lse: Tensor) -> Tensor:
+    """<dout, out> of each row, in the dtype of softmax_lse."""
+    return (dout.to(softmax_lse.dtype) * out).sum(-1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import _policy
 from .._attention_arguments import AttentionOptions
+from .._attention_derivatives import gradients_of_part
 from .._canonicalize import autocast, canonicalize, check_kinds
 from .._checks import check_float
 from .._ops import InvalidArgument, ops
@@ -252,13 +253,8 @@ def _backward(
     else:
         query, key, value, out, lse, grad_out = (t.transpose(1, 2) for t in (query, key, value, out, lse, grad_out))
         mask = None
-        # Our backward kernels take the out and lse that the keys at hand make alone: these are made again. They enter the whole
-        # row's by out = sum of share * step_out and lse = logsumexp of the step_lse, with share = exp(step_lse - lse).
-        step_out, step_lse, _ = results = ops.attention_forward.default(query, key, value, None, None, None, None, *ctx.options)
-        share = (step_lse - lse.to(step_lse.dtype)).exp().masked_fill(step_lse == -torch.inf, 0)
-        wide = grad_out.to(share.dtype)
-        grad_lse = share * (wide * (step_out.to(share.dtype) - out.to(share.dtype))).sum(-1)
-        grad_out = (wide * share.unsqueeze(-1)).to(query.dtype)
+        results = ops.attention_forward.default(query, key, value, None, None, None, None, *ctx.options)
+        grad_out, grad_lse = gradients_of_part(grad_out, out, lse, *results[:2])
     grads = ops.attention_backward.default(
         *(grad_out, grad_lse, query, key, value, mask, None, None, None, *results),
         *ctx.options.for_backward(False, ctx.deterministic),
