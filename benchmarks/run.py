@@ -1,4 +1,4 @@
-"""The benchmarks' entry: python -m flash_online bench rows | attention | training | paper | family | linear | docs; --help."""
+"""The benchmarks' entry: python -m flash_online bench COMMAND; --help names the commands, COMMAND --help its flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
-from benchmarks import docs, linear, machine, rows, training  # noqa: E402
+from benchmarks import docs, linear, machine, models, rows, training  # noqa: E402
 from benchmarks.attention import cases as attention_cases  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
@@ -74,6 +74,11 @@ def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def run_training(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     path, device = out_of(parser, options, "training"), gpu_unless_quick(parser, options)
     return training.run(device, facts_of(options, device), path)
+
+
+def run_models(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    path, device = out_of(parser, options, "models"), gpu_unless_quick(parser, options)
+    return models.run(device, facts_of(options, device), path)
 
 
 def run_paper(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -146,6 +151,10 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command = add("training", run_training, "a training step of 12 layers, attention by each provider")
     add_measuring(command, None)
     add_fa3(command)
+    command = add(
+        "models", run_models, "models of transformers, prefill and training step, by each implementation of attention"
+    )
+    add_measuring(command, None)
     command = add("paper", run_paper, "the kernels of the online-softmax paper beside ours; needs nvcc")
     add_measuring(command, 1.5)
     command = add("family", run_family, "the organisations of FlashAttention-1 and -2 beside Triton, torch, ours; needs nvcc")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 SCHEMA = 3  # version of the records in benchmarks/results
 OURS, FLASH, MATH = "flash_online", "torch flash", "torch math"
+BY_REGISTRY = "flash_online by torch_sdpa"  # ours under torch's own operators
 CONTEXT = (MATH,)  # only for comparison where another peer runs: few rounds are enough
 DIRECTIONS = ("forward", "backward")
 

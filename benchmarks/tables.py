@@ -22,7 +22,7 @@ from .paper.summary import (
     over_one_read,
     speed_up,
 )
-from .summary import DIRECTIONS, FLASH, MATH, OURS
+from .summary import BY_REGISTRY, DIRECTIONS, FLASH, MATH, OURS
 
 
 def number(value: float) -> str:
@@ -363,9 +363,8 @@ def attention_page(record: dict) -> list[str]:
 
 
 def training_page(record: dict) -> list[str]:
-    names = list(record["results"][0]["providers"])
-    peers = [name for name in names if name != OURS]
-    rows = []
+    names, rows = list(record["results"][0]["providers"]), []
+    peers = [name for name in names if name not in (OURS, BY_REGISTRY)]
     for result in record["results"]:
         of_one = {n: [entry.get(k) for k in ("attention_ms", "step_ms")] for n, entry in result["providers"].items()}
         if not all(of_one[OURS]):
@@ -376,6 +375,28 @@ def training_page(record: dict) -> list[str]:
     model = f"{record['layers']} layers, {record['heads']} heads of {record['head_dim']}"
     model += f", bfloat16, causal, {record['tokens']} tokens per step"
     return [*heading(record), "", f"{model}; forward and backward.", "", *table(head, rows)]
+
+
+# --- Models of transformers ---------------------------------------------------------------------------------------------------
+
+
+def models_page(record: dict) -> list[str]:
+    """A row per model, length and pass: milliseconds and GiB of each implementation, and how many times ours is as fast."""
+    lines = [*heading(record), "", f"transformers {record['transformers']}, {record['results'][0]['dtype']}, one sequence."]
+    names, rows = record["implementations"], []
+    peers = [name for name in names if name != OURS]
+    for result in record["results"]:
+        for what in ("prefill", "step"):
+            entries = {n: result["providers"].get(n, {}) for n in names}
+            took = {n: e[f"{what}_ms"] for n, e in entries.items() if f"{what}_ms" in e}
+            cells = [
+                pair((took[n], entries[n][f"{what}_bytes"] / 2**30)) if n in took else result["unavailable"].get(n, "-")
+                for n in names
+            ]
+            faster = [times(took[p] / took[OURS]) if p in took and OURS in took else "-" for p in peers]
+            rows.append([result["kind"], str(result["sizes"]["L"]), what, *cells, *faster])
+    head = ["model", "L", "ms / GiB", *names, *(f"x {peer}" for peer in peers)]
+    return [*lines, "", *table(head, rows)]
 
 
 # --- The README ---------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """A training step beside torch's default and FlashAttention-3: python -m flash_online bench training
 
 Forward and backward pass of 12 layers of a decoder in bfloat16 (16 heads of 128, a feed-forward part of four times the hidden
-size), 8192 tokens, causal. Ours comes in by `flash_online.override()`, FA3 replaces the same function. Events on the stream
-time the step, and the part of it from query, key and value to attention's output and back.
+size), 8192 tokens, causal. Ours comes in by `flash_online.override()` and, a second time, by torch's registry
+(`integrations.torch_sdpa`); FA3 replaces the function that override() replaces. Events on the stream time the step, and the
+part of it from query, key and value to attention's output and back.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import flash_online
+from flash_online.integrations import torch_sdpa
 
 from . import harness
 from .attention.peers import FA3_VARIABLE, FA3Attention, load_fa3
 from .attention.summary import FA3
 from .case import Case
-from .summary import OURS
+from .summary import BY_REGISTRY, OURS
 from .tables import training_page
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
@@ -94,8 +96,19 @@ def _fa3():
         yield
 
 
+@contextmanager
+def _registry():
+    torch_sdpa.activate()
+    try:
+        yield
+    finally:
+        torch_sdpa.restore()
+
+
 def providers() -> dict[str, Callable]:
     settings = {TORCH: nullcontext, OURS: flash_online.override}
+    if torch.cuda.is_available():
+        settings[BY_REGISTRY] = _registry
     return settings | ({FA3: _fa3} if os.environ.get(FA3_VARIABLE) else {})
 
 

@@ -38,6 +38,7 @@ def modules(monkeypatch):
         "tables",
         "docs",
         "training",
+        "models",
         "linear",
         "harness",
         "case",
@@ -858,6 +859,38 @@ def test_training_step(tmp_path, modules):
         "flash_online": {"attention_ms": 6.0, "step_ms": 25.0},
     }
     assert modules["tables"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"
+
+
+def test_models_of_transformers(tmp_path, modules):
+    """Tiny models by each implementation, compared with eager's result; the table of measured ones."""
+    pytest.importorskip("tqdm"), pytest.importorskip("transformers")
+    if torch.cuda.is_available():
+        pytest.skip("minutes on a GPU: the benchmark itself is the run there")
+    path = tmp_path / "models.json"
+    bench("models", "--quick", "--rounds", 1, "--out", path, check=True)
+    record = json.loads(path.read_text())
+    by_model = {result["kind"]: result for result in record["results"]}
+    assert record["wrong"] == 0 and list(by_model) == ["gpt-oss", "Gemma 3"]
+    assert list(by_model["Gemma 3"]["providers"]) == ["eager", "sdpa", "flash_online"]
+    assert by_model["gpt-oss"]["unavailable"] == {"sdpa": "refused by transformers"}
+    gpt_oss = by_model["gpt-oss"]
+    gpt_oss["unavailable"]["eager"] = "out of memory"  # in the step alone
+    gpt_oss["providers"] = {
+        "eager": {"prefill_ms": 9.0, "prefill_bytes": 3 << 30},
+        "flash_online": {"prefill_ms": 6.0, "prefill_bytes": 1 << 30, "step_ms": 20.0, "step_bytes": 2 << 30},
+    }
+    lines = modules["tables"].models_page(record)
+    assert "| gpt-oss | 64 | prefill | 9 / 3 | refused by transformers | 6 / 1 | 1.50 | - |" in lines
+    assert "| gpt-oss | 64 | step | out of memory | refused by transformers | 20 / 2 | - | - |" in lines
+
+
+def test_models_that_disagree_are_not_timed(modules, monkeypatch):
+    pytest.importorskip("transformers")
+    models = modules["models"]
+    monkeypatch.setattr(models, "MAX_DISTANCE", -1.0)
+    case = models.ModelCase("models", {"B": 1, "L": 8}, {"model": "gpt-oss"}, torch.float32)
+    with pytest.raises(AssertionError, match="from the first implementation"):
+        models.measure(case, 1, "cpu")
 
 
 def test_a_page_behind_the_records_is_noticed(modules, monkeypatch, tmp_path, capsys):

@@ -1,0 +1,157 @@
+"""Models of transformers by each of their attention implementations: python -m flash_online bench models
+
+Decoders of random weights in bfloat16, of the published ones' sizes but with few layers: gpt-oss (sinks; every other layer has
+a window of 128 keys; two experts, which every token asks, so that no token's choice hangs on rounding) and Gemma 3 (head dim
+256, five layers of six with a window of 1024 keys). One sequence of 8192 or 32768 tokens, without padding: a prefill, which is
+a forward pass without gradients, and a training step, which is the forward and backward pass of all layers, without an LM head.
+Events on the stream time them; memory is the allocator's peak above what model and input take.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from . import harness
+from .case import Case
+from .summary import OURS
+from .tables import models_page
+from .timing import call_timer, interleave
+
+LENGTHS = (8192, 32768)
+MAX_DISTANCE = 0.02  # relative, of output and gradient from the first implementation's: bfloat16 in four to six layers
+IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", OURS: "online_attention"}
+NO_MEMORY, REFUSED = "out of memory", "refused by transformers"
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """A model at one length; `options` has its name."""
+
+    @property
+    def kind(self) -> str:
+        return self.options["model"]
+
+
+def config_of(name: str, tiny: bool):
+    """The configuration of a model; `tiny` shrinks all but its structure, for a run without a GPU."""
+    import transformers
+
+    if name == "gpt-oss":
+        sizes = dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+        small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+        return transformers.GptOssConfig(
+            **(small if tiny else sizes), num_hidden_layers=2 if tiny else 4, sliding_window=16 if tiny else 128,
+            vocab_size=1024, num_local_experts=2, num_experts_per_tok=2, max_position_embeddings=131072,
+        )  # fmt: skip
+    sizes = dict(hidden_size=2560, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+    small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    return transformers.Gemma3TextConfig(
+        **(small if tiny else sizes), num_hidden_layers=6, sliding_window=16 if tiny else 1024, vocab_size=1024,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], max_position_embeddings=131072,
+    )  # fmt: skip
+
+
+def make_model(name: str, device: str, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    from flash_online.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = config_of(name, tiny=device == "cpu")
+    config.dtype = dtype
+    with torch.device(device):
+        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    return model.to(dtype)
+
+
+def prefill(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, use_cache=False).last_hidden_state
+
+
+def step(model: nn.Module, tokens: Tensor, grad: Tensor) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    out = model(tokens, use_cache=False).last_hidden_state
+    out.backward(grad)
+    return out.detach()
+
+
+def peak_memory(call, device: str) -> int:
+    """Bytes that a call had allocated at its peak beside those that were there before; 0 on the CPU."""
+    if device != "cuda":
+        call()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure(case: ModelCase, rounds: int, device: str) -> dict:
+    """Implementations that the model refuses, or that run out of memory, are `unavailable`."""
+    model, result = make_model(case.kind, device, case.dtype), case.head() | {"rounds": rounds}
+    tokens = torch.randint(0, 1024, (case.sizes["B"], case.sizes["L"]), device=device)
+    grad = torch.randn(*tokens.shape, model.config.hidden_size, device=device, dtype=case.dtype)
+    calls = {"prefill": lambda: prefill(model, tokens), "step": lambda: step(model, tokens, grad)}
+    expected, timers = None, {}
+    for name, implementation in IMPLEMENTATIONS.items():
+
+        @contextmanager
+        def setting(implementation=implementation):
+            model.set_attn_implementation(implementation)
+            yield
+
+        try:
+            with setting():
+                entry = {}
+                for what, call in calls.items():
+                    try:
+                        call()  # allocates what stays, such as the gradients of the first step
+                        entry[f"{what}_bytes"] = peak_memory(call, device)
+                        timers[name, what] = call_timer(call, setting, device)
+                    except torch.OutOfMemoryError:
+                        result["unavailable"].setdefault(name, NO_MEMORY)
+                found = [prefill(model, tokens), model.layers[0].self_attn.q_proj.weight.grad] if len(entry) == 2 else []
+        except ValueError as refusal:  # gpt-oss has no sdpa, since that takes no sinks
+            if "does not support" not in str(refusal):
+                raise
+            result["unavailable"][name] = REFUSED
+            continue
+        finally:
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+        expected = expected or found
+        for mine, wanted in zip(found, expected, strict=False):
+            distance = ((mine - wanted).float().norm() / wanted.float().norm()).item()
+            assert distance <= MAX_DISTANCE, f"{name}, {case.title}: {distance:.3g} from the first implementation"
+        if entry:
+            result["providers"][name] = entry
+    interleave(list(timers.values()), 0, rounds)
+    for (name, what), timer in timers.items():
+        result["providers"][name][f"{what}_ms"] = 1e3 * timer.median
+    return result
+
+
+def line(result: dict) -> str:
+    return f"{result['case']}: " + "; ".join(
+        f"{name} " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()) for name, entry in result["providers"].items()
+    )
+
+
+def run(device: str, facts: dict, path: Path) -> int:
+    """On a GPU; on the CPU tiny models in float32 check that it works."""
+    import transformers
+
+    dtype, lengths = (torch.bfloat16, LENGTHS) if device == "cuda" else (torch.float32, (64,))
+    cases = [ModelCase("models", {"B": 1, "L": n}, {"model": m}, dtype) for m in ("gpt-oss", "Gemma 3") for n in lengths]
+    facts = facts | {"transformers": transformers.__version__, "implementations": list(IMPLEMENTATIONS)}
+    return harness.run(
+        "models", cases, lambda case: measure(case, facts["rounds"], device), line, facts, path, summary=models_page
+    )
