@@ -103,8 +103,8 @@ ForwardResults run_forward(const Tensor& query, const Tensor& key, const Tensor&
   const AttentionInputs in{query, key, value, none, slopes, none, rng};
   return with_call(in, options, packing, [&](const auto& call) -> ForwardResults {
     if (!out) out = empty_out<AttentionOnCuda>(call);
-    Tensor lse = empty(call.lse_sizes(), ScalarType::Float, query), lse_low = empty(call.lse_sizes(), ScalarType::Float, query);
-    AttentionOnCuda::run_forward(call, {.out = *out, .lse = &lse, .lse_low = &lse_low});
+    Tensor lse = empty(call.lse_sizes(), ScalarType::Float, query);
+    AttentionOnCuda::run_forward(call, {.out = *out, .lse = &lse});
     return {*out, lse, rng ? view_as_dtype(*rng, ScalarType::UInt64) : empty({2}, ScalarType::UInt64, query)};
   });
 }

@@ -64,8 +64,9 @@ class ForwardSm80Kernel {
       const Rows rows = padding_rows(problem.query_starts, problem.batch, sequence, problem.queries, problem.total_queries);
       clear_rows<Element, kThreads>(problem.out, head, problem.head_dim_v, rows);
       for (int64_t n = threadIdx.x; n < rows.count; n += kThreads) {
-        static_cast<float*>(problem.lse)[head * problem.lse_stride[1] + rows.begin + n] = lowest<float>();
-        static_cast<float*>(problem.lse_low)[head * problem.lse_stride[1] + rows.begin + n] = 0;
+        const int64_t index = head * problem.lse_stride[1] + rows.begin + n;
+        static_cast<float*>(problem.lse)[index] = lowest<float>();
+        if (problem.lse_low) static_cast<float*>(problem.lse_low)[index] = 0;
       }
     };
     clear_before(batch);
@@ -157,7 +158,7 @@ class ForwardSm80Kernel {
     if (kHasOptions && problem.mask.data && state.max == arguments.score_mod.lowest_score)
       high = lowest_lse(problem.mask_dtype), low = static_cast<float>(log2f(state.sum) * kLn2);
     static_cast<float*>(problem.lse)[index] = high;
-    static_cast<float*>(problem.lse_low)[index] = low - low == 0 ? low : 0;
+    if (problem.lse_low) static_cast<float*>(problem.lse_low)[index] = low - low == 0 ? low : 0;
   }
 };
 

@@ -40,7 +40,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     if constexpr (kFloatMask)
       if (own.max == a.scores.lowest * a.scores.scale) lse = kLowestBFloat16, low = log2f(own.sum) * kLn2;
     a.lse[at] = lse;
-    a.lse_low[at] = low - low == 0 ? low : 0;
+    if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
   }
   __syncwarp();
 }

@@ -392,7 +392,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const ForwardS
         if (lane == 0 && a.lse) {
           const int64_t at = head * a.lse_stride[1] + row;
           a.lse[at] = -INFINITY;
-          a.lse_low[at] = 0;
+          if (a.lse_low) a.lse_low[at] = 0;
         }
       }
   }
