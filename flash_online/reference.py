@@ -16,9 +16,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ._reference_cache import Cache, cache_append, kvcache_attention, packed_rows, seen_keys
+
 __all__ = [
     "attention",
     "varlen_attention",
+    "kvcache_attention",
+    "cache_append",
     "merge_attention",
     "softmax",
     "log_softmax",
@@ -166,7 +170,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -175,6 +179,11 @@ def varlen_attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     rng: Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() of each of the sequences that lie one after another in query [Tq, Hq, E], key [Tk, Hk, E] and value
@@ -182,14 +191,34 @@ def varlen_attention(
 
     Sequence n is rows cu_seqlens[n] up to cu_seqlens[n + 1], and at most max_seqlen of them. Padding rows are 0, their lse
     -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; the batch index of dropout is n; `options` are those of attention.
+
+    `seqused_q` and `seqused_k` [sequences] leave out the rows of a sequence past their number. With `block_table`
+    [sequences, entries] key and value are pools [blocks, page, Hk, E] and [blocks, page, Hk, Ev], as in `kvcache_attention`;
+    a sequence has seqused_k[n] keys, or as many as cu_seqlens_k counts. `num_splits` changes no value; `out` is written in
+    place. No key that the queries of a sequence can't see reaches their results, in a call with one of these five.
     """
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    cached = any(x is not None for x in (block_table, seqused_q, seqused_k, num_splits, out))
+    if cached and dropout_p > 0:
+        raise ValueError(f"dropout_p: {dropout_p} beside cached keys, expected 0")
+    result = query.new_zeros(*query.shape[:2], value.shape[-1])
     lse = query.new_full(query.shape[1::-1], -INFINITY, dtype=accumulator_dtype(query.dtype))
-    bounds = zip(*(pair for t in (cu_seqlens_q, cu_seqlens_k) for pair in (t.tolist()[:-1], t.tolist()[1:])), strict=True)
-    for n, (first, last, first_key, last_key) in enumerate(bounds):
-        rows = slice(first, min(last, first + max_seqlen_q))
-        keys = slice(first_key, min(last_key, first_key + max_seqlen_k))
-        dense = [t.transpose(0, 1)[:, part] for t, part in ((query, rows), (key, keys), (value, keys))]
+    query_rows = packed_rows(cu_seqlens_q, len(query), max_seqlen_q, seqused_q)
+    if block_table is None:
+        key_rows = packed_rows(cu_seqlens_k, len(key), max_seqlen_k, seqused_k)
+    else:
+        cache = Cache.of(len(query_rows), key.transpose(1, 2), value.transpose(1, 2), block_table)
+        lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        key_rows = [slice(0, min(max(length, 0), max_seqlen_k, cache.capacity)) for length in lengths.tolist()]
+    visibility = {"causal": options.get("causal", False), "window": options.get("window"), "alignment": alignment}
+    for n, (rows, keys) in enumerate(zip(query_rows, key_rows, strict=True)):
+        if cached:
+            begin, end = seen_keys(rows.stop - rows.start, keys.stop - keys.start, **visibility)
+            keys = slice(keys.start + begin, keys.start + end)
+        dense = [query[rows].transpose(0, 1)]
+        if block_table is None:
+            dense += [t[keys].transpose(0, 1) for t in (key, value)]
+        else:
+            dense += cache.read(n, keys.start, keys.stop, query.dtype)
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         keep = None
         if dropout_p > 0:
@@ -198,8 +227,9 @@ def varlen_attention(
         attended, lse[:, rows] = attention(
             *dense, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, return_lse=True, **options
         )
-        out[rows] = attended.transpose(0, 1)
-    return (out, lse) if return_lse else out
+        result[rows] = attended.transpose(0, 1)
+    result = result if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result
 
 
 def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
