@@ -16,6 +16,7 @@ from ._policy import strict
 from .attention import attention
 from .cross_entropy import cross_entropy
 from .explain import Plan, explain
+from .kvcache import cache_append, kvcache_attention
 from .linear_cross_entropy import linear_cross_entropy
 from .merge import merge_attention
 from .override import disable, enable, override
@@ -40,11 +41,13 @@ __all__ = [
     "Plan",
     "SAC_SAVE_OPS",
     "attention",
+    "cache_append",
     "cross_entropy",
     "disable",
     "enable",
     "explain",
     "functional",
+    "kvcache_attention",
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",

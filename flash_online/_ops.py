@@ -6,6 +6,7 @@ The order of operators is that of csrc/ops/library.cpp, which documents them.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -333,6 +334,49 @@ _register(
     _attention_varlen_backward_flops,
     get_raw=True,
 )
+
+
+def _cached_lse(query, query_starts):
+    return _accumulator(query, query.shape[:-1] if query_starts is None else [query.shape[1], query.shape[0]])
+
+
+def _attention_cached_fake(query, key_cache, value_cache, lengths, left, rows, block_table, query_starts, *rest):
+    return _empty_in_order([*query.shape[:-1], value_cache.shape[-1]], query), _cached_lse(query, query_starts)
+
+
+def _attention_cached_in_place_fake(out, query, key_cache, value_cache, lengths, left, rows, block_table, query_starts, *rest):
+    return _cached_lse(query, query_starts)
+
+
+def _no_vmap(name: str):
+    def refuse(info, in_dims, *args):
+        raise NotImplementedError(f"flash_online::{name} has no rule for vmap: its batch dimension is that of the cache")
+
+    return refuse
+
+
+def _attention_cached_flops(query, key_cache, value_cache, lengths, left, rows, block_table, *rest, out_shape=None, **kwargs):
+    """With as many keys as the cache has room for: where they are fewer, the device alone knows."""
+    keys = key_cache[2] * (1 if block_table is None else block_table[1])
+    rows = math.prod(query[:-1])
+    return 2 * rows * keys * (query[-1] + value_cache[-1])
+
+
+def _attention_cached_in_place_flops(out, *args, **kwargs):
+    return _attention_cached_flops(*args, **kwargs)
+
+
+_register("attention_cached", _attention_cached_fake, _no_vmap("attention_cached"), _attention_cached_flops)
+_register("attention_cached_", _attention_cached_in_place_fake, _no_vmap("attention_cached_"), _attention_cached_in_place_flops)
+
+
+def _cache_append_fake(key_cache, value_cache, key, value, query, *rest):
+    if query is None:
+        return key_cache.new_empty([0], dtype=(key if key is not None else key_cache).dtype)
+    return _empty_in_order(query.shape, query)
+
+
+_register("cache_append_", _cache_append_fake, _no_vmap("cache_append_"), _no_flops)
 
 
 def _attention_dropout_mask_fake(rng, batch_begin, batch, heads, query_begin, queries, keys, dropout_p):

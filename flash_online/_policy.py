@@ -20,6 +20,8 @@ OPERATORS = {
     "scaled_dot_product_attention": "attention_forward",
     "attention": "attention_forward",
     "varlen_attention": "attention_varlen_forward",
+    "kvcache_attention": "attention_cached",
+    "cache_append": "cache_append_",
     "merge_attention": "attention_merge",
     "softmax": "softmax_forward",
     "log_softmax": "softmax_forward",

@@ -21,6 +21,7 @@ from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_ord
 from ._policy import no_kernel, refusal, strict_is_active, why_forwarded
 from .attention import attention
 from .cross_entropy import cross_entropy
+from .kvcache import cache_append, kvcache_attention
 from .linear_cross_entropy import linear_cross_entropy
 from .merge import merge_attention
 from .softmax import log_softmax, logsumexp, softmax, topk_softmax
@@ -84,8 +85,8 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
 
     Args:
-        function: one of flash_online's (attention, varlen_attention, merge_attention, softmax, log_softmax, logsumexp,
-            topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
+        function: one of flash_online's (attention, varlen_attention, kvcache_attention, cache_append, merge_attention, softmax,
+            log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
             (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
         *args: those of the call.
         **kwargs: those of the call.
@@ -150,7 +151,7 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
         ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
         if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    attentions = (attention, varlen_attention, merge_attention)
+    attentions = (attention, varlen_attention, kvcache_attention, cache_append, merge_attention)
     for ours in (*attentions, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
@@ -288,9 +289,10 @@ def _dtype_name(tensor: Tensor) -> str:
 
 def _scratch(operator: str, call: SimpleNamespace) -> int:
     """An upper bound of the bytes that a forward operator allocates beside its results when every thread works; 0 where that is
-    unknown, because there is no introspection module."""
+    unknown: there is no introspection module, or it depends on numbers in tensors."""
     introspect = _introspection()
-    if introspect is None or operator == "attention_merge":
+    # Over cached keys the partial results are as many as the lengths make them, and these the device alone knows.
+    if introspect is None or operator in ("attention_merge", "attention_cached", "attention_cached_", "cache_append_"):
         return 0
     threads = torch.get_num_threads()
     if operator not in _ATTENTION:

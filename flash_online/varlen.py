@@ -16,9 +16,20 @@ from ._canonicalize import autocast, broadcast, check_attention_options, check_a
 from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops
 from .attention import AttentionKeywords, default_scale, draw_rng, tf32_for
+from .kvcache import varlen_over_pools
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class _VarlenKeywords(AttentionKeywords, total=False):
+    """Those of varlen_attention."""
+
+    block_table: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    num_splits: int | None
+    out: Tensor | None
 
 
 @overload
@@ -32,7 +43,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[AttentionKeywords],
+    **options: Unpack[_VarlenKeywords],
 ) -> Tensor: ...
 @overload
 def varlen_attention(
@@ -45,7 +56,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    **options: Unpack[AttentionKeywords],
+    **options: Unpack[_VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
@@ -58,7 +69,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    **options: Unpack[AttentionKeywords],
+    **options: Unpack[_VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
@@ -79,6 +90,11 @@ def varlen_attention(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    block_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of packed sequences, which lie one after another in one tensor without padding.
 
@@ -100,6 +116,12 @@ def varlen_attention(
             `deterministic`.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
+        block_table: int32 `[sequences, entries]`: key and value are pools of pages `[blocks, page, Hk, E]` and
+            `[blocks, page, Hk, Ev]`, as in `kvcache_attention`. With this or one of the next four the call is for inference.
+        seqused_q: int32 `[sequences]`: how many queries of each sequence count. The others get 0.
+        seqused_k: int32 `[sequences]`: how many keys each sequence has; cu_seqlens_k may then be None beside `block_table`.
+        num_splits: as in `kvcache_attention`.
+        out: where the result is written, instead of a new tensor.
 
     Returns:
         out `[Tq, Hq, Ev]` of query's dtype and order of strides. Padding rows (queries that belong to no sequence, such as
@@ -122,6 +144,21 @@ def varlen_attention(
         {"causal": causal, "return_lse": return_lse} | ({} if deterministic is None else {"deterministic": deterministic}),
     )
     check_attention_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
+    if not (block_table is seqused_q is seqused_k is num_splits is out is None):
+        if dropout_p > 0:
+            raise InvalidArgument(f"dropout_p: {dropout_p} over cached keys, expected 0")
+        return varlen_over_pools(
+            *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            **{
+                "block_table": block_table,
+                "seqused_q": seqused_q,
+                "seqused_k": seqused_k,
+                "num_splits": num_splits,
+                "out": out,
+            },
+            **{"alibi_slopes": alibi_slopes, "sinks": sinks, "return_lse": return_lse, "causal": causal, "window": window},
+            **{"alignment": alignment, "softcap": softcap, "scale": scale},
+        )
     query, key, value = autocast(query, key, value)
     check_kinds(query, key, value, None)
     _policy.require_kernel("varlen_attention", query=query, key=key, value=value)

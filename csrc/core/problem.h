@@ -6,11 +6,13 @@
 
 namespace flash_online {
 
-enum class DType : int8_t { kBool, kFloat16, kBFloat16, kFloat32, kFloat64, kInt64 };
+enum class DType : int8_t { kBool, kFloat16, kBFloat16, kFloat32, kFloat64, kInt64, kFloat8E4M3, kFloat8E5M2 };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::kBool: return 1;
+    case DType::kBool:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2: return 1;
     case DType::kFloat16:
     case DType::kBFloat16: return 2;
     case DType::kFloat32: return 4;
@@ -33,6 +35,27 @@ using MutableView4 = View4<void*>;
 // left <= j <= p + right. A negative left or right means no bound.
 struct Visibility {
   int64_t left = -1, right = -1, offset = 0;
+};
+
+// Where the keys of a problem are cached: key and value are a pool of blocks, [blocks, heads, page, head_dim], and entry e of a
+// sequence's row of `table` is the block of its keys [e * page, (e + 1) * page). Without a table block n is all that sequence n
+// has. All arrays are int32, on the device, where the host must not read them, and their values may be wrong (cache.h).
+struct CacheView {
+  int64_t page = 0;  // keys per block; 0: keys are not cached
+  int64_t blocks = 0, entries = 1;  // of the pool; of a row of the table
+  const int32_t* table = nullptr;  // [table_rows, entries]
+  int64_t table_rows = 0, table_stride = 0;
+  const int32_t* rows = nullptr;  // [batch]: the row of the table, or the block, of each sequence; null: its index
+  const int32_t* lengths = nullptr;  // [batch]: keys before the new ones, those of `left` included; null: as many as fit
+  const int32_t* left = nullptr;  // [batch]: keys at the beginning that nobody sees; null: none
+  const int32_t* new_starts = nullptr;  // [batch + 1]: new keys are the difference of two, at most new_keys; null: new_keys
+  int64_t new_keys = 0;
+  const int32_t* query_lengths = nullptr;  // [batch]: packed: how many of a sequence's queries count; null: all
+  DType dtype = DType::kFloat32;  // of key and value: the query's, or float8
+  // float8: [batch, heads], what keys and values are multiplied by; null: 1
+  const float *key_scale = nullptr, *value_scale = nullptr;
+  int64_t key_scale_stride[2] = {}, value_scale_stride[2] = {};
+  int64_t splits = 0;  // pieces that the keys of each sequence are cut into, at most; 0: the kernel's choice
 };
 
 // softmax(g(scale * query key^T) + bias) value, with g the score modification: softcap, then ALiBi. Query head h uses key head
@@ -63,6 +86,7 @@ struct AttentionProblem {
   // where the host must not read them, and their values may be wrong. Null: dense.
   const int32_t *query_starts = nullptr, *key_starts = nullptr;
   int64_t total_queries = 0, total_keys = 0;  // packed: the rows of the tensors
+  CacheView cache;  // with cached keys, packed queries have no key_starts
 
   Visibility visible;  // packed: without its offset
   bool lower_right = false;  // packed: the offset of a sequence is its keys - its queries
@@ -94,6 +118,30 @@ struct AttentionGradients {
   void* grad_sinks = nullptr;  // [batch, heads], accumulator type, contiguous; null: no sinks
   void* delta = nullptr;  // workspace: [batch, heads, queries], accumulator type, strides lse_stride
   double* wide_delta = nullptr;  // workspace: delta in double, for float32; else null
+};
+
+// New keys and values that are written into a cache, at the ends of its sequences or at given slots, and queries that are rotated
+// alike. Rotary embedding (arXiv 2104.09864) turns pairs of columns by the angles of a position.
+struct AppendProblem {
+  DType dtype = DType::kFloat32;  // of the new rows
+  int64_t batch = 0, heads = 0, head_dim = 0, head_dim_v = 0;
+  CacheView cache;
+  MutableView4 key_cache, value_cache;  // [blocks, heads, page, head_dim]
+  ConstView4 key, value;  // [batch, heads, new_keys, head_dim]; packed: [heads, rows, head_dim]; no data: none
+  int64_t rows = 0;  // packed, and with slots: of key and value
+  const int64_t* slots = nullptr;  // [rows]: rows of the pool; one outside of it drops its row. Null: at the sequences' ends
+
+  const void *cosines = nullptr, *sines = nullptr;  // [positions, pairs], of rotary_dtype; null: nothing is rotated
+  DType rotary_dtype = DType::kFloat32;
+  int64_t positions = 0, pairs = 0, rotary_stride[2] = {};  // of cosines; the same of sines
+  const int32_t* offsets = nullptr;  // [batch]: the position of the first new row; with slots [rows]; null: its place
+  bool interleaved = false;  // whether neighbours are a pair, or the columns of two halves
+
+  int64_t query_heads = 0, queries = 0, total_queries = 0;
+  ConstView4 query;  // [batch, query_heads, queries, head_dim]; packed: with query_starts; no data: none
+  MutableView4 rotated;  // shape of query
+  const int32_t* query_starts = nullptr;
+  bool queries_advance = true;  // whether query i has the position of new row i, or all that of the first
 };
 
 // The mask of dropout alone, without attention.

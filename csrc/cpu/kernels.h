@@ -20,7 +20,12 @@ struct AttentionKernels {
   void (*forward)(const AttentionProblem&, const Executor&);
   void (*backward)(const AttentionProblem&, const AttentionGradients&, const Executor&);
 
+  // Attention over cached keys (AttentionProblem::cache); cached_memory reads the lengths, too.
+  Memory (*cached_memory)(const AttentionProblem&);
+  void (*cached)(const AttentionProblem&, const Executor&);
+
   // These functions need no memory.
+  void (*append)(const AppendProblem&, const Executor&);
   void (*dropout_mask)(const DropoutProblem&, const Executor&);
   void (*merge)(const MergeProblem&, const Executor&);
   void (*merge_backward)(const MergeProblem&, const MergeGradients&, const Executor&);

@@ -30,6 +30,13 @@ struct Float16 {
 struct BFloat16 {
   uint16_t bits;
 };
+// What caches alone hold: four bits of exponent and no infinity, or five.
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
 
 // The type in which sums over elements of type T are kept.
 template <class T>
@@ -43,6 +50,13 @@ FLASH_ONLINE_INLINE float widen(Float16 x) {
   const uint32_t magnitude = x.bits & 0x7fffu, sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f);
   return std::bit_cast<float>((magnitude >= 0x7c00u ? scaled | 0x7f800000u : scaled) | sign);
+}
+FLASH_ONLINE_INLINE float widen(Float8E5M2 x) { return widen(Float16{static_cast<uint16_t>(x.bits << 8)}); }
+FLASH_ONLINE_INLINE float widen(Float8E4M3 x) {
+  // As of Float16; the largest magnitude alone is NaN.
+  const uint32_t magnitude = x.bits & 0x7fu, sign = static_cast<uint32_t>(x.bits & 0x80u) << 24;
+  const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 20) * 0x1p120f);
+  return std::bit_cast<float>((magnitude == 0x7fu ? 0x7fc00000u : scaled) | sign);
 }
 
 // Rounds to nearest, ties to even.
@@ -60,6 +74,21 @@ FLASH_ONLINE_INLINE T narrow(Accumulator<T> x) {
     const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
     const uint32_t result = magnitude > 0x7f800000u ? 0x7e00u : magnitude >= 0x477ff000u ? 0x7c00u : finite;
     return {static_cast<uint16_t>(result | sign)};
+  } else if constexpr (sizeof(T) == 1) {
+    // Saturates. Numbers below the smallest normal one count in units of the last digit of `subnormal_unit`.
+    constexpr bool kFourBits = std::is_same_v<T, Float8E4M3>;
+    constexpr int kDropped = kFourBits ? 20 : 21, kBias = kFourBits ? 120 << 3 : 112 << 2;
+    constexpr float kLargest = kFourBits ? 448.f : 57344.f, kSmallest = kFourBits ? 0x1p-6f : 0x1p-14f,
+                    kSubnormalUnit = kFourBits ? 0x1p14f : 0x1p7f;
+    const uint32_t all = std::bit_cast<uint32_t>(x), sign = all >> 24 & 0x80u;
+    const float size = std::bit_cast<float>(all & 0x7fffffffu);
+    if (size != size) return {static_cast<uint8_t>(0x7fu | sign)};
+    const float kept = size > kLargest ? kLargest : size;
+    const uint32_t bits = std::bit_cast<uint32_t>(kept);
+    const uint32_t normal = ((bits + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1u)) >> kDropped) - kBias;
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(kept + kSubnormalUnit) - std::bit_cast<uint32_t>(kSubnormalUnit);
+    return {static_cast<uint8_t>((kept < kSmallest ? subnormal : normal) | sign)};
   } else {
     return x;
   }
@@ -144,6 +173,13 @@ FLASH_ONLINE_INLINE Vector<float> load_widened(const Float16* from) {
   for (int l = 0; l < kLanes<float>; ++l) wide[l] = widen(from[l]);
   return wide;
 #endif
+}
+template <class T>
+  requires(sizeof(T) == 1)
+FLASH_ONLINE_INLINE Vector<float> load_widened(const T* from) {
+  Vector<float> wide;
+  for (int l = 0; l < kLanes<float>; ++l) wide[l] = widen(from[l]);
+  return wide;
 }
 FLASH_ONLINE_INLINE void store_narrowed(float* to, Vector<float> x) { store_vector(to, x); }
 FLASH_ONLINE_INLINE void store_narrowed(double* to, Vector<double> x) { store_vector(to, x); }

@@ -328,7 +328,10 @@ FLASH_ONLINE_INLINE void for_each_key_block(KeyRange range, int64_t first, int64
   for (int64_t n = start + 1; n <= (end - 1) / kKeys; ++n) block(n);
 }
 
-// The kernels of backward.cpp and merge.cpp, which forward.cpp puts into the table of the instruction set.
+// The kernels of the other files, which forward.cpp puts into the table of the instruction set.
+Memory cached_memory(const AttentionProblem& problem);
+void cached(const AttentionProblem& problem, const Executor& executor);
+void append(const AppendProblem& problem, const Executor& executor);
 Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients);
 void backward(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor);
 void merge(const MergeProblem& problem, const Executor& executor);

@@ -1,0 +1,58 @@
+// Cached keys: which keys a sequence has, and where in the pages of a pool each of them lies. A contiguous cache is a paged one
+// with one page per sequence. Lengths and tables are read where the kernel runs and may hold any value: what is returned here
+// lies inside the pool nonetheless.
+#pragma once
+
+#include "sequence.h"
+
+namespace flash_online {
+
+// The keys that a sequence's table has room for.
+FLASH_ONLINE_HD int64_t capacity_of(const CacheView& cache) { return cache.entries * cache.page; }
+
+// How many keys sequence n has before the new ones, its padding on the left counted.
+FLASH_ONLINE_HD int64_t old_keys(const CacheView& cache, int64_t n) {
+  const int64_t capacity = capacity_of(cache), left = cache.left ? clamp(cache.left[n], 0, capacity) : 0;
+  return cache.lengths ? clamp(cache.lengths[n], left, capacity) : capacity;
+}
+
+// The keys of sequence n that a query may see, by their place in the cache: from the end of its padding on the left to its
+// length, with its new keys.
+FLASH_ONLINE_HD Rows cached_keys(const CacheView& cache, int64_t n) {
+  const int64_t capacity = capacity_of(cache), left = cache.left ? clamp(cache.left[n], 0, capacity) : 0;
+  const int64_t added = cache.new_starts ? clamp(int64_t{cache.new_starts[n + 1]} - cache.new_starts[n], 0, cache.new_keys)
+                                         : cache.new_keys;
+  return {left, clamp(old_keys(cache, n) + added, left, capacity) - left};
+}
+
+// The block of the pool in which entry `entry` of sequence n lies; -1 where there is none, whose keys and values count as 0.
+FLASH_ONLINE_HD int64_t block_of(const CacheView& cache, int64_t n, int64_t entry) {
+  const int64_t row = cache.rows ? cache.rows[n] : n;
+  if (cache.table && (row < 0 || row >= cache.table_rows)) return -1;
+  const int64_t block = cache.table ? cache.table[row * cache.table_stride + entry] : row;
+  return block >= 0 && block < cache.blocks ? block : -1;
+}
+
+// The queries of sequence n, and its keys as cached_keys numbers them, counted from the first one that may be seen. The last
+// query stands at the last key, or the first at the first.
+FLASH_ONLINE_HD Sequence cached_sequence(const AttentionProblem& problem, int64_t n) {
+  const CacheView& cache = problem.cache;
+  Sequence sequence{{0, problem.queries}, cached_keys(cache, n), problem.visible};
+  if (problem.query_starts) sequence.queries = packed_rows(problem.query_starts, n, problem.queries, problem.total_queries);
+  if (cache.query_lengths) sequence.queries.count = clamp(cache.query_lengths[n], 0, sequence.queries.count);
+  sequence.visible.offset = problem.lower_right ? sequence.keys.count - sequence.queries.count : 0;
+  return sequence;
+}
+
+// How the keys of a sequence are cut into pieces, which merge in ascending order. It depends on the sequence alone.
+constexpr int64_t kKeysPerSplitBlock = 64;
+
+// Piece `piece` of `pieces`, of `keys` keys: whole blocks but for the last one.
+FLASH_ONLINE_HD Rows piece_of(int64_t keys, int64_t pieces, int64_t piece) {
+  const int64_t blocks = (keys + kKeysPerSplitBlock - 1) / kKeysPerSplitBlock;
+  const int64_t begin = blocks * piece / pieces * kKeysPerSplitBlock,
+                end = clamp(blocks * (piece + 1) / pieces * kKeysPerSplitBlock, 0, keys);
+  return {begin, end - begin};
+}
+
+}  // namespace flash_online

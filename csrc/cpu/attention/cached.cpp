@@ -1,0 +1,565 @@
+// Attention over cached keys on the CPU, for few queries per sequence: keys and values are read where they lie, page by page,
+// and once for all queries of the heads that share them. The head dim is in the lanes of vectors. Each query's arithmetic is its
+// own, in the order of the keys, so that its result depends neither on other queries nor on the pages' places.
+//
+// A work item is some queries of one sequence and key head, over one piece of its keys (FlashDecoding: pieces run side by side
+// and merge afterwards). A sequence is cut by its own length alone.
+#include "../../core/cache.h"
+#include "../kernels.h"
+#include "work_items.h"
+
+namespace flash_online::cpu::FLASH_ONLINE_ISA {
+namespace {
+
+constexpr int64_t kRows = 8;  // queries of an item: what their states and outputs take stays in the first cache
+constexpr int64_t kBlock = 16;  // keys at a time; a key's number alone says to which lane of a sum its weight goes
+constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel chooses
+constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
+
+// The sum of each of n = kLanes vectors, in one vector.
+template <class A, int n, size_t... Lane>
+FLASH_ONLINE_INLINE void add_neighbours(Vector<A>* v, std::index_sequence<Lane...>) {
+  constexpr int lanes = kLanes<A>;
+  for (int i = 0; i < n / 2; ++i)
+    v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], (Lane % (lanes / 2) * 2 + Lane / (lanes / 2) * lanes)...) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], (Lane % (lanes / 2) * 2 + Lane / (lanes / 2) * lanes + 1)...);
+  if constexpr (n > 2) add_neighbours<A, n / 2>(v, std::index_sequence<Lane...>());
+}
+template <class A>
+FLASH_ONLINE_INLINE Vector<A> sums_of(Vector<A> (&v)[kLanes<A>]) {
+  add_neighbours<A, kLanes<A>>(v, std::make_index_sequence<kLanes<A>>());
+  return v[0];
+}
+
+template <class A>
+FLASH_ONLINE_INLINE A sum_of(Vector<A> v) {
+  A sum = 0;
+  for (int i = 0; i < kLanes<A>; ++i) sum += v[i];
+  return sum;
+}
+
+// What a call's items are: those of sequence n come before those of n + 1. Partial results have a place for each query and piece
+// of the sequences that are cut into several.
+struct CachedItems {
+  int64_t *first_item, *first_part;  // [batch + 1]
+
+  CachedItems(const AttentionProblem& call, ScratchAllocator& allocator) {
+    first_item = allocator.take<int64_t>(call.batch + 1);
+    first_part = allocator.take<int64_t>(call.batch + 1);
+  }
+
+  static int64_t pieces_of(const AttentionProblem& call, const Sequence& sequence) {
+    const int64_t group = call.heads / call.key_heads, blocks = ceil_div(sequence.keys.count, kKeysPerSplitBlock);
+    const int64_t chosen = group * sequence.queries.count > kManyRows
+                               ? 1
+                               : std::min(ceil_div(sequence.keys.count, kKeysPerPiece), kMaxPieces);
+    return std::clamp<int64_t>(call.cache.splits > 0 ? call.cache.splits : chosen, 1, std::max<int64_t>(blocks, 1));
+  }
+  static int64_t tiles_of(const AttentionProblem& call, const Sequence& sequence) {
+    return ceil_div(call.heads / call.key_heads * sequence.queries.count, kRows);
+  }
+
+  // Numbers the items; returns how many partial results there are, as does the measure of memory.
+  template <class Set>
+  static int64_t count(const AttentionProblem& call, const Set& set) {
+    int64_t items = 0, parts = 0;
+    for (int64_t n = 0; n < call.batch; ++n) {
+      set(n, items, parts);
+      const Sequence sequence = cached_sequence(call, n);
+      const int64_t pieces = pieces_of(call, sequence);
+      items += call.key_heads * tiles_of(call, sequence) * pieces;
+      parts += pieces > 1 ? call.heads * sequence.queries.count * pieces : 0;
+    }
+    set(call.batch, items, parts);
+    return parts;
+  }
+};
+
+// A query of an item, and its state.
+struct Row {
+  int64_t head, query;
+  int64_t begin, end;  // the keys that it sees
+};
+
+template <class E>
+struct CachedScratch {
+  using A = Accumulator<E>;
+  Row* rows;  // [kRows]
+  A* query;  // [kRows, padded(head_dim)]
+  A* weights;  // [kRows, kBlock]: scores, then weights
+  A* max;  // [kRows]
+  A* sum;  // [kRows, kLanes]
+  A* out;  // [kRows, padded(head_dim_v)]
+  A *key, *value;  // [kBlock, padded]: copies of what cannot be read in place
+  std::byte* zeros;
+
+  CachedScratch(const AttentionProblem& problem, ScratchAllocator& allocator) {
+    const int64_t width = padded(problem.head_dim), width_v = padded(problem.head_dim_v);
+    rows = allocator.take<Row>(kRows);
+    query = allocator.take<A>(kRows * width);
+    weights = allocator.take<A>(kRows * kBlock);
+    max = allocator.take<A>(kRows);
+    sum = allocator.take<A>(kRows * padded(1));
+    out = allocator.take<A>(kRows * width_v);
+    key = allocator.take<A>(kBlock * width);
+    value = allocator.take<A>(kBlock * width_v);
+    zeros = allocator.take<std::byte>(sizeof(A) * std::max(width, width_v));
+  }
+};
+
+// The rows of a block of keys, or of values, by pointer: in the pool, in a copy, or zeros.
+template <class K>
+struct BlockRows {
+  const K* row[kBlock];
+};
+
+// scores[r][k] = query r . key k, for kCount queries.
+template <int kCount, class K, class A>
+FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t columns, const BlockRows<K>& keys, A* scores) {
+  constexpr int kAtOnce = kCount == 1 ? kLanes<A> : std::min(kLanes<A>, kVectorBytes == 64 ? 4 : 2);
+  for (int64_t first = 0; first < kBlock; first += kLanes<A>) {
+    Vector<A> dot[kCount][kLanes<A>];
+    for (int part = 0; part < kLanes<A>; part += kAtOnce) {
+      Vector<A> sum[kCount][kAtOnce] = {};
+      for (int64_t e = 0; e < columns; e += kLanes<A>) {
+        Vector<A> q[kCount];
+        for (int r = 0; r < kCount; ++r) q[r] = load_vector(query + r * pitch + e);
+        for (int k = 0; k < kAtOnce; ++k) {
+          const Vector<A> x = load_widened(keys.row[first + part + k] + e);
+          for (int r = 0; r < kCount; ++r) sum[r][k] += q[r] * x;
+        }
+      }
+      for (int r = 0; r < kCount; ++r)
+        for (int k = 0; k < kAtOnce; ++k) dot[r][part + k] = sum[r][k];
+    }
+    for (int r = 0; r < kCount; ++r) store_vector(scores + r * kBlock + first, sums_of<A>(dot[r]));
+  }
+}
+
+// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries, in the order of the keys.
+template <int kCount, class K, class A>
+FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& values, int64_t begin, int64_t end,
+                                         int64_t pitch, int64_t columns, A* out) {
+  constexpr int kColumns = 2;  // vectors at a time: their sums wait for one another less
+  int64_t e = 0;
+  const auto some_columns = [&]<int n>(std::integral_constant<int, n>) FLASH_ONLINE_LAMBDA_INLINE {
+    Vector<A> sum[kCount][n];
+    for (int r = 0; r < kCount; ++r)
+      for (int c = 0; c < n; ++c) sum[r][c] = load_vector(out + r * pitch + e + c * kLanes<A>);
+    for (int64_t k = begin; k < end; ++k) {
+      Vector<A> x[n];
+      for (int c = 0; c < n; ++c) x[c] = load_widened(values.row[k] + e + c * kLanes<A>);
+      for (int r = 0; r < kCount; ++r) {
+        const Vector<A> weight = broadcast_from(weights + r * kBlock + k);
+        for (int c = 0; c < n; ++c) sum[r][c] += weight * x[c];
+      }
+    }
+    for (int r = 0; r < kCount; ++r)
+      for (int c = 0; c < n; ++c) store_vector(out + r * pitch + e + c * kLanes<A>, sum[r][c]);
+    e += n * kLanes<A>;
+  };
+  while (e + kColumns * kLanes<A> <= columns) some_columns(std::integral_constant<int, kColumns>());
+  while (e < columns) some_columns(std::integral_constant<int, 1>());
+}
+
+// Calls f<count>(first) for the rows in groups of four, two and one.
+template <class F>
+FLASH_ONLINE_INLINE void in_groups(int64_t rows, const F& f) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>(), r);
+  if (r + 2 <= rows) f(std::integral_constant<int, 2>(), r), r += 2;
+  if (r < rows) f(std::integral_constant<int, 1>(), r);
+}
+
+// An item, but for its place: `rows` queries of a sequence over keys [begin, end) of it, numbered from the first one that may be
+// seen.
+struct CachedItem {
+  Sequence sequence;
+  int64_t n, key_head, rows, begin, end;
+};
+
+// The rows of keys (or values) [first, first + kBlock) of an item: in the pool, or in `copy` where they are not read in place;
+// zeros for those outside of the item.
+template <class C, class K, bool kInPlace, class A>
+void find_rows(const CacheView& cache, const ConstView4& view, const CachedItem& item, int64_t first, int64_t head_dim,
+               const std::byte* zeros, A* copy, BlockRows<K>& to) {
+  int64_t entry = -1;
+  const C* block = nullptr;
+  for (int64_t k = 0; k < kBlock; ++k) {
+    const int64_t key = first + k, place = item.sequence.keys.begin + key;
+    to.row[k] = reinterpret_cast<const K*>(zeros);
+    if (key < item.begin || key >= item.end) continue;
+    if (place / cache.page != entry) {
+      entry = place / cache.page;
+      const int64_t index = block_of(cache, item.n, entry);
+      block = index < 0 ? nullptr
+                        : static_cast<const C*>(view.data) + index * view.stride[0] + item.key_head * view.stride[1];
+    }
+    if (!block) continue;
+    const C* const row = block + place % cache.page * view.stride[2];
+    if constexpr (kInPlace) {
+      to.row[k] = row;
+    } else {
+      A* const own = copy + k * padded(head_dim);
+      load_rows<C>(Matrix<const C>{row, view.stride[2], view.stride[3]}, 1, head_dim, own, 1, padded(head_dim));
+      to.row[k] = own;
+    }
+  }
+}
+
+// Asks for rows before they are read: a block is shorter than what a processor takes to notice that rows follow one another.
+template <class K>
+FLASH_ONLINE_INLINE void prefetch(const BlockRows<K>& rows, int64_t columns) {
+  constexpr int64_t kLine = 64 / sizeof(K);
+  for (int64_t k = 0; k < kBlock; ++k)
+    for (int64_t e = 0; e < columns; e += kLine) __builtin_prefetch(rows.row[k] + e);
+}
+
+// What an item's keys, or values, are multiplied by.
+template <class A>
+A scale_of(const float* scales, const int64_t (&stride)[2], const CachedItem& item) {
+  return scales ? static_cast<A>(scales[item.n * stride[0] + item.key_head * stride[1]]) : A(1);
+}
+
+// Whether keys [first + l, first + l + lanes) are not all seen by a query.
+FLASH_ONLINE_INLINE bool has_hidden(const Row& row, int64_t first, int64_t lanes) {
+  return first < row.begin || first + lanes > row.end;
+}
+FLASH_ONLINE_INLINE bool is_seen(const Row& row, int64_t key) { return row.begin <= key && key < row.end; }
+
+// Turns the products of a block into scores: scale, softcap, ALiBi; -inf for keys that the query does not see. Score is the
+// accumulator's type A, or wider.
+template <class A, class Score>
+FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const CachedItem& item, const Row& row, int64_t first,
+                                     Score scale, Score* score) {
+  for (int64_t l = 0; l < kBlock; l += kLanes<Score>) {
+    Vector<Score> x = load_vector(score + l) * scale;
+    if (problem.softcap > 0) {
+      const Score cap = static_cast<Score>(problem.softcap);
+      x = cap * hyperbolic_tangent(x / cap);
+    }
+    if (problem.alibi_slopes) {
+      const Score slope = static_cast<const A*>(
+          problem.alibi_slopes)[item.n * problem.alibi_stride[0] + row.head * problem.alibi_stride[1]];
+      for (int i = 0; i < kLanes<Score>; ++i)
+        x[i] -= slope * static_cast<Score>(std::abs(row.query + item.sequence.visible.offset - (first + l + i)));
+    }
+    if (has_hidden(row, first + l, kLanes<Score>))
+      for (int i = 0; i < kLanes<Score>; ++i)
+        if (!is_seen(row, first + l + i)) x[i] = lowest<Score>();
+    store_vector(score + l, x);
+  }
+}
+
+template <class Score>
+FLASH_ONLINE_INLINE Score largest_of(const Score* score) {
+  Vector<Score> largest = load_vector(score);
+  for (int64_t l = kLanes<Score>; l < kBlock; l += kLanes<Score>) largest = maximum(largest, load_vector(score + l));
+  Score all = lowest<Score>();
+  for (int i = 0; i < kLanes<Score>; ++i) all = maximum(all, largest[i]);
+  return all;
+}
+
+// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums. The
+// maximum may be of scores that are wider than A, rounded.
+template <class A, class Score>
+FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, A& max, A* sum, A* out, int64_t width) {
+  const A block_max = static_cast<A>(largest_of(score));
+  Softmax<Vector<A>> state{broadcast(max), load_vector(sum)};
+  if (block_max > max) {
+    const Vector<A> factor = state.raise_max(broadcast(block_max));
+    for (int64_t e = 0; e < width; e += kLanes<A>) store_vector(out + e, load_vector(out + e) * factor);
+    max = block_max;
+  }
+  for (int64_t l = 0; l < kBlock; l += kLanes<A>) {
+    Vector<A> weight;
+    if constexpr (std::is_same_v<A, Score>)
+      weight = state.weight(load_vector(score + l));
+    else
+      for (int i = 0; i < kLanes<A>; ++i) weight[i] = Softmax<A>{max, A(0)}.weight(score[l + i]);
+    state.add(weight);
+    store_vector(weights + l, weight);
+  }
+  store_vector(sum, state.sum);
+}
+
+// Large scores of float inputs are computed again in double, since the exponential turns the absolute error of a score, which
+// grows with the score, into the relative error of a weight. Each query decides for itself, by the keys that it sees.
+// `product` holds the products of a block, `scores` what they became.
+FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores, float scale, const Row& row, int64_t first,
+                                      float max) {
+  constexpr float kLarge = 5, kNegligible = -9.2f;  // the logarithm of a weight that does not count
+  float largest = 0;
+  for (int64_t k = 0; k < kBlock; ++k) {
+    const float scaled = std::abs(product[k] * scale), score = std::abs(scores[k]);
+    if (!is_seen(row, first + k) || !(scaled < -lowest<float>())) continue;
+    largest = std::max(largest, std::max(scaled, score < -lowest<float>() ? score : 0.f));
+  }
+  return largest > kLarge && largest_of(scores) > max + kNegligible;
+}
+
+// query . key k, in double.
+template <class K>
+void multiply_keys_in_double(const float* query, int64_t columns, const BlockRows<K>& keys, double* products) {
+  constexpr int n = kLanes<double>;
+  typedef float Half __attribute__((vector_size(kVectorBytes / 2), aligned(4), may_alias));
+  const auto load = [](const float* from) {
+    return __builtin_convertvector(*reinterpret_cast<const Half*>(from), Vector<double>);
+  };
+  for (int64_t k = 0; k < kBlock; ++k) {
+    Vector<double> sum = {};
+    for (int64_t e = 0; e < columns; e += n) sum += load(query + e) * load(keys.row[k] + e);
+    products[k] = sum_of<double>(sum);
+  }
+}
+
+// The weights of a block for row r of an item, from its products.
+template <class E, class K>
+FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile,
+                                      int64_t r, int64_t first, const BlockRows<K>& keys, int64_t columns, double scale) {
+  using A = Accumulator<E>;
+  const int64_t pitch = padded(problem.head_dim), pitch_v = padded(problem.head_dim_v);
+  const Row& row = tile.rows[r];
+  A *weights = tile.weights + r * kBlock, *out = tile.out + r * pitch_v;
+  A& max = tile.max[r];
+  A* const sum = tile.sum + r * padded(1);
+  if constexpr (std::is_same_v<E, float>) {
+    float product[kBlock];
+    std::copy_n(weights, kBlock, product);
+    make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
+    if (needs_double(product, weights, static_cast<A>(scale), row, first, max)) {
+      double score[kBlock];
+      multiply_keys_in_double(tile.query + r * pitch, columns, keys, score);
+      make_scores<A>(problem, item, row, first, scale, score);
+      return absorb_scores<A, double>(score, weights, max, sum, out, pitch_v);
+    }
+  } else {
+    make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
+  }
+  absorb_scores<A, A>(weights, weights, max, sum, out, pitch_v);
+}
+
+// Raises the states and outputs of an item's rows by its keys. C is the element type of the cache.
+template <class E, class C, bool kInPlace>
+void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile) {
+  using A = Accumulator<E>;
+  using K = std::conditional_t<kInPlace, C, A>;
+  const CacheView& cache = problem.cache;
+  const int64_t pitch = padded(problem.head_dim), pitch_v = padded(problem.head_dim_v);
+  const int64_t columns = kInPlace ? problem.head_dim : pitch, columns_v = kInPlace ? problem.head_dim_v : pitch_v;
+  const double scale = problem.scale * scale_of<double>(cache.key_scale, cache.key_scale_stride, item);
+  int64_t begin = item.end, end = item.begin;
+  bool edge = false;  // whether any row sees other keys than the first one
+  for (int64_t r = 0; r < item.rows; ++r) {
+    const Row& row = tile.rows[r];
+    begin = std::min(begin, row.begin), end = std::max(end, row.end);
+    edge |= row.begin != tile.rows[0].begin || row.end != tile.rows[0].end;
+  }
+  begin = std::max(begin, item.begin), end = std::min(end, item.end);
+  for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
+    BlockRows<K> keys, values;
+    find_rows<C, K, kInPlace>(cache, problem.key, item, first, problem.head_dim, tile.zeros, tile.key, keys);
+    if constexpr (kInPlace) {
+      find_rows<C, K, kInPlace>(cache, problem.value, item, first, problem.head_dim_v, tile.zeros, tile.value, values);
+      prefetch(values, columns_v);
+    }
+    in_groups(item.rows, [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
+      multiply_keys<count()>(tile.query + r * pitch, pitch, columns, keys, tile.weights + r * kBlock);
+    });
+    for (int64_t r = 0; r < item.rows; ++r) absorb_block<E>(problem, item, tile, r, first, keys, columns, scale);
+    if constexpr (kInPlace) {
+      BlockRows<K> next;
+      find_rows<C, K, kInPlace>(cache, problem.key, item, first + kBlock, problem.head_dim, tile.zeros, tile.key, next);
+      prefetch(next, columns);
+    } else {
+      find_rows<C, K, kInPlace>(cache, problem.value, item, first, problem.head_dim_v, tile.zeros, tile.value, values);
+    }
+    // A value that a query does not see must not meet its weight of 0, since it may be NaN.
+    const auto multiply = [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
+      const int64_t from = std::clamp(std::max(tile.rows[r].begin, item.begin) - first, int64_t{0}, kBlock),
+                    to = std::clamp(std::min(tile.rows[r].end, item.end) - first, int64_t{0}, kBlock);
+      multiply_values<count()>(tile.weights + r * kBlock, values, from, to, pitch_v, columns_v, tile.out + r * pitch_v);
+    };
+    if (edge)
+      for (int64_t r = 0; r < item.rows; ++r) multiply(std::integral_constant<int, 1>(), r);
+    else
+      in_groups(item.rows, multiply);
+  }
+}
+
+// Whether whole vectors of a row can be read where they lie.
+template <class E>
+bool is_readable_in_place(const ConstView4& view, int64_t head_dim) {
+  return view.stride[3] == 1 && head_dim % kLanes<Accumulator<E>> == 0;
+}
+
+template <class E>
+void absorb_cached_keys(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile) {
+  if (problem.cache.dtype == DType::kFloat8E4M3) return absorb_keys<E, Float8E4M3, false>(problem, item, tile);
+  if (problem.cache.dtype == DType::kFloat8E5M2) return absorb_keys<E, Float8E5M2, false>(problem, item, tile);
+  if (is_readable_in_place<E>(problem.key, problem.head_dim) && is_readable_in_place<E>(problem.value, problem.head_dim_v))
+    return absorb_keys<E, E, true>(problem, item, tile);
+  absorb_keys<E, E, false>(problem, item, tile);
+}
+
+// Where the results of a query go.
+template <class E>
+struct Destination {
+  Matrix<E> out;  // one row
+  Accumulator<E>* lse;
+
+  Destination(const AttentionProblem& problem, const Sequence& sequence, int64_t n, int64_t head, int64_t query)
+      : out(matrix_of<E>(problem.out, problem.query_starts ? 0 : n, head, sequence.queries.begin + query)) {
+    const int64_t at = (problem.query_starts ? 0 : n * problem.lse_stride[0]) + head * problem.lse_stride[1] +
+                       sequence.queries.begin + query;
+    lse = problem.lse ? static_cast<Accumulator<E>*>(problem.lse) + at : nullptr;
+  }
+
+  // The epilogue: lse, and the output divided by the sum of weights.
+  template <class A>
+  void store(const Softmax<A>& state, A value_scale, const A* row, int64_t head_dim) const {
+    const A factor = state.inverse_sum_or_zero() * value_scale;
+    for (int64_t e = 0; e < head_dim; ++e) out.data[e * out.column_stride] = narrow<E>(row[e] * factor);
+    // In double, since the logarithm's rounding comes on top of the sum's.
+    if (lse) *lse = static_cast<A>(OnlineSoftmax<double, FastNatural>{state.max, state.sum}.lse());
+  }
+};
+
+// A partial result: a query's state over one piece of the keys, and the output row that goes with it, [max, sum, out...].
+template <class A>
+struct Part {
+  A* data;
+  static int64_t pitch(int64_t head_dim) { return round_up(head_dim + 2, 16); }
+};
+
+// A work item: the states of some queries over one piece of their keys, and their results where this is the only piece.
+template <class E>
+void attend_cached(const AttentionProblem& call, const CachedItems& items, Accumulator<E>* parts, int64_t n, int64_t index,
+                   std::byte* scratch) {
+  using A = Accumulator<E>;
+  ScratchAllocator allocator(scratch);
+  const CachedScratch<E> tile(call, allocator);
+  CachedItem item{cached_sequence(call, n), n, 0, 0, 0, 0};
+  const int64_t pieces = CachedItems::pieces_of(call, item.sequence), tiles = CachedItems::tiles_of(call, item.sequence),
+                group = call.heads / call.key_heads, queries = item.sequence.queries.count;
+  const int64_t piece = index % pieces, first_row = index / pieces % tiles * kRows;
+  item.key_head = index / pieces / tiles;
+  item.rows = std::min(kRows, group * queries - first_row);
+  const Rows keys = piece_of(item.sequence.keys.count, pieces, piece);
+  item.begin = keys.begin, item.end = keys.begin + keys.count;
+
+  const int64_t pitch = padded(call.head_dim), pitch_v = padded(call.head_dim_v);
+  std::fill_n(tile.zeros, sizeof(A) * std::max(pitch, pitch_v), std::byte{});
+  std::fill_n(tile.out, item.rows * pitch_v, A(0));
+  std::fill_n(tile.sum, item.rows * padded(1), A(0));
+  for (int64_t r = 0; r < item.rows; ++r) {
+    // The heads of a group are outermost: neighbours see equal keys, but for the last ones.
+    const int64_t head = item.key_head * group + (first_row + r) / queries, query = (first_row + r) % queries;
+    const KeyRange seen = keys_of(item.sequence.visible, query, item.sequence.keys.count);
+    tile.rows[r] = {head, query, seen.begin, std::max(seen.begin, seen.end)};
+    tile.max[r] = lowest<A>();
+    const auto from = matrix_of<const E>(call.query, call.query_starts ? 0 : n, head, item.sequence.queries.begin + query);
+    load_rows<E>(from, 1, call.head_dim, tile.query + r * pitch, 1, pitch);
+  }
+  absorb_cached_keys<E>(call, item, tile);
+
+  const A value_scale = scale_of<A>(call.cache.value_scale, call.cache.value_scale_stride, item);
+  for (int64_t r = 0; r < item.rows; ++r) {
+    const Row& row = tile.rows[r];
+    Softmax<A> state{tile.max[r], sum_of<A>(load_vector(tile.sum + r * padded(1)))};
+    A* const out = tile.out + r * pitch_v;
+    if (pieces > 1) {
+      const int64_t part = items.first_part[n] + (row.head * queries + row.query) * pieces + piece;
+      A* const to = parts + part * Part<A>::pitch(call.head_dim_v);
+      to[0] = state.max, to[1] = state.sum;
+      std::copy_n(out, call.head_dim_v, to + 2);
+      continue;
+    }
+    if (call.sinks) {
+      const A factor = state.absorb(static_cast<const A*>(call.sinks)[row.head]);
+      for (int64_t e = 0; e < call.head_dim_v; ++e) out[e] *= factor;
+    }
+    Destination<E>(call, item.sequence, n, row.head, row.query).store(state, value_scale, out, call.head_dim_v);
+  }
+}
+
+// The results of one head of a sequence that was cut into pieces: its sink, then the pieces in ascending order.
+template <class E>
+void merge_pieces(const AttentionProblem& call, const CachedItems& items, const Accumulator<E>* parts, int64_t n, int64_t head,
+                  std::byte* scratch) {
+  using A = Accumulator<E>;
+  if (items.first_part[n] == items.first_part[n + 1]) return;
+  ScratchAllocator allocator(scratch);
+  const CachedScratch<E> tile(call, allocator);
+  const Sequence sequence = cached_sequence(call, n);
+  const int64_t pieces = CachedItems::pieces_of(call, sequence), pitch = Part<A>::pitch(call.head_dim_v);
+  const CachedItem item{sequence, n, head / (call.heads / call.key_heads), 1, 0, 0};
+  const A value_scale = scale_of<A>(call.cache.value_scale, call.cache.value_scale_stride, item);
+  const A* part = parts + (items.first_part[n] + head * sequence.queries.count * pieces) * pitch;
+  for (int64_t query = 0; query < sequence.queries.count; ++query) {
+    Softmax<A> state;
+    if (call.sinks) state.absorb(static_cast<const A*>(call.sinks)[head]);
+    std::fill_n(tile.out, call.head_dim_v, A(0));
+    for (int64_t piece = 0; piece < pieces; ++piece, part += pitch) {
+      const A factor = state.raise_max(part[0]), share = Softmax<A>::rescale(part[0], state.max);
+      state.add(part[1] * share);
+      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + part[2 + e] * share;
+    }
+    Destination<E>(call, sequence, n, head, query).store(state, value_scale, tile.out, call.head_dim_v);
+  }
+}
+
+// The results of packed queries that no sequence has, or that a sequence does not use: 0, and the lse of an empty row.
+template <class E>
+void clear_unused(const AttentionProblem& call, int64_t n) {
+  using A = Accumulator<E>;
+  const auto clear = [&](Rows rows) {
+    zero_rows<E>(call.out, call.heads, rows, call.head_dim_v);
+    for (int64_t head = 0; call.lse && head < call.heads; ++head)
+      std::fill_n(static_cast<A*>(call.lse) + head * call.lse_stride[1] + rows.begin, rows.count, Softmax<A>{}.lse());
+  };
+  clear(padding_rows(call.query_starts, call.batch, n, call.queries, call.total_queries));
+  if (n == call.batch) return;
+  const Rows all = packed_rows(call.query_starts, n, call.queries, call.total_queries),
+             used = cached_sequence(call, n).queries;
+  clear({all.begin + used.count, all.count - used.count});
+}
+
+}  // namespace
+
+Memory cached_memory(const AttentionProblem& call) {
+  ScratchAllocator scratch(nullptr), shared(nullptr);
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    using A = Accumulator<E>;
+    CachedScratch<E>(call, scratch);
+    CachedItems(call, shared);
+    shared.take<A>(CachedItems::count(call, [](int64_t, int64_t, int64_t) {}) * Part<A>::pitch(call.head_dim_v));
+  });
+  return {scratch.bytes(), shared.bytes()};
+}
+
+void cached(const AttentionProblem& call, const Executor& executor) {
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    using A = Accumulator<E>;
+    ScratchAllocator shared(executor.shared);
+    const CachedItems items(call, shared);
+    const int64_t count = CachedItems::count(
+        call, [&](int64_t n, int64_t item, int64_t part) { items.first_item[n] = item, items.first_part[n] = part; });
+    A* const parts = shared.take<A>(count * Part<A>::pitch(call.head_dim_v));
+    const auto sequence_at = [&](const int64_t* first, int64_t item) {
+      return std::upper_bound(first, first + call.batch + 1, item) - first - 1;
+    };
+    for_each_item(executor, items.first_item[call.batch], [&](int64_t index, std::byte* scratch) {
+      const int64_t n = sequence_at(items.first_item, index);
+      attend_cached<E>(call, items, parts, n, index - items.first_item[n], scratch);
+    });
+    if (count > 0)
+      for_each_item(executor, call.batch * call.heads, [&](int64_t index, std::byte* scratch) {
+        merge_pieces<E>(call, items, parts, index / call.heads, index % call.heads, scratch);
+      });
+    if (call.query_starts)
+      for_each_item(executor, call.batch + 1, [&](int64_t n, std::byte*) { clear_unused<E>(call, n); });
+  });
+}
+
+}  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -1,0 +1,193 @@
+"""The arguments of attention over cached keys: checks, and the form that the operators take them in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._checks import check_flag, check_floating, check_int, check_tensor
+from ._ops import InvalidArgument
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of caches alone
+
+
+class Where(NamedTuple):
+    """Where the keys of each sequence lie, as the operators take it: int32 tensors on the device, or None."""
+
+    lengths: Tensor | None
+    left: Tensor | None
+    rows: Tensor | None
+    table: Tensor | None
+
+    @classmethod
+    def of(cls, batch, like, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad) -> Where:
+        """Checks the arguments of these names; `like` has their device."""
+        if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+            length = check_int("cache_seqlens", cache_seqlens)
+            bound = 2**31 - 1  # more than any capacity that int32 lengths can name
+            cache_seqlens = torch.full((batch,), max(-bound, min(length, bound)), dtype=torch.int32, device=like.device)
+        if block_table is not None:
+            check_int32("block_table", block_table, like, 2)
+            block_table = block_table if block_table.shape[1] <= 1 or block_table.stride(1) == 1 else block_table.contiguous()
+        rows = key_cache.shape[0] if block_table is None else block_table.shape[0]
+        if cache_batch_idx is None and rows != batch:
+            name = "key_cache" if block_table is None else "block_table"
+            raise InvalidArgument(f"{name}: {rows} rows for {batch} sequences, and no cache_batch_idx")
+        numbers = {"cache_seqlens": cache_seqlens, "leftpad": leftpad, "cache_batch_idx": cache_batch_idx}
+        for name, tensor in numbers.items():
+            if tensor is not None:
+                check_numbers(name, tensor, like, batch)
+                numbers[name] = tensor.contiguous()
+        return cls(*numbers.values(), block_table)
+
+
+class Turn(NamedTuple):
+    """Rotary embedding as the operator takes it."""
+
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool
+    offsets: Tensor | None
+
+    @classmethod
+    def of(cls, rotary, like, batch) -> Turn | None:
+        """Checks `rotary`; `like` has the dtype and device, and `batch` is how many offsets there are."""
+        if rotary is None:
+            return None
+        if not isinstance(rotary, (tuple, list)) or not 2 <= len(rotary) <= 4:
+            raise InvalidArgument("rotary: expected (cos, sin[, interleaved[, offsets]])")
+        cosines, sines, interleaved, offsets = (*rotary, *(False, None)[len(rotary) - 2 :])
+        check_tensor("rotary[0]", cosines), check_tensor("rotary[1]", sines), check_flag("rotary[2]", interleaved)
+        for n, table in enumerate((cosines, sines)):
+            fits = table.dim() == 2 and table.shape == cosines.shape and table.dtype == cosines.dtype
+            if not (fits and table.dtype in (torch.float32, like.dtype) and table.device == like.device):
+                raise InvalidArgument(
+                    f"rotary[{n}]: got {list(table.shape)} {table.dtype} on {table.device}, expected cos and sin of one shape "
+                    f"[positions, width / 2], float32 or {like.dtype}, on {like.device}"
+                )
+        if 2 * cosines.shape[1] > like.shape[-1] or cosines.shape[0] == 0:
+            raise InvalidArgument(
+                f"rotary[0]: got {list(cosines.shape)}, expected one position or more, at most {like.shape[-1]} / 2 pairs"
+            )
+        if offsets is not None:
+            check_numbers("rotary[3]", offsets, like, batch)
+            offsets = offsets.contiguous()
+        return cls(cosines.contiguous(), sines.contiguous(), interleaved, offsets)
+
+
+def check_no_gradient(tensors: dict) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise InvalidArgument(f"{name}: requires a gradient, which cached keys do not have; call under torch.no_grad()")
+
+
+def check_int32(name: str, tensor, like: Tensor, rank: int) -> None:
+    check_tensor(name, tensor)
+    if tensor.dim() != rank or tensor.dtype != torch.int32 or tensor.device != like.device:
+        raise InvalidArgument(
+            f"{name}: got {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected int32 of {rank} dimensions on "
+            f"{like.device}"
+        )
+
+
+def check_numbers(name: str, tensor, like: Tensor, count: int) -> None:
+    """Raises unless there is one int32 per sequence."""
+    check_int32(name, tensor, like, 1)
+    if tensor.shape[0] != count:
+        raise InvalidArgument(f"{name}: {tensor.shape[0]} numbers, expected {count}")
+
+
+def check_starts(name: str, starts, like: Tensor) -> int:
+    """Checks the starts of packed sequences; returns how many sequences there are."""
+    check_int32(name, starts, like, 1)
+    if starts.shape[0] == 0 or not starts.is_contiguous():
+        raise InvalidArgument(f"{name}: got {list(starts.shape)}, expected contiguous [sequences + 1]")
+    return starts.shape[0] - 1
+
+
+def check_pool(
+    key_cache: Tensor, value_cache: Tensor, like: Tensor, like_name: str, names=("key_cache", "value_cache")
+) -> None:
+    check_floating(like_name, like.dtype)
+    if key_cache.dim() != 4 or value_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
+        raise InvalidArgument(
+            f"{', '.join(names)}: got {list(key_cache.shape)} and {list(value_cache.shape)}, expected four dimensions, "
+            "equal but for the last"
+        )
+    for name, cache in zip(names, (key_cache, value_cache), strict=True):
+        float8 = cache.dtype in FLOAT8 and like.dtype in (torch.float16, torch.bfloat16)
+        if cache.dtype != key_cache.dtype or not (cache.dtype == like.dtype or float8):
+            raise InvalidArgument(
+                f"{name}: dtype {cache.dtype}, expected {like_name}'s {like.dtype} (float8 beside 16 bits), one for both"
+            )
+        if cache.device != like.device:
+            raise InvalidArgument(f"{name}: on {cache.device}, expected {like_name}'s device {like.device}")
+
+
+def check_query(query: Tensor, key_cache: Tensor, starts: Tensor | None, key_name: str = "key_cache") -> None:
+    rank = 4 if starts is None else 3
+    if query.dim() != rank:
+        raise InvalidArgument(f"query: {query.dim()} dimensions, expected 4, or 3 where rows are packed")
+    if query.shape[-1] != key_cache.shape[-1]:
+        raise InvalidArgument(f"query: width {query.shape[-1]}, expected {key_name}'s {key_cache.shape[-1]}")
+    heads, key_heads = query.shape[1], key_cache.shape[1]
+    if key_heads != heads and (key_heads == 0 or heads % key_heads):
+        raise InvalidArgument(f"{key_name}: {key_heads} heads, expected a divisor of query's {heads}")
+
+
+def check_new(key, value, key_cache, value_cache, like, starts, batch) -> None:
+    """Checks new keys and values; `starts` (or slots) where they are packed."""
+    if (key is None) != (value is None):
+        raise InvalidArgument("key, value: one of them is missing")
+    if key is None:
+        if starts is not None:
+            raise InvalidArgument("cu_seqlens_new: without key there is nothing to append")
+        return
+    if starts is not None and starts.dtype == torch.int32:
+        check_starts("cu_seqlens_new", starts, like)
+        if starts.shape[0] != batch + 1:
+            raise InvalidArgument(f"cu_seqlens_new: {starts.shape[0]} starts, expected {batch + 1}")
+    rank = 4 if starts is None else 3
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        fits = rows.dim() == rank and rows.shape[:-1] == key.shape[:-1] and rows.shape[-1] == cache.shape[-1]
+        if not (fits and rows.shape[1] == cache.shape[1] and (rank == 3 or rows.shape[0] == batch)):
+            raise InvalidArgument(f"{name}: got {list(rows.shape)}, which does not go with the cache {list(cache.shape)}")
+        if rows.dtype != like.dtype or rows.device != like.device:
+            raise InvalidArgument(f"{name}: {rows.dtype} on {rows.device}, expected {like.dtype} on {like.device}")
+    if starts is not None and starts.dtype == torch.int64 and starts.shape[0] != key.shape[0]:
+        raise InvalidArgument(f"slots: {starts.shape[0]}, expected one per row of key, {key.shape[0]}")
+
+
+def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The scales, expanded to [batch, Hkv]."""
+    shape = (batch, key_cache.shape[1])
+    expanded = []
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is not None:
+            if scale.dtype != torch.float32 or scale.device != key_cache.device:
+                raise InvalidArgument(f"{name}: {scale.dtype} on {scale.device}, expected float32 on {key_cache.device}")
+            try:
+                scale = scale.expand(shape)
+            except RuntimeError:
+                raise InvalidArgument(f"{name}: got {list(scale.shape)}, expected what broadcasts to {list(shape)}") from None
+        expanded.append(scale)
+    return tuple(expanded)
+
+
+def check_splits(num_splits) -> int:
+    splits = 0 if num_splits is None else check_int("num_splits", num_splits)
+    if splits < 0:
+        raise InvalidArgument(f"num_splits: got {splits}; accepted are None, 0 and integers above")
+    return splits
+
+
+def check_out(out: Tensor, query: Tensor, width: int) -> None:
+    """Raises unless results can be written into `out`."""
+    shape = (*query.shape[:-1], width)
+    if tuple(out.shape) != shape or out.dtype != query.dtype or out.device != query.device:
+        raise InvalidArgument(
+            f"out: got {list(out.shape)} {out.dtype} on {out.device}, expected {list(shape)} {query.dtype} on {query.device}"
+        )

@@ -1,0 +1,418 @@
+"""Attention over cached keys, for inference: the public functions, and what their operators are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from . import _policy
+from ._cache_arguments import (
+    Turn,
+    Where,
+    check_new,
+    check_no_gradient,
+    check_numbers,
+    check_out,
+    check_pool,
+    check_query,
+    check_splits,
+    check_starts,
+    expand_scales,
+)
+from ._canonicalize import check_attention_options, check_attention_types, check_packed
+from ._checks import check_float, check_int, check_tensor
+from ._ops import InvalidArgument, accumulator_of, ops, surfaced
+from .attention import default_scale
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Rotary = Sequence[object]  # (cos, sin[, interleaved[, offsets]])
+
+
+class _MaskKeywords(TypedDict, total=False):
+    """The keywords that say which keys a query sees and what its scores are."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    scale: float | None
+
+
+class _VarlenKeywords(_MaskKeywords, total=False):
+    """Those of varlen_attention."""
+
+    alignment: str
+
+
+class _Keywords(_MaskKeywords, total=False):
+    """The keywords of kvcache_attention that do not change the type of the result, for type checkers."""
+
+    key: Tensor | None
+    value: Tensor | None
+    block_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    leftpad: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    cu_seqlens_new: Tensor | None
+    rotary: Rotary | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    num_splits: int | None
+    out: Tensor | None
+
+
+@overload
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Keywords],
+) -> Tensor: ...
+@overload
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_new: Tensor | None = None,
+    rotary: Rotary | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of new queries over the keys that each sequence has in its cache, for inference.
+
+    A sequence has n_old = clamp(length, leftpad, capacity) keys; new ones are appended first, in place, and those past the
+    capacity are dropped. Of its n keys then, query i of L stands at i + n - L, and sees those from leftpad on that `causal` and
+    `window` allow. No other memory of the cache reaches a result, whatever it holds, NaN included. Lengths and tables are read
+    by the device alone, so that a CUDA graph can be replayed at others; values out of range touch no memory that they should
+    not.
+
+    Args:
+        query: `[B, Hq, L, E]`, or with `cu_seqlens_q` packed `[Tq, Hq, E]`; float16, bfloat16, float32 or float64 (CPU).
+        key_cache: `[B, Hkv, S, E]`, or with `block_table` a pool of pages `[blocks, Hkv, page, E]`; any strides, any page size;
+            of query's dtype, or float8_e4m3fn or float8_e5m2 beside 16 bits. Hkv divides Hq.
+        value_cache: the same with width Ev. It may be a view of key_cache.
+        cache_seqlens: int32 `[B]`, the keys of each sequence before the new ones, leftpad included; an int for all; None for
+            as many as fit.
+        key: new keys `[B, Hkv, new, E]`, or with `cu_seqlens_new` packed `[Tnew, Hkv, E]`.
+        value: new values, as key.
+        block_table: int32 `[B, entries]`: the pages of each sequence in order. An entry outside [0, blocks) reads as zeros and
+            is never written.
+        cache_batch_idx: int32 `[B]`: the row of the cache, or of the table, of each sequence; its index if None.
+        leftpad: int32 `[B]`: keys at the beginning of each sequence that nobody sees.
+        cu_seqlens_q: int32 `[B + 1]`: where the queries of each sequence begin in packed ones.
+        max_seqlen_q: at least the queries of the longest sequence; all rows if None.
+        cu_seqlens_new: int32 `[B + 1]`, the same of new keys.
+        rotary: (cos, sin[, interleaved[, offsets]]): cos and sin `[positions, width / 2]`, of query's dtype or float32, turn
+            the first `width` columns of new key i and of query i (all queries as the first, without causal and window) by
+            position n_old + i, or offsets[b] + i (int32 `[B]`). Pairs are column i and i + width / 2, or neighbours if
+            interleaved. A position past the table takes its last row. Without `key` queries alone are turned.
+        key_scale: float32, broadcastable to `[B, Hkv]`: keys count as this times what the cache holds, and are divided by it
+            when they are appended.
+        value_scale: the same of values.
+        causal: as in `attention` with lower-right alignment, and so are `window`, `softcap`, `sinks`, `scale`, `return_lse`.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, positive slopes.
+        num_splits: the keys of a sequence are cut into so many pieces (no more than it has blocks of 64), which merge in
+            order: the same bits in whatever batch and pages a sequence lies. None and 0: as the kernel likes; on the CPU that
+            depends on the sequence alone too.
+        out: where the result is written, instead of a new tensor.
+
+    Returns:
+        out `[B, Hq, L, Ev]` or `[Tq, Hq, Ev]`, of query's dtype; 0 where a query sees nothing, and in packed rows of no
+        sequence. With `return_lse` also lse `[B, Hq, L]` or `[Hq, Tq]`, float32 (float64 for float64): -inf there, or the sink.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above, or an input requires a gradient
+            outside of `torch.no_grad()`.
+        NotImplementedError: the device has no kernel for this call.
+
+    Source: FlashDecoding (Dao, Haziza, Massa, Sizov 2023); PagedAttention (arXiv 2309.06180).
+    """
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}
+    optional |= {"key_scale": key_scale, "value_scale": value_scale}
+    check_attention_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
+    heads_dim = -3 if cu_seqlens_q is None else -2
+    check_attention_options(query, heads_dim, causal, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
+    _policy.require_kernel("kvcache_attention", **tensors)
+    check_no_gradient(tensors | optional)
+    check_pool(key_cache, value_cache, query, "query")
+    check_query(query, key_cache, cu_seqlens_q)
+    batch = query.shape[0] if cu_seqlens_q is None else check_starts("cu_seqlens_q", cu_seqlens_q, query)
+    where = Where.of(batch, query, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad)
+    check_new(key, value, key_cache, value_cache, query, cu_seqlens_new, batch)
+    scales = expand_scales(key_scale, value_scale, batch, key_cache)
+    turn = Turn.of(rotary, query, batch)
+    if key is not None or turn is not None:
+        advance = causal or window is not None and tuple(window) != (None, None)
+        starts = (cu_seqlens_new, cu_seqlens_q)
+        rotated = _append(key_cache, value_cache, key, value, query if turn else None, where, starts, scales, turn, advance)
+        query = query if turn is None else rotated
+    return _attend(
+        *(query, key_cache, value_cache, where, cu_seqlens_q, None, cu_seqlens_new, scales),
+        new=0 if key is None else key.shape[2] if cu_seqlens_new is None else key.shape[0],
+        longest=query.shape[0] if max_seqlen_q is None else check_int("max_seqlen_q", max_seqlen_q),
+        **{
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "scale": scale,
+        },
+        **{"num_splits": num_splits, "return_lse": return_lse, "out": out},
+    )
+
+
+def varlen_over_pools(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_table: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    num_splits: int | None,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+    **options: Unpack[_VarlenKeywords],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """varlen_attention over cached keys, which documents it; types and options of its arguments are checked."""
+    _policy.require_kernel("kvcache_attention", query=query, key=key, value=value)
+    named = {"query": query, "key": key, "value": value, "sinks": sinks, "out": out}
+    check_no_gradient(named)
+    if block_table is None:  # each row of the packed keys is a page, and a sequence has those from its start on
+        check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        key_pool, value_pool = key.unsqueeze(2), value.unsqueeze(2)
+        block_table = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, dtype=torch.int32, device=query.device)
+    else:
+        for name, pool in (("key", key), ("value", value)):
+            if pool.dim() != 4:
+                raise InvalidArgument(f"{name}: got {list(pool.shape)}, expected [blocks, page, heads, width] with block_table")
+        key_pool, value_pool = key.transpose(1, 2), value.transpose(1, 2)
+    check_pool(key_pool, value_pool, query, "query", ("key", "value"))
+    check_query(query, key_pool, cu_seqlens_q, "key")
+    batch = check_starts("cu_seqlens_q", cu_seqlens_q, query)
+    if cu_seqlens_k is None and seqused_k is None:
+        raise InvalidArgument("cu_seqlens_k: None, and no seqused_k says how many keys there are")
+    lengths = seqused_k
+    if cu_seqlens_k is not None:
+        if check_starts("cu_seqlens_k", cu_seqlens_k, query) != batch:
+            raise InvalidArgument(f"cu_seqlens_k: {len(cu_seqlens_k)} starts, expected {batch + 1}")
+        spans = cu_seqlens_k.diff()
+        packed = key.dim() == 3
+        lengths = spans if seqused_k is None else torch.minimum(seqused_k, spans) if packed else seqused_k
+    where = Where.of(batch, query, key_pool, lengths, block_table, None, None)
+    where = where._replace(lengths=where.lengths.clamp(max=max_seqlen_k))
+    if seqused_q is not None:
+        check_numbers("seqused_q", seqused_q, query, batch)
+        seqused_q = seqused_q.contiguous()
+    return _attend(
+        *(query, key_pool, value_pool, where, cu_seqlens_q, seqused_q, None, (None, None)),
+        **{"new": 0, "longest": max_seqlen_q, "alibi_slopes": alibi_slopes, "sinks": sinks},
+        **{"num_splits": num_splits, "return_lse": return_lse, "out": out},
+        **options,
+    )
+
+
+def _attend(
+    query, key_pool, value_pool, where, query_starts, query_lengths, new_starts, scales, *, new, longest, causal, window,
+    softcap, alibi_slopes, sinks, scale, num_splits, return_lse, out, alignment="lower_right",
+):  # fmt: skip
+    """Runs the operator; out, or (out, lse)."""
+    accumulator, batch = accumulator_of(query.dtype), query.shape[0] if query_starts is None else len(query_starts) - 1
+    if alibi_slopes is not None:
+        shape = (batch, query.shape[1])
+        if tuple(alibi_slopes.shape) not in (shape, shape[1:]):
+            raise InvalidArgument(f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [{shape[1]}] and {list(shape)}")
+        alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
+    left, right = window or (None, None)
+    arguments = (
+        *(query, key_pool, value_pool, *where, query_starts, query_lengths, new_starts, alibi_slopes),
+        *(None if sinks is None else sinks.to(accumulator).contiguous(), *scales, new, longest),
+        *(-1 if left is None else left, 0 if causal else -1 if right is None else right, alignment == "lower_right"),
+        default_scale(query.shape[-1]) if scale is None else check_float("scale", scale),
+        *(float(softcap), check_splits(num_splits)),
+    )
+    if out is not None:
+        check_out(out, query, value_pool.shape[-1])
+    try:
+        if out is None:
+            out, lse = ops.attention_cached.default(*arguments)
+        else:
+            lse = ops.attention_cached_.default(out, *arguments)
+    except RuntimeError as error:
+        raise surfaced(error, query) from None
+    return (out, lse) if return_lse else out
+
+
+@overload
+def cache_append(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None = ...,
+    slots: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    cu_seqlens_new: Tensor | None = ...,
+    rotary: Rotary | None = ...,
+    query: None = ...,
+    key_scale: Tensor | None = ...,
+    value_scale: Tensor | None = ...,
+) -> None: ...
+@overload
+def cache_append(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None = ...,
+    slots: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    cu_seqlens_new: Tensor | None = ...,
+    rotary: Rotary | None = ...,
+    query: Tensor,
+    key_scale: Tensor | None = ...,
+    value_scale: Tensor | None = ...,
+) -> Tensor: ...
+def cache_append(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    slots: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_new: Tensor | None = None,
+    rotary: Rotary | None = None,
+    query: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor | None:
+    """Writes new keys and values into a cache in place: at the ends of its sequences, or at slots.
+
+    Args:
+        key: `[B, Hkv, new, E]`, or with `cu_seqlens_new` or `slots` `[T, Hkv, E]`; float16, bfloat16, float32 or float64 (CPU).
+        value: the same with width Ev.
+        key_cache: as in `kvcache_attention`, and so are `value_cache`, `block_table`, `cu_seqlens_new`.
+        cache_seqlens: int32 `[B]` or an int: row i of sequence b goes to the place clamp(length, 0, capacity) + i; rows past
+            the capacity are dropped. One of `cache_seqlens` and `slots` is needed.
+        slots: int64 `[T]`: row t goes to row slots[t] % page of block slots[t] // page. Slots outside of the pool are skipped.
+        rotary: as in `kvcache_attention`; beside slots offsets are int32 `[T]`, the positions of the rows, and are needed.
+        query: `[B, Hq, L, E]`, or packed as key: it is turned as the keys are, and returned.
+        key_scale: float32, broadcastable to `[B, Hkv]`, beside slots to `[T, Hkv]`: what keys are divided by. The quotient is
+            rounded to the nearest, ties to even; in float8 caches it saturates, and NaN stays NaN.
+        value_scale: the same of values.
+
+    Returns:
+        The turned query, a new tensor, where there is one; else None.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): a tensor is not as above, or requires a gradient outside of
+            `torch.no_grad()`.
+        NotImplementedError: the device has no kernel for this call.
+
+    Source: rotary embedding, RoFormer (arXiv 2104.09864).
+    """
+    tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    optional = {"query": query, "key_scale": key_scale, "value_scale": value_scale}
+    check_attention_types(tensors, optional, {})
+    _policy.require_kernel("cache_append", **tensors)
+    check_no_gradient(tensors | optional)
+    if (cache_seqlens is None) == (slots is None):
+        raise InvalidArgument("cache_seqlens, slots: exactly one of the two is needed")
+    if query is not None and rotary is None:
+        raise InvalidArgument("query: it is here to be turned, which needs rotary")
+    check_pool(key_cache, value_cache, key, "key")
+    if slots is not None:
+        if block_table is not None or cu_seqlens_new is not None:
+            raise InvalidArgument("slots: they say where rows go; block_table and cu_seqlens_new are for ends of sequences")
+        check_tensor("slots", slots)
+        if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != key.device:
+            raise InvalidArgument(f"slots: got {list(slots.shape)} {slots.dtype} on {slots.device}, expected int64 [T]")
+        if rotary is not None and (len(rotary) < 4 or rotary[3] is None):
+            raise InvalidArgument("rotary: beside slots it needs offsets, the positions of the rows")
+        batch, where = len(slots), Where(None, None, None, None)
+        check_new(key, value, key_cache, value_cache, key, slots, batch)
+    else:
+        packed = cu_seqlens_new is not None
+        batch = check_starts("cu_seqlens_new", cu_seqlens_new, key) if packed else key.shape[0] if key.dim() else 0
+        check_new(key, value, key_cache, value_cache, key, cu_seqlens_new, batch)
+        where = Where.of(batch, key, key_cache, cache_seqlens, block_table, None, None)
+    if query is not None:
+        starts = slots if slots is not None else cu_seqlens_new
+        check_query(query, key_cache, starts)
+        if query.dtype != key.dtype or query.device != key.device or query.shape[0] != key.shape[0]:
+            raise InvalidArgument(f"query: got {list(query.shape)} {query.dtype}, which does not go with key {list(key.shape)}")
+    scales, turn = expand_scales(key_scale, value_scale, batch, key_cache), Turn.of(rotary, key, batch)
+    starts = (cu_seqlens_new, cu_seqlens_new if query is not None else None)
+    rotated = _append(key_cache, value_cache, key, value, query, where, starts, scales, turn, True, slots)
+    return None if query is None else rotated
+
+
+def _append(key_cache, value_cache, key, value, query, where, starts, scales, turn, advance, slots=None) -> Tensor:
+    """Runs the operator; `starts` are those of new rows and of queries."""
+    turn = Turn(None, None, False, None) if turn is None else turn
+    try:
+        return ops.cache_append_.default(
+            *(key_cache, value_cache, key, value, query, *where, slots, *starts, turn.cosines, turn.sines, turn.offsets),
+            *(*scales, turn.interleaved, advance),
+        )
+    except RuntimeError as error:
+        raise surfaced(error, key_cache) from None
