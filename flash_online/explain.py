@@ -86,8 +86,8 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
 
     Args:
         function: one of flash_online's (attention, varlen_attention, kvcache_attention, cache_append, merge_attention, softmax,
-            log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or torch.nn.functional's
-            (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
+            log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or of
+            torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
         *args: those of the call.
         **kwargs: those of the call.
 

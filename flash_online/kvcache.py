@@ -136,31 +136,24 @@ def kvcache_attention(
     Args:
         query: `[B, Hq, L, E]`, or with `cu_seqlens_q` packed `[Tq, Hq, E]`; float16, bfloat16, float32 or float64 (CPU).
         key_cache: `[B, Hkv, S, E]`, or with `block_table` a pool of pages `[blocks, Hkv, page, E]`; any strides, any page size;
-            of query's dtype, or float8_e4m3fn or float8_e5m2 beside 16 bits. Hkv divides Hq.
-        value_cache: the same with width Ev. It may be a view of key_cache.
-        cache_seqlens: int32 `[B]`, the keys of each sequence before the new ones, leftpad included; an int for all; None for
-            as many as fit.
-        key: new keys `[B, Hkv, new, E]`, or with `cu_seqlens_new` packed `[Tnew, Hkv, E]`.
-        value: new values, as key.
-        block_table: int32 `[B, entries]`: the pages of each sequence in order. An entry outside [0, blocks) reads as zeros and
-            is never written.
+            of query's dtype, or float8_e4m3fn or float8_e5m2 beside 16 bits. Hkv divides Hq. value_cache: the same, Ev wide.
+        cache_seqlens: int32 `[B]`, keys before the new ones, leftpad included; an int for all; None: as many as fit.
+        key: new keys `[B, Hkv, new, E]`, or with `cu_seqlens_new` packed `[Tnew, Hkv, E]`; value: new values, as key.
+        block_table: int32 `[B, entries]`: the pages of each sequence. One outside [0, blocks) is zeros, never written.
         cache_batch_idx: int32 `[B]`: the row of the cache, or of the table, of each sequence; its index if None.
         leftpad: int32 `[B]`: keys at the beginning of each sequence that nobody sees.
-        cu_seqlens_q: int32 `[B + 1]`: where the queries of each sequence begin in packed ones.
+        cu_seqlens_q: int32 `[B + 1]`: where the queries of each sequence begin in packed ones; cu_seqlens_new: its new keys.
         max_seqlen_q: at least the queries of the longest sequence; all rows if None.
-        cu_seqlens_new: int32 `[B + 1]`, the same of new keys.
         rotary: (cos, sin[, interleaved[, offsets]]): cos and sin `[positions, width / 2]`, of query's dtype or float32, turn
             the first `width` columns of new key i and of query i (all queries as the first, without causal and window) by
             position n_old + i, or offsets[b] + i (int32 `[B]`). Pairs are column i and i + width / 2, or neighbours if
             interleaved. A position past the table takes its last row. Without `key` queries alone are turned.
         key_scale: float32, broadcastable to `[B, Hkv]`: keys count as this times what the cache holds, and are divided by it
-            when they are appended.
-        value_scale: the same of values.
+            when they are appended; value_scale: the same of values.
         causal: as in `attention` with lower-right alignment, and so are `window`, `softcap`, `sinks`, `scale`, `return_lse`.
         alibi_slopes: `[Hq]` or `[B, Hq]`, positive slopes.
-        num_splits: the keys of a sequence are cut into so many pieces (no more than it has blocks of 64), which merge in
-            order: the same bits in whatever batch and pages a sequence lies. None and 0: as the kernel likes; on the CPU that
-            depends on the sequence alone too.
+        num_splits: the keys of a sequence are cut into so many pieces (at most its blocks of 64 keys), which merge in order:
+            the same bits in whatever batch and pages it lies. None and 0: as the kernel likes (on the CPU by itself too).
         out: where the result is written, instead of a new tensor.
 
     Returns:
@@ -168,17 +161,15 @@ def kvcache_attention(
         sequence. With `return_lse` also lse `[B, Hq, L]` or `[Hq, Tq]`, float32 (float64 for float64): -inf there, or the sink.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above, or an input requires a gradient
-            outside of `torch.no_grad()`.
+        InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above, or requires a gradient.
         NotImplementedError: the device has no kernel for this call.
 
     Source: FlashDecoding (Dao, Haziza, Massa, Sizov 2023); PagedAttention (arXiv 2309.06180).
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}
-    optional |= {"key_scale": key_scale, "value_scale": value_scale}
+    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "key_scale": key_scale}
+    optional["value_scale"], heads_dim = value_scale, -3 if cu_seqlens_q is None else -2
     check_attention_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
-    heads_dim = -3 if cu_seqlens_q is None else -2
     check_attention_options(query, heads_dim, causal, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
     _policy.require_kernel("kvcache_attention", **tensors)
     check_no_gradient(tensors | optional)
@@ -218,7 +209,6 @@ def varlen_over_pools(
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
     block_table: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,

@@ -98,9 +98,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of packed sequences, which lie one after another in one tensor without padding.
 
-    Sequence n has the queries from `cu_seqlens_q[n]` up to `cu_seqlens_q[n + 1]` and the keys from `cu_seqlens_k[n]` up to
-    `cu_seqlens_k[n + 1]`. Its result is that of `attention`, bit for bit on the CPU: positions count from the first query and
-    key of the sequence, and `alignment="lower_right"` uses the lengths of the sequence. Any sequence may be empty.
+    Sequence n has the queries from `cu_seqlens_q[n]` up to `cu_seqlens_q[n + 1]`, and keys likewise. Its result is that of
+    `attention`, bit for bit on the CPU: positions and `alignment="lower_right"` are its own. Any sequence may be empty.
 
     Args:
         query: `[Tq, Hq, E]`; float16, bfloat16, float32 or float64; any strides.
@@ -110,17 +109,14 @@ def varlen_attention(
             Only the device reads them: starts that are out of order or past the end raise no error, and no memory outside the
             tensors is read.
         cu_seqlens_k: the same of the keys.
-        max_seqlen_q: an int, at least the length of the longest sequence. Queries of a sequence beyond it are left out.
-        max_seqlen_k: the same of the keys.
-        causal: as in `attention`, and so are `window`, `alignment`, `softcap`, `sinks`, `scale`, `return_lse` and
-            `deterministic`.
+        max_seqlen_q: at least the length of the longest sequence, whose queries beyond it are left out; max_seqlen_k: its keys.
+        causal: as in `attention`, and so are window, alignment, softcap, sinks, scale, return_lse and deterministic.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
-        block_table: int32 `[sequences, entries]`: key and value are pools of pages `[blocks, page, Hk, E]` and
-            `[blocks, page, Hk, Ev]`, as in `kvcache_attention`. With this or one of the next four the call is for inference.
-        seqused_q: int32 `[sequences]`: how many queries of each sequence count. The others get 0.
-        seqused_k: int32 `[sequences]`: how many keys each sequence has; cu_seqlens_k may then be None beside `block_table`.
-        num_splits: as in `kvcache_attention`.
+        block_table: int32 `[sequences, entries]`: key and value are pools of pages `[blocks, page, Hk, E]`, as in
+            `kvcache_attention`, and so is num_splits. With this or one of the next four the call is for inference.
+        seqused_q: int32 `[sequences]`: how many queries of each sequence count; the others get 0. seqused_k: its keys; beside
+            `block_table` cu_seqlens_k may then be None.
         out: where the result is written, instead of a new tensor.
 
     Returns:
@@ -134,9 +130,7 @@ def varlen_attention(
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
         NotImplementedError: the device has no kernel for this call.
 
-    The precision of float32 on CUDA: as in `attention`.
-
-    Source: FlashAttention-2 (arXiv 2307.08691), whose packed interface this is.
+    Precision of float32 on CUDA: as in `attention`. Source: FlashAttention-2 (arXiv 2307.08691), whose interface this is.
     """
     check_attention_types(
         {"query": query, "key": key, "value": value},
@@ -148,16 +142,9 @@ def varlen_attention(
         if dropout_p > 0:
             raise InvalidArgument(f"dropout_p: {dropout_p} over cached keys, expected 0")
         return varlen_over_pools(
-            *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-            **{
-                "block_table": block_table,
-                "seqused_q": seqused_q,
-                "seqused_k": seqused_k,
-                "num_splits": num_splits,
-                "out": out,
-            },
-            **{"alibi_slopes": alibi_slopes, "sinks": sinks, "return_lse": return_lse, "causal": causal, "window": window},
-            **{"alignment": alignment, "softcap": softcap, "scale": scale},
+            *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k),
+            *(num_splits, out, alibi_slopes, sinks, return_lse),
+            **{"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale},
         )
     query, key, value = autocast(query, key, value)
     check_kinds(query, key, value, None)

@@ -20,8 +20,8 @@ FLASH_ONLINE_HD int64_t old_keys(const CacheView& cache, int64_t n) {
 // length, with its new keys.
 FLASH_ONLINE_HD Rows cached_keys(const CacheView& cache, int64_t n) {
   const int64_t capacity = capacity_of(cache), left = cache.left ? clamp(cache.left[n], 0, capacity) : 0;
-  const int64_t added = cache.new_starts ? clamp(int64_t{cache.new_starts[n + 1]} - cache.new_starts[n], 0, cache.new_keys)
-                                         : cache.new_keys;
+  const int64_t added =
+      cache.new_starts ? clamp(int64_t{cache.new_starts[n + 1]} - cache.new_starts[n], 0, cache.new_keys) : cache.new_keys;
   return {left, clamp(old_keys(cache, n) + added, left, capacity) - left};
 }
 

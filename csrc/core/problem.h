@@ -96,8 +96,8 @@ struct AttentionProblem {
   MutableView4 out;  // [batch, heads, queries, head_dim_v]
   // [batch, heads, queries], accumulator type, strides lse_stride; the natural logarithm; null: not wanted
   void* lse = nullptr;
-  // Shape and strides of lse; what rounding lse dropped. On CUDA it may be null: not wanted, and in the backward pass zeros, out
-  // and lse then being those of more keys, perhaps.
+  // Shape and strides of lse; what rounding lse dropped. On CUDA it may be null: not wanted, and in the backward pass zeros,
+  // out and lse then being those of more keys, perhaps.
   void* lse_low = nullptr;
   int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one number per query
 };
@@ -120,8 +120,8 @@ struct AttentionGradients {
   double* wide_delta = nullptr;  // workspace: delta in double, for float32; else null
 };
 
-// New keys and values that are written into a cache, at the ends of its sequences or at given slots, and queries that are rotated
-// alike. Rotary embedding (arXiv 2104.09864) turns pairs of columns by the angles of a position.
+// New keys and values that are written into a cache, at the ends of its sequences or at given slots, and queries that are
+// rotated alike. Rotary embedding (arXiv 2104.09864) turns pairs of columns by the angles of a position.
 struct AppendProblem {
   DType dtype = DType::kFloat32;  // of the new rows
   int64_t batch = 0, heads = 0, head_dim = 0, head_dim_v = 0;

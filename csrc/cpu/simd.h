@@ -86,8 +86,7 @@ FLASH_ONLINE_INLINE T narrow(Accumulator<T> x) {
     const float kept = size > kLargest ? kLargest : size;
     const uint32_t bits = std::bit_cast<uint32_t>(kept);
     const uint32_t normal = ((bits + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1u)) >> kDropped) - kBias;
-    const uint32_t subnormal =
-        std::bit_cast<uint32_t>(kept + kSubnormalUnit) - std::bit_cast<uint32_t>(kSubnormalUnit);
+    const uint32_t subnormal = std::bit_cast<uint32_t>(kept + kSubnormalUnit) - std::bit_cast<uint32_t>(kSubnormalUnit);
     return {static_cast<uint8_t>((kept < kSmallest ? subnormal : normal) | sign)};
   } else {
     return x;

@@ -47,10 +47,11 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // [sequences + 1]) packed; caches [blocks, key heads, page, head_dim], any strides, query's dtype or float8 beside 16 bits.
   // Entry e of a sequence's row of block_table (int32, columns side by side) is the block of its keys e * page and on; without
   // one a sequence has one block. rows[n] (cache_batch_idx) is the table's row, or the block, of sequence n. Its keys are
-  // [left[n], lengths[n] + new), where new is new_keys or the difference of two new_starts, at most new_keys; with lower_right the
-  // last query stands at the last key, else the first at the first. query_lengths: how many packed queries of a sequence count. All of these are int32, read on
-  // the device alone: any value is safe. key_scale, value_scale: float32 [sequences, key heads]. splits: the pieces that each
-  // sequence's keys are cut into; 0: the kernel's choice. Packed rows of no sequence have results of 0 and lse -inf.
+  // [left[n], lengths[n] + new), where new is new_keys or the difference of two new_starts, at most new_keys; with lower_right
+  // the last query stands at the last key, else the first at the first. query_lengths: how many packed queries of a sequence
+  // count. All of these are int32, read on the device alone: any value is safe. key_scale, value_scale: float32 [sequences, key
+  // heads]. splits: the pieces that each sequence's keys are cut into; 0: the kernel's choice. Packed rows of no sequence have
+  // results of 0 and lse -inf.
   m.def(
       "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
       "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
@@ -62,8 +63,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
       "SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> Tensor lse");
   // Writes new keys and values into the caches of attention_cached, behind each sequence's length, or at slots (int64, rows of
-  // the pool): key [sequences, key heads, new, head_dim], or with new_starts or slots packed. Float8 caches hold rows divided by
-  // their scale. cosines, sines [positions, width / 2]: keys and `query` are rotated (pairs of columns are halves, or
+  // the pool): key [sequences, key heads, new, head_dim], or with new_starts or slots packed. Float8 caches hold rows divided
+  // by their scale. cosines, sines [positions, width / 2]: keys and `query` are rotated (pairs of columns are halves, or
   // interleaved) to their places, or to offsets (int32 per sequence, or per slot) and on; queries all to the first one unless
   // queries_advance. Returns the rotated query; without one a tensor without elements.
   m.def(
@@ -78,7 +79,9 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "(Tensor[] grad_outs, Tensor[] grad_lses)");
   // Makes torch's own flash attention operators on CUDA ours (attention/torch_sdpa.cpp), or undoes it.
   m.def("torch_sdpa_register(bool active, bool inplace) -> ()");
+}
 
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   // softmax or its logarithm along dim (0 <= dim < input.dim), contiguous, in dtype: the input's, or float32 for a 16-bit one.
   m.def("softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
   m.def("softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");

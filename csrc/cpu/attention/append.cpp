@@ -11,9 +11,8 @@ template <class A>
 A angle_of(const AppendProblem& problem, const void* table, int64_t position, int64_t pair) {
   const int64_t at = position * problem.rotary_stride[0] + pair * problem.rotary_stride[1];
   A value = 0;
-  visit_floating<Float16, BFloat16>(problem.rotary_dtype, [&]<class R>(Type<R>) {
-    value = static_cast<A>(widen(static_cast<const R*>(table)[at]));
-  });
+  visit_floating<Float16, BFloat16>(problem.rotary_dtype,
+                                    [&]<class R>(Type<R>) { value = static_cast<A>(widen(static_cast<const R*>(table)[at])); });
   return value;
 }
 
@@ -42,7 +41,8 @@ void for_each_rotated(const AppendProblem& problem, const E* row, int64_t stride
 // Writes one new row into the pool: E is its type, C that of the cache. The cache holds the row divided by `scale`.
 template <class E, class C>
 void store_row(const AppendProblem& problem, const ConstView4& from, int64_t batch, int64_t head, int64_t index,
-               const MutableView4& to, int64_t block, int64_t row, int64_t columns, bool is_key, int64_t position, float scale) {
+               const MutableView4& to, int64_t block, int64_t row, int64_t columns, bool is_key, int64_t position,
+               float scale) {
   using A = Accumulator<E>;
   const auto source = matrix_of<const E>(from, batch, head, index);
   const auto target = matrix_of<C>(to, block, head, row);
@@ -87,7 +87,8 @@ void append_rows(const AppendProblem& problem, const Executor& executor) {
       const int64_t place = old + i, block = block_of(cache, n, place / cache.page);
       if (block < 0) continue;
       const int64_t position = problem.offsets ? problem.offsets[n] + i : place;
-      store_key_and_value<E, C>(problem, cache.new_starts ? 0 : n, head, rows.begin + i, n, block, place % cache.page, position);
+      store_key_and_value<E, C>(problem, cache.new_starts ? 0 : n, head, rows.begin + i, n, block, place % cache.page,
+                                position);
     }
   });
 }

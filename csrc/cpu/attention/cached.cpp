@@ -1,6 +1,6 @@
 // Attention over cached keys on the CPU, for few queries per sequence: keys and values are read where they lie, page by page,
-// and once for all queries of the heads that share them. The head dim is in the lanes of vectors. Each query's arithmetic is its
-// own, in the order of the keys, so that its result depends neither on other queries nor on the pages' places.
+// and once for all queries of the heads that share them. The head dim is in the lanes of vectors. Each query's arithmetic is
+// its own, in the order of the keys, so that its result depends neither on other queries nor on the pages' places.
 //
 // A work item is some queries of one sequence and key head, over one piece of its keys (FlashDecoding: pieces run side by side
 // and merge afterwards). A sequence is cut by its own length alone.
@@ -38,8 +38,8 @@ FLASH_ONLINE_INLINE A sum_of(Vector<A> v) {
   return sum;
 }
 
-// What a call's items are: those of sequence n come before those of n + 1. Partial results have a place for each query and piece
-// of the sequences that are cut into several.
+// What a call's items are: those of sequence n come before those of n + 1. Partial results have a place for each query and
+// piece of the sequences that are cut into several.
 struct CachedItems {
   int64_t *first_item, *first_part;  // [batch + 1]
 
@@ -50,9 +50,8 @@ struct CachedItems {
 
   static int64_t pieces_of(const AttentionProblem& call, const Sequence& sequence) {
     const int64_t group = call.heads / call.key_heads, blocks = ceil_div(sequence.keys.count, kKeysPerSplitBlock);
-    const int64_t chosen = group * sequence.queries.count > kManyRows
-                               ? 1
-                               : std::min(ceil_div(sequence.keys.count, kKeysPerPiece), kMaxPieces);
+    const int64_t chosen =
+        group * sequence.queries.count > kManyRows ? 1 : std::min(ceil_div(sequence.keys.count, kKeysPerPiece), kMaxPieces);
     return std::clamp<int64_t>(call.cache.splits > 0 ? call.cache.splits : chosen, 1, std::max<int64_t>(blocks, 1));
   }
   static int64_t tiles_of(const AttentionProblem& call, const Sequence& sequence) {
@@ -171,8 +170,8 @@ FLASH_ONLINE_INLINE void in_groups(int64_t rows, const F& f) {
   if (r < rows) f(std::integral_constant<int, 1>(), r);
 }
 
-// An item, but for its place: `rows` queries of a sequence over keys [begin, end) of it, numbered from the first one that may be
-// seen.
+// An item, but for its place: `rows` queries of a sequence over keys [begin, end) of it, numbered from the first one that may
+// be seen.
 struct CachedItem {
   Sequence sequence;
   int64_t n, key_head, rows, begin, end;
@@ -192,8 +191,7 @@ void find_rows(const CacheView& cache, const ConstView4& view, const CachedItem&
     if (place / cache.page != entry) {
       entry = place / cache.page;
       const int64_t index = block_of(cache, item.n, entry);
-      block = index < 0 ? nullptr
-                        : static_cast<const C*>(view.data) + index * view.stride[0] + item.key_head * view.stride[1];
+      block = index < 0 ? nullptr : static_cast<const C*>(view.data) + index * view.stride[0] + item.key_head * view.stride[1];
     }
     if (!block) continue;
     const C* const row = block + place % cache.page * view.stride[2];
@@ -239,8 +237,8 @@ FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const Cach
       x = cap * hyperbolic_tangent(x / cap);
     }
     if (problem.alibi_slopes) {
-      const Score slope = static_cast<const A*>(
-          problem.alibi_slopes)[item.n * problem.alibi_stride[0] + row.head * problem.alibi_stride[1]];
+      const Score slope =
+          static_cast<const A*>(problem.alibi_slopes)[item.n * problem.alibi_stride[0] + row.head * problem.alibi_stride[1]];
       for (int i = 0; i < kLanes<Score>; ++i)
         x[i] -= slope * static_cast<Score>(std::abs(row.query + item.sequence.visible.offset - (first + l + i)));
     }
@@ -410,8 +408,8 @@ struct Destination {
 
   Destination(const AttentionProblem& problem, const Sequence& sequence, int64_t n, int64_t head, int64_t query)
       : out(matrix_of<E>(problem.out, problem.query_starts ? 0 : n, head, sequence.queries.begin + query)) {
-    const int64_t at = (problem.query_starts ? 0 : n * problem.lse_stride[0]) + head * problem.lse_stride[1] +
-                       sequence.queries.begin + query;
+    const int64_t at =
+        (problem.query_starts ? 0 : n * problem.lse_stride[0]) + head * problem.lse_stride[1] + sequence.queries.begin + query;
     lse = problem.lse ? static_cast<Accumulator<E>*>(problem.lse) + at : nullptr;
   }
 
@@ -520,8 +518,7 @@ void clear_unused(const AttentionProblem& call, int64_t n) {
   };
   clear(padding_rows(call.query_starts, call.batch, n, call.queries, call.total_queries));
   if (n == call.batch) return;
-  const Rows all = packed_rows(call.query_starts, n, call.queries, call.total_queries),
-             used = cached_sequence(call, n).queries;
+  const Rows all = packed_rows(call.query_starts, n, call.queries, call.total_queries), used = cached_sequence(call, n).queries;
   clear({all.begin + used.count, all.count - used.count});
 }
 
@@ -557,8 +554,7 @@ void cached(const AttentionProblem& call, const Executor& executor) {
       for_each_item(executor, call.batch * call.heads, [&](int64_t index, std::byte* scratch) {
         merge_pieces<E>(call, items, parts, index / call.heads, index % call.heads, scratch);
       });
-    if (call.query_starts)
-      for_each_item(executor, call.batch + 1, [&](int64_t n, std::byte*) { clear_unused<E>(call, n); });
+    if (call.query_starts) for_each_item(executor, call.batch + 1, [&](int64_t n, std::byte*) { clear_unused<E>(call, n); });
   });
 }
 

@@ -10,7 +10,8 @@ struct CachedOnCpu : Cpu {
   static void attend(const AttentionProblem& problem, const Tensor& like) {
     const cpu::AttentionKernels& kernels = cpu::kernels().attention;
     const int64_t rows = problem.query_starts ? problem.total_queries : problem.batch * problem.queries;
-    const int64_t most_items = std::max<int64_t>(rows, 1) * problem.heads * (capacity_of(problem.cache) / kKeysPerSplitBlock + 1);
+    const int64_t most_items =
+        std::max<int64_t>(rows, 1) * problem.heads * (capacity_of(problem.cache) / kKeysPerSplitBlock + 1);
     kernels.cached(problem, CpuExecutor(most_items, kernels.cached_memory(problem), like));
   }
   static void append(const AppendProblem& problem, const Tensor& like) {
@@ -25,15 +26,17 @@ void attend(const CachedInputs& in, const CachedOptions& options, const Tensor& 
 }
 
 template <class Device>
-std::tuple<Tensor, Tensor> attention_cached(
-    const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const std::optional<Tensor>& lengths,
-    const std::optional<Tensor>& left, const std::optional<Tensor>& rows, const std::optional<Tensor>& block_table,
-    const std::optional<Tensor>& query_starts, const std::optional<Tensor>& query_lengths,
-    const std::optional<Tensor>& new_starts, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
-    const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale, int64_t new_keys, int64_t max_queries,
-    int64_t window_left, int64_t window_right, bool lower_right, double scale, double softcap, int64_t splits) {
-  const CachedInputs in{query,     key_cache, value_cache, lengths, left, rows, block_table, query_starts, query_lengths,
-                        new_starts, alibi_slopes, sinks, key_scale, value_scale};
+std::tuple<Tensor, Tensor> attention_cached(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                                            const std::optional<Tensor>& lengths, const std::optional<Tensor>& left,
+                                            const std::optional<Tensor>& rows, const std::optional<Tensor>& block_table,
+                                            const std::optional<Tensor>& query_starts,
+                                            const std::optional<Tensor>& query_lengths, const std::optional<Tensor>& new_starts,
+                                            const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+                                            const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale,
+                                            int64_t new_keys, int64_t max_queries, int64_t window_left, int64_t window_right,
+                                            bool lower_right, double scale, double softcap, int64_t splits) {
+  const CachedInputs in{query,        key_cache,     value_cache, lengths,      left,  rows,      block_table,
+                        query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
   check_cached<Device>(in, options);
   const Tensor out = empty_in_order(cached_out_sizes(in), query.scalar_type(), query),
@@ -51,8 +54,8 @@ Tensor attention_cached_(const Tensor& out, const Tensor& query, const Tensor& k
                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& key_scale,
                          const std::optional<Tensor>& value_scale, int64_t new_keys, int64_t max_queries, int64_t window_left,
                          int64_t window_right, bool lower_right, double scale, double softcap, int64_t splits) {
-  const CachedInputs in{query,     key_cache, value_cache, lengths, left, rows, block_table, query_starts, query_lengths,
-                        new_starts, alibi_slopes, sinks, key_scale, value_scale};
+  const CachedInputs in{query,        key_cache,     value_cache, lengths,      left,  rows,      block_table,
+                        query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
   check_cached<Device>(in, options);
   check(sizes_of(out) == cached_out_sizes(in), "out: got ", shape_of(out), ", expected query's with value_cache's width");
@@ -73,7 +76,7 @@ Tensor cache_append_(const Tensor& key_cache, const Tensor& value_cache, const s
                      const std::optional<Tensor>& cosines, const std::optional<Tensor>& sines,
                      const std::optional<Tensor>& offsets, const std::optional<Tensor>& key_scale,
                      const std::optional<Tensor>& value_scale, bool interleaved, bool queries_advance) {
-  const AppendInputs in{key_cache, value_cache, key,     value,   query,   lengths,   left,       rows,       block_table,
+  const AppendInputs in{key_cache, value_cache, key,          value,   query, lengths, left,      rows,       block_table,
                         slots,     new_starts,  query_starts, cosines, sines, offsets, key_scale, value_scale};
   check_append<Device>(in);
   const Tensor rotated = query ? empty_in_order(sizes_of(*query), query->scalar_type(), *query)

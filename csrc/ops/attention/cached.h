@@ -94,7 +94,9 @@ inline CacheView cache_view_of(const Tensor& key, ScalarType type, const std::op
   const bool empty = key.size(2) == 0;  // pages without rows: a cache without blocks, of a page that can be divided by
   CacheView cache{.page = empty ? 1 : key.size(2),
                   .blocks = empty ? 0 : key.size(0),
-                  .entries = empty ? 0 : table ? table->size(1) : 1,
+                  .entries = empty   ? 0
+                             : table ? table->size(1)
+                                     : 1,
                   .table = numbers_of(table),
                   .table_rows = table ? table->size(0) : 0,
                   .table_stride = table ? table->stride(0) : 0,
@@ -154,8 +156,8 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
   check_device(in.key_cache, "key_cache", in.query, "query");
   check_starts_of(in.query_starts, "cu_seqlens_q", in.query);
   const bool packed = in.query_starts.has_value();
-  check(in.query.dim() == (packed ? 3 : 4), "query: expected ", packed ? "[rows, heads, head_dim]" : "[sequences, heads, length, head_dim]",
-        ", got ", shape_of(in.query));
+  check(in.query.dim() == (packed ? 3 : 4), "query: expected ",
+        packed ? "[rows, heads, head_dim]" : "[sequences, heads, length, head_dim]", ", got ", shape_of(in.query));
   const int64_t batch = batch_of(in.query, in.query_starts), heads = in.query.size(1);
   check_pool(in.key_cache, in.value_cache, in.query.scalar_type(), batch, true, in.lengths, in.left, in.rows, in.block_table,
              in.key_scale, in.value_scale);
@@ -176,7 +178,8 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
   }
   if (in.sinks) {
     check_device(*in.sinks, "sinks", in.query, "query");
-    check(in.sinks->scalar_type() == accumulator && in.sinks->dim() == 1 && in.sinks->size(0) == heads && in.sinks->is_contiguous(),
+    check(in.sinks->scalar_type() == accumulator && in.sinks->dim() == 1 && in.sinks->size(0) == heads &&
+              in.sinks->is_contiguous(),
           "sinks: expected [", heads, "] of float32 (float64 for float64 inputs), got ", shape_of(*in.sinks));
   }
   check(options.softcap >= 0, "softcap: ", options.softcap, ", expected 0 (none) or more");
