@@ -142,8 +142,7 @@ def kvcache_attention(
         block_table: int32 `[B, entries]`: the pages of each sequence. One outside [0, blocks) is zeros, never written.
         cache_batch_idx: int32 `[B]`: the row of the cache, or of the table, of each sequence; its index if None.
         leftpad: int32 `[B]`: keys at the beginning of each sequence that nobody sees.
-        cu_seqlens_q: int32 `[B + 1]`: where the queries of each sequence begin in packed ones; cu_seqlens_new: its new keys.
-        max_seqlen_q: at least the queries of the longest sequence; all rows if None.
+        cu_seqlens_q: int32 `[B + 1]`: where packed queries of each sequence begin, at most max_seqlen_q; cu_seqlens_new: keys.
         rotary: (cos, sin[, interleaved[, offsets]]): cos and sin `[positions, width / 2]`, of query's dtype or float32, turn
             the first `width` columns of new key i and of query i (all queries as the first, without causal and window) by
             position n_old + i, or offsets[b] + i (int32 `[B]`). Pairs are column i and i + width / 2, or neighbours if
