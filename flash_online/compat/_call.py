@@ -56,14 +56,6 @@ def refuse(function: str, **arguments: Any) -> None:
         raise NotImplementedError(f"{function}: {name}: got {got}, which flash_online does not take: {_REFUSED[name]}")
 
 
-def no_cache(function: str) -> NotImplementedError:
-    """The error of functions that attend to a cache of keys."""
-    return NotImplementedError(
-        f"{function}: cached keys are not offered yet; while keys and values fit in one tensor, append to them yourself and "
-        "call flash_attn_func, or flash_attn_varlen_func where lengths differ: both align causal rules to the lower right"
-    )
-
-
 class Options(NamedTuple):
     """The options of a call, read and checked."""
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._call import Window, attend, attend_packed, no_cache, read_packing, refuse, unpacked
+from ._cached import attend_cached
+from ._call import Window, attend, attend_packed, read_packing, refuse, unpacked
 from ._raw import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
 __all__ = [
@@ -276,8 +277,28 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Raises NotImplementedError: attention to a cache of keys is not offered yet."""
-    raise no_cache("flash_attn_with_kvcache")
+    """Attention of q `[B, L, H, E]` to a cache k_cache `[B, S, Hk, E]`, v_cache `[B, S, Hk, Ev]`, or with block_table
+    `[blocks, page, Hk, E]`, to which k `[B, new, Hk, E]` and v are appended first, in place.
+
+    cache_seqlens are the keys before that. Rotary embedding turns k and q where rotary_cos and rotary_sin are given. Returns
+    out `[B, L, H, Ev]`, and with return_softmax_lse also softmax_lse `[B, H, L]`. No gradients. Pages are of any size. On the
+    CPU; see `flash_online.kvcache_attention`, whose num_splits and errors these are.
+    """
+    return attend_cached(
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        leftpad=cache_leftpad,
+        block_table=block_table,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+    )
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

@@ -16,7 +16,8 @@ from torch import Tensor
 from .._checks import check_int, check_tensor
 from .._ops import InvalidArgument
 from ..merge import merge_attention
-from ._call import Window, attend, attend_packed, no_cache, read_packing, refuse, unpacked, without_unused
+from ._cached import attend_cached
+from ._call import Window, attend, attend_packed, read_packing, refuse, unpacked, without_unused
 
 __all__ = [
     "flash_attn_combine",
@@ -242,8 +243,35 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Raises NotImplementedError: attention to a cache of keys is not offered yet."""
-    raise no_cache("flash_attn_with_kvcache")
+    """FlashAttention-2's function of this name, with packed queries (cu_seqlens_q) and packed new keys (cu_seqlens_k_new) too.
+
+    rotary_seqlens are the positions of the first new rows, instead of cache_seqlens. Caches may be float8 beside q of 16 bits;
+    k_descale and v_descale `[B, Hk]` are then what they are multiplied by. pack_gqa and sm_margin have no effect.
+    """
+    refuse(
+        "flash_attn_with_kvcache", qv=qv, q_descale=q_descale, attention_chunk=attention_chunk,
+        scheduler_metadata=scheduler_metadata,
+    )  # fmt: skip
+    return attend_cached(
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        rotary_seqlens=rotary_seqlens,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        leftpad=cache_leftpad,
+        block_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q,
+        key_scale=k_descale,
+        value_scale=v_descale,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+    )
 
 
 def get_scheduler_metadata(
@@ -269,5 +297,5 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Any:
-    """Raises NotImplementedError: it prepares flash_attn_with_kvcache, which is not offered yet."""
-    raise no_cache("get_scheduler_metadata")
+    """None, which flash_attn_with_kvcache takes for its scheduler_metadata: nothing has to be planned before a call."""
+    return None

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_cases import random_cached
 from cases import DTYPES
 from oracle import Attention, Packed, compare_with_reference
 
+import flash_online
+from flash_online import _policy
 from flash_online._info import build_info
 from flash_online.testing import LAYOUTS, lay_out, random_tensor
 
@@ -160,6 +163,23 @@ def test_fuzz(device):
             count = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed}"
             again = f"{count} python -m pytest tests/fuzz/test_fuzz.py -k 'test_fuzz and {device}'"
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
+
+
+def test_fuzz_cached_keys(device):
+    """Attention over cached keys, and the same new keys appended at the ends of sequences and at slots."""
+    if device == "cuda" and "kvcache_attention" not in _policy.ON_CUDA:
+        pytest.skip("this build has no CUDA kernels for cached keys")
+    assert COUNT > 0
+    for seed in range(SEED, SEED + COUNT):
+        problem = random_cached(seed, device)
+        try:
+            problem.check(flash_online.kvcache_attention, device)
+            problem.check_append(flash_online.cache_append, device)
+            problem.check_append(flash_online.cache_append, device, slots=True)
+        except Exception as failure:
+            count = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed}"
+            again = f"{count} python -m pytest tests/fuzz/test_fuzz.py -k 'cached and {device}'"
+            raise AssertionError(f"problem {seed - SEED} of {COUNT}: {failure}\nalone: {again}") from failure
 
 
 @pytest.mark.slow

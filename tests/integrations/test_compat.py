@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flash_online
-from flash_online import reference
+from flash_online import InvalidArgument, reference
 from flash_online.compat import bert_padding, flash_attn, flash_attn_cute, flash_attn_interface
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 
@@ -621,11 +621,53 @@ def test_refusals_name_the_argument(module, name, given):
         getattr(module, name)(q, k, v, *packing, **given)
 
 
+@pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
-def test_caches_are_refused(module):
-    (q, k, v), _ = dense_inputs(torch.float32, "cpu")
-    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: cached keys are not offered yet"):
-        module.flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
+def test_cached_keys(module, pages):
+    """Layouts, positions and returns; the kernel itself is tested in tests/ops/test_kvcache.py."""
+    q, k, v = (torch.randn(2, 3, heads, 16) for heads in (4, 2, 2))
+    caches = [torch.randn(2, 32, 2, 16) for _ in range(2)]
+    angles = torch.rand(40, 8) * 6
+    lengths = torch.tensor([20, 5], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "causal": True, "window_size": (9, -1), "softcap": 3.0, "softmax_scale": 0.3}
+    expected_caches = [cache.transpose(1, 2).clone() for cache in caches]
+    rotary = (angles.cos(), angles.sin(), True)
+    expected, expected_lse = reference.kvcache_attention(
+        *(q.transpose(1, 2), *expected_caches, lengths),
+        **{"key": k.transpose(1, 2), "value": v.transpose(1, 2), "rotary": rotary, "window": (9, None), "softcap": 3.0},
+        **{"scale": 0.3, "return_lse": True},
+    )
+    if pages:
+        table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+        pools = [torch.empty(4, 16, 2, 16) for _ in range(2)]
+        for pool, cache in zip(pools, caches, strict=True):
+            for n in range(2):
+                pool[table[n].long()] = cache[n].unflatten(0, (2, 16))
+        options["block_table" if module is flash_attn else "page_table"], caches = table, pools
+    out, lse = module.flash_attn_with_kvcache(
+        *(q, *caches), k=k, v=v, rotary_cos=rotary[0], rotary_sin=rotary[1], return_softmax_lse=True, **options
+    )
+    torch.testing.assert_close(out.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+    if not pages:
+        for cache, wanted in zip(caches, expected_caches, strict=True):
+            torch.testing.assert_close(cache.transpose(1, 2), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_errors_of_cached_keys_have_flash_attentions_names():
+    q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 9, 2, 16)
+    for message, wrong in (
+        (r"^q: width 8", {"q": q[..., :8]}),
+        (r"^k_cache, v_cache: got", {"v_cache": cache[:, :8]}),
+        (r"^cache_leftpad: got", {"cache_leftpad": torch.zeros(2)}),
+        (r"^cache_seqlens: None beside k", {"k": cache[:, :1], "v": cache[:, :1], "cache_seqlens": None}),
+        (r"^rotary_cos: given without k", {"rotary_cos": torch.zeros(9, 4), "rotary_sin": torch.zeros(9, 4)}),
+    ):
+        arguments = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": 3} | wrong
+        with pytest.raises(InvalidArgument, match=message):
+            flash_attn.flash_attn_with_kvcache(**arguments)
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: attention_chunk"):
+        flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, attention_chunk=4)
 
 
 def test_neutral_arguments_have_no_effect():
