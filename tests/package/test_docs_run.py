@@ -113,3 +113,10 @@ def test_links_lead_somewhere():
             if "://" not in target and not (page.parent / target).exists():
                 dead.append(f"{page.relative_to(ROOT)}: {target}")
     assert not dead, "\n".join(dead)
+
+
+def test_the_serving_loop_makes_the_texts_of_generate():
+    pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, ROOT / "docs" / "examples" / "serving_loop.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8 texts are those of generate()" in done.stdout
