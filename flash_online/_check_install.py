@@ -22,6 +22,7 @@ from ._policy import strict
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SINGLE = ("sinks", "alibi_slopes", "lses")  # these stay float32 beside inputs of 16 bits
 CONSTANT = ("weight", "alibi_slopes")  # no gradient is asked for
+INFERENCE = ("kvcache_attention", "cache_append")  # without gradients
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def row_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
-    """The calls of attention, varlen_attention and merge_attention."""
+    """The calls of attention, varlen_attention, kvcache_attention, cache_append and merge_attention."""
 
     def heads(*shape: int) -> dict[str, Tensor]:
         """query, key and value, of [batch, heads of query, heads of key and value, queries, keys] or without the batch."""
@@ -116,6 +117,13 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
     longest = {"max_seqlen_q": 67, "max_seqlen_k": 67}
     yield Call("varlen_attention", packed, longest | {"causal": True, "return_lse": True})
     yield Call("varlen_attention", packed | {"sinks": sinks}, longest | {"window": (20, 10), "softcap": 10.0})
+
+    cached = heads(2, 4, 2, 3, 90)
+    cached |= {"key_cache": cached.pop("key"), "value_cache": cached.pop("value")}
+    lengths = {"cache_seqlens": torch.tensor([70, 13], dtype=torch.int32)}
+    yield Call("kvcache_attention", cached | lengths, {"window": (40, None), "return_lse": True})
+    new, angles = heads(2, 4, 2, 3, 3), torch.rand(100, head_dim // 2, generator=generator) * 6
+    yield Call("cache_append", cached | new | lengths, {"rotary": (angles.cos(), angles.sin())})
 
     outs, lses = torch.randn(3, 2, 4, 50, head_dim, generator=generator), torch.randn(3, 2, 4, 50, generator=generator)
     yield Call("merge_attention", {"outs": outs, "lses": lses})
@@ -144,11 +152,13 @@ def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and name not in SINGLE else tensor
 
 
-def _run(function: Callable, inputs: dict[str, Tensor], dtype: torch.dtype | None, seed: int) -> dict[str, Tensor]:
-    """The results of a function and the gradients of its inputs, by name. Every floating input is cast to `dtype`; None casts
-    none. Equal seeds give equal gradients of the results."""
+def _run(
+    function: Callable, inputs: dict[str, Tensor], dtype: torch.dtype | None, seed: int, gradients: bool = True
+) -> dict[str, Tensor]:
+    """The results of a function and, with `gradients`, those of its inputs, by name. Every floating input is cast to `dtype`;
+    None casts none. Equal seeds give equal gradients of the results."""
     leaves = {n: t if dtype is None or not t.is_floating_point() else t.to(dtype) for n, t in inputs.items()}
-    wanted = [n for n, t in leaves.items() if t.is_floating_point() and n not in CONSTANT]
+    wanted = [n for n, t in leaves.items() if t.is_floating_point() and n not in CONSTANT and gradients]
     leaves |= {n: leaves[n].detach().requires_grad_() for n in wanted}
     results = function(**leaves)
     results = list(results) if isinstance(results, tuple) else [results]
@@ -156,7 +166,11 @@ def _run(function: Callable, inputs: dict[str, Tensor], dtype: torch.dtype | Non
     generator = torch.Generator().manual_seed(seed)
     # Multiples of 1/16 below 8 in magnitude are exact in every dtype.
     grads = [(torch.randn(t.shape, generator=generator).clamp(-7, 7) * 16).round() / 16 for t in outputs]
-    found = torch.autograd.grad(outputs, [leaves[n] for n in wanted], [g.to(t) for g, t in zip(grads, outputs, strict=True)])
+    found = (
+        ()
+        if not wanted
+        else torch.autograd.grad(outputs, [leaves[n] for n in wanted], [g.to(t) for g, t in zip(grads, outputs, strict=True)])
+    )
     named = {f"result {i}": t.detach() for i, t in enumerate(results)}
     return named | {f"gradient of {n}": t for n, t in zip(wanted, found, strict=True)}
 
@@ -179,7 +193,7 @@ def compare(call: Call, dtype: torch.dtype, device: str) -> Deviation:
     inputs = {n: _narrow(n, t, dtype).to(device) for n, t in call.inputs.items()}
     threads = torch.get_num_threads()
     with strict():
-        ours = _run(call.ours, inputs, None, seed=1)
+        ours = _run(call.ours, inputs, None, 1, call.function not in INFERENCE)
     # The rest is many small operations of torch, whose threads wait for each other wherever a processor is busy.
     torch.set_num_threads(1)
     try:
@@ -189,9 +203,10 @@ def compare(call: Call, dtype: torch.dtype, device: str) -> Deviation:
 
 
 def _worst_deviation(call: Call, inputs: dict[str, Tensor], ours: dict[str, Tensor], dtype: torch.dtype) -> Deviation:
-    truth = _run(call.reference, inputs, torch.float64, seed=1)
-    plain = _run(call.reference, inputs, None, seed=1)
-    single = plain if dtype == torch.float32 else _run(call.reference, inputs, torch.float32, seed=1)
+    gradients = call.function not in INFERENCE
+    truth = _run(call.reference, inputs, torch.float64, 1, gradients)
+    plain = _run(call.reference, inputs, None, 1, gradients)
+    single = plain if dtype == torch.float32 else _run(call.reference, inputs, torch.float32, 1, gradients)
     worst = Deviation(0.0, 1.0)
     for name, result in ours.items():
         if not result.is_floating_point():
@@ -250,6 +265,9 @@ def main() -> int:
     failures = []
     for device in ("cpu",) if no_cuda else ("cpu", "cuda"):
         for name, calls in groups.items():
+            if device == "cuda" and name in _policy.OPERATORS and name not in _policy.ON_CUDA:
+                print(f"{name:21} {device:7}no kernel")
+                continue
             cells = []
             for dtype in DTYPES:
                 deviations, before = [], len(failures)

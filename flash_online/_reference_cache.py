@@ -1,5 +1,5 @@
-"""Attention over cached keys in plain torch: the part of `reference` that appends to caches and gathers the keys of a sequence
-from them. `reference` offers its public functions.
+"""Cached keys in plain torch: the part of `reference` that appends to caches and gathers the keys of a sequence from them.
+`reference` offers its public functions.
 
 The host reads lengths, tables and starts here, and one sequence follows another. A contiguous cache is a paged one that has one
 page per sequence, so that one path serves both.
@@ -7,119 +7,18 @@ page per sequence, so that one path serves both.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+import math
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from . import reference
-
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@overload
-def kvcache_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor | int | None,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Any,
-) -> Tensor: ...
-@overload
-def kvcache_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor | int | None,
-    *,
-    return_lse: Literal[True],
-    **options: Any,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def kvcache_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor | int | None,
-    *,
-    return_lse: bool,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def kvcache_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Tensor | int | None,
-    *,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    leftpad: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    cu_seqlens_new: Tensor | None = None,
-    rotary: tuple | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    causal: bool = True,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    num_splits: int | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """attention() of each sequence's queries over the keys of its cache, lower-right aligned, after new keys were appended.
-
-    query [B, Hq, L, E], or [Tq, Hq, E] with `cu_seqlens_q` -> out of query's dtype, its width Ev; lse [B, Hq, L], or [Hq, Tq].
-    Caches [B, Hkv, S, E] and [B, Hkv, S, Ev], or with `block_table` [B, entries] pools [blocks, Hkv, page, E] and
-    [blocks, Hkv, page, Ev]. `cache_batch_idx` [B] picks the row of the cache, or of the table. An entry outside [0, blocks)
-    reads as zeros and is never written; so does a row outside the cache or the table.
-
-    `cache_seqlens` [B] (or an int, or None, which is full) counts the keys before the append, `leftpad` [B] included. `key` and
-    `value` are appended as in `cache_append`. With n_old = clamp(length, leftpad, capacity) and n = min(n_old + new, capacity),
-    query i stands at i + n - L and may see the keys from leftpad up to n. Nothing else that the cache holds reaches a result.
-
-    `rotary` = (cos, sin[, interleaved[, offsets]]) rotates new keys as `cache_append` does, and query i at n_old + i, or at
-    n_old where neither `causal` nor a bound of `window` is given; offsets [B] replaces n_old. The rotated query is rounded to
-    its dtype. Keys count as `key_scale` [B, Hkv] (by broadcasting) times what the cache holds, values likewise. `alibi_slopes`
-    is [Hq] or [B, Hq]. `num_splits` changes no value. A row that sees nothing is 0, its lse -inf or its sink; padding rows are
-    0 and -inf. `out` is written in place.
-
-    Raises RuntimeError if a tensor requires a gradient while gradients are on, ValueError for arguments that do not fit.
-    """
-    scales = (key_scale, value_scale)
-    _refuse_gradients(query, key_cache, value_cache, key, value, *scales, alibi_slopes, sinks, out, *(rotary or ())[:2])
-    _check_caches(key_cache, value_cache, key, value, cu_seqlens_new)
-    if query.dim() != (4 if cu_seqlens_q is None else 3):
-        raise ValueError(f"query: {query.dim()} dimensions; accepted are 4, and 3 with cu_seqlens_q")
-    shared = {"window": window, "softcap": softcap, "sinks": sinks, "scale": scale, "alignment": "lower_right"}
-    moves = causal or (window is not None and any(bound is not None for bound in window))
-    with torch.no_grad():
-        count = query.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        cache = Cache.of(count, key_cache, value_cache, block_table, cache_batch_idx, scales)
-        left, ends = _lengths(cache_seqlens, leftpad, count, cache.capacity)
-        first = _first_positions(rotary, ends)
-        if key is not None:
-            ends = cache.append(_sequences(key, cu_seqlens_new), _sequences(value, cu_seqlens_new), ends, rotary)
-        result, lse, sequences = _results(query, value_cache.shape[-1], cu_seqlens_q, max_seqlen_q)
-        for n, (own, own_result, own_lse) in enumerate(sequences):
-            queries = own.shape[1]
-            if rotary is not None:
-                own = rotate(own, first[n] + torch.arange(queries) * moves, rotary).to(query.dtype)
-            begin, end = seen_keys(queries, ends[n], causal=causal, window=window)
-            keys, values = cache.read(n, max(begin, left[n]), end, query.dtype)
-            slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-            own_result[:], own_lse[:] = reference.attention(
-                own, keys, values, causal=causal, alibi_slopes=slopes, return_lse=True, **shared
-            )
-        result = result if out is None else out.copy_(result)
-    return (result, lse) if return_lse else result
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse beside inputs of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @overload
@@ -166,7 +65,7 @@ def cache_append(
     Source: rotary embedding, RoFormer (arXiv 2104.09864).
     """
     scales = (key_scale, value_scale)
-    _refuse_gradients(key, value, key_cache, value_cache, query, *scales, *(rotary or ())[:2])
+    refuse_gradients(key, value, key_cache, value_cache, query, *scales, *(rotary or ())[:2])
     if (cache_seqlens is None) == (slots is None):
         raise ValueError("cache_seqlens, slots: one of the two is needed, and not both")
     if query is not None and rotary is None:
@@ -176,16 +75,19 @@ def cache_append(
             if block_table is not None or cu_seqlens_new is not None:
                 raise ValueError("slots: they replace block_table and cu_seqlens_new, got one of these too")
             return _append_at_slots(key, value, key_cache, value_cache, slots, rotary, query, scales)
-        _check_caches(key_cache, value_cache, key, value, cu_seqlens_new)
+        check_caches(key_cache, value_cache, key, value, cu_seqlens_new)
         count = key.shape[0] if cu_seqlens_new is None else len(cu_seqlens_new) - 1
         cache = Cache.of(count, key_cache, value_cache, block_table, None, scales)
-        _, old = _lengths(cache_seqlens, None, count, cache.capacity)
-        cache.append(_sequences(key, cu_seqlens_new), _sequences(value, cu_seqlens_new), old, rotary)
+        _, old = clamped_lengths(cache_seqlens, None, count, cache.capacity)
+        cache.append(sequences_of(key, cu_seqlens_new), sequences_of(value, cu_seqlens_new), old, rotary)
         if query is None:
             return None
         rotated = torch.zeros_like(query)
         for first, own, result in zip(
-            _first_positions(rotary, old), _sequences(query, cu_seqlens_new), _sequences(rotated, cu_seqlens_new), strict=True
+            first_positions(rotary, old),
+            sequences_of(query, cu_seqlens_new),
+            sequences_of(rotated, cu_seqlens_new),
+            strict=True,
         ):
             result.copy_(rotate(own, first + torch.arange(own.shape[1]), rotary))
         return rotated
@@ -242,7 +144,7 @@ class Cache(NamedTuple):
     def read(self, sequence: int, begin: int, end: int, dtype: torch.dtype) -> list[Tensor]:
         """The keys [Hkv, end - begin, E] and values [Hkv, end - begin, Ev] at positions begin up to end."""
         inside, blocks, rows = self.places(sequence, torch.arange(begin, end))
-        wide = reference.accumulator_dtype(dtype)
+        wide = accumulator_dtype(dtype)
         read = []
         for pool, scale in zip(self.pools, self.scales, strict=True):
             held = pool.new_zeros(end - begin, pool.shape[1], pool.shape[3], dtype=wide)
@@ -255,7 +157,7 @@ class Cache(NamedTuple):
         """Writes keys [Hkv, new, E] and values [Hkv, new, Ev] of each sequence behind its `old` rows; the new lengths."""
         ends = []
         for n, (begin, first, new) in enumerate(
-            zip(old, _first_positions(rotary, old), zip(keys, values, strict=True), strict=True)
+            zip(old, first_positions(rotary, old), zip(keys, values, strict=True), strict=True)
         ):
             ends.append(min(begin + new[0].shape[1], self.capacity))
             inside, blocks, at = self.places(n, torch.arange(begin, ends[-1]))
@@ -289,7 +191,7 @@ def _append_at_slots(key, value, key_cache, value_cache, slots, rotary, query, s
 def rotate(rows: Tensor, positions: Tensor, rotary: tuple) -> Tensor:
     """Rows [heads, rows, E] rotated by their positions [rows], in float32, or in float64 for float64."""
     cos, sin, interleaved = (*rotary, False)[:3] if len(rotary) == 2 else rotary[:3]
-    rows = rows.to(reference.accumulator_dtype(rows.dtype))
+    rows = rows.to(accumulator_dtype(rows.dtype))
     at = positions.clamp(0, max(len(cos) - 1, 0)).to(cos.device)
     cos, sin = cos[at].to(rows.dtype), sin[at].to(rows.dtype)
     width = 2 * cos.shape[-1]
@@ -305,12 +207,12 @@ def rotate(rows: Tensor, positions: Tensor, rotary: tuple) -> Tensor:
 def _stored(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows [Hkv, rows, width] as a cache of `dtype` holds them; a scale broadcasts to them."""
     if scale is not None:
-        rows = rows.to(reference.accumulator_dtype(rows.dtype))
+        rows = rows.to(accumulator_dtype(rows.dtype))
         rows = rows / scale.to(rows.dtype)
     if dtype in FLOAT8:
         # torch's own conversion makes NaN or inf of what is too large, in some versions.
         largest = torch.finfo(dtype).max
-        rows = rows.to(reference.accumulator_dtype(rows.dtype)).clamp(-largest, largest)
+        rows = rows.to(accumulator_dtype(rows.dtype)).clamp(-largest, largest)
     return rows.to(dtype)
 
 
@@ -324,25 +226,25 @@ def packed_rows(starts: Tensor, total: int, longest: int | None = None, used: Te
     return [slice(a, min(max(a, b), a + n)) for a, b, n in zip(bounds[:-1], bounds[1:], most, strict=True)]
 
 
-def _results(query: Tensor, width: int, starts: Tensor | None, longest: int | None):
+def results_of(query: Tensor, width: int, starts: Tensor | None, longest: int | None):
     """out and lse of rows that see nothing; and of each sequence query [Hq, L, E], and the views of out and lse to write."""
     out = query.new_zeros(*query.shape[:-1], width)
     lse_shape = query.shape[:-1] if starts is None else query.shape[1::-1]
-    lse = query.new_full(lse_shape, -reference.INFINITY, dtype=reference.accumulator_dtype(query.dtype))
+    lse = query.new_full(lse_shape, -math.inf, dtype=accumulator_dtype(query.dtype))
     if starts is None:
         return out, lse, list(zip(query, out, lse, strict=True))
     rows = packed_rows(starts, query.shape[0], longest)
     return out, lse, [(query[r].transpose(0, 1), out[r].transpose(0, 1), lse[:, r]) for r in rows]
 
 
-def _sequences(tensor: Tensor, starts: Tensor | None) -> list[Tensor]:
+def sequences_of(tensor: Tensor, starts: Tensor | None) -> list[Tensor]:
     """A view [heads, rows, width] of each sequence of a dense or a packed tensor."""
     if starts is None:
         return list(tensor.unbind(0))
     return [tensor[rows].transpose(0, 1) for rows in packed_rows(starts, tensor.shape[0])]
 
 
-def _lengths(cache_seqlens, leftpad, count: int, capacity: int) -> tuple[list[int], list[int]]:
+def clamped_lengths(cache_seqlens, leftpad, count: int, capacity: int) -> tuple[list[int], list[int]]:
     """leftpad and n_old of each sequence, clamped."""
     if cache_seqlens is None:
         lengths = [capacity] * count
@@ -352,12 +254,12 @@ def _lengths(cache_seqlens, leftpad, count: int, capacity: int) -> tuple[list[in
     return left, [min(max(length, least), capacity) for length, least in zip(lengths, left, strict=True)]
 
 
-def _first_positions(rotary: tuple | None, old: list[int]) -> list[int]:
+def first_positions(rotary: tuple | None, old: list[int]) -> list[int]:
     """The position of each sequence's first new row, as rotary counts."""
     return old if rotary is None or len(rotary) < 4 or rotary[3] is None else rotary[3].tolist()
 
 
-def _check_caches(key_cache, value_cache, key, value, cu_seqlens_new) -> None:
+def check_caches(key_cache, value_cache, key, value, cu_seqlens_new) -> None:
     if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dim() != 4:
         raise ValueError(
             f"key_cache, value_cache: {list(key_cache.shape)} and {list(value_cache.shape)}, expected four dimensions, equal "
@@ -372,6 +274,6 @@ def _check_caches(key_cache, value_cache, key, value, cu_seqlens_new) -> None:
         )
 
 
-def _refuse_gradients(*tensors: Tensor | None) -> None:
+def refuse_gradients(*tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError("attention over cached keys has no gradient: call it in torch.no_grad(), or detach its inputs")

@@ -16,7 +16,20 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._reference_cache import Cache, cache_append, kvcache_attention, packed_rows, seen_keys
+from ._reference_cache import (
+    Cache,
+    accumulator_dtype,
+    cache_append,
+    check_caches,
+    clamped_lengths,
+    first_positions,
+    packed_rows,
+    refuse_gradients,
+    results_of,
+    rotate,
+    seen_keys,
+    sequences_of,
+)
 
 __all__ = [
     "attention",
@@ -35,11 +48,6 @@ __all__ = [
 ]
 
 INFINITY = float("inf")
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse beside inputs of `dtype`: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def visible(
@@ -229,6 +237,111 @@ def varlen_attention(
         )
         result[rows] = attended.transpose(0, 1)
     result = result if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+@overload
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+@overload
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_new: Tensor | None = None,
+    rotary: tuple | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() of each sequence's queries over the keys of its cache, lower-right aligned, after new keys were appended.
+
+    query [B, Hq, L, E], or [Tq, Hq, E] with `cu_seqlens_q` -> out of query's dtype, its width Ev; lse [B, Hq, L], or [Hq, Tq].
+    Caches [B, Hkv, S, E] and [B, Hkv, S, Ev], or with `block_table` [B, entries] pools [blocks, Hkv, page, E] and
+    [blocks, Hkv, page, Ev]. `cache_batch_idx` [B] picks the row of the cache, or of the table. An entry outside [0, blocks)
+    reads as zeros and is never written; so does a row outside the cache or the table.
+
+    `cache_seqlens` [B] (or an int, or None, which is full) counts the keys before the append, `leftpad` [B] included. `key` and
+    `value` are appended as in `cache_append`. With n_old = clamp(length, leftpad, capacity) and n = min(n_old + new, capacity),
+    query i stands at i + n - L and may see the keys from leftpad up to n. Nothing else that the cache holds reaches a result.
+
+    `rotary` = (cos, sin[, interleaved[, offsets]]) rotates new keys as `cache_append` does, and query i at n_old + i, or at
+    n_old where neither `causal` nor a bound of `window` is given; offsets [B] replaces n_old. The rotated query is rounded to
+    its dtype. Keys count as `key_scale` [B, Hkv] (by broadcasting) times what the cache holds, values likewise. `alibi_slopes`
+    is [Hq] or [B, Hq]. `num_splits` changes no value. A row that sees nothing is 0, its lse -inf or its sink; padding rows are
+    0 and -inf. `out` is written in place.
+
+    Raises RuntimeError if a tensor requires a gradient while gradients are on, ValueError for arguments that do not fit.
+    """
+    scales = (key_scale, value_scale)
+    refuse_gradients(query, key_cache, value_cache, key, value, *scales, alibi_slopes, sinks, out, *(rotary or ())[:2])
+    check_caches(key_cache, value_cache, key, value, cu_seqlens_new)
+    if query.dim() != (4 if cu_seqlens_q is None else 3):
+        raise ValueError(f"query: {query.dim()} dimensions; accepted are 4, and 3 with cu_seqlens_q")
+    shared = {"window": window, "softcap": softcap, "sinks": sinks, "scale": scale, "alignment": "lower_right"}
+    moves = causal or (window is not None and any(bound is not None for bound in window))
+    with torch.no_grad():
+        count = query.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        cache = Cache.of(count, key_cache, value_cache, block_table, cache_batch_idx, scales)
+        left, ends = clamped_lengths(cache_seqlens, leftpad, count, cache.capacity)
+        first = first_positions(rotary, ends)
+        if key is not None:
+            ends = cache.append(sequences_of(key, cu_seqlens_new), sequences_of(value, cu_seqlens_new), ends, rotary)
+        result, lse, sequences = results_of(query, value_cache.shape[-1], cu_seqlens_q, max_seqlen_q)
+        for n, (own, own_result, own_lse) in enumerate(sequences):
+            queries = own.shape[1]
+            if rotary is not None:
+                own = rotate(own, first[n] + torch.arange(queries) * moves, rotary).to(query.dtype)
+            begin, end = seen_keys(queries, ends[n], causal=causal, window=window)
+            keys, values = cache.read(n, max(begin, left[n]), end, query.dtype)
+            slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+            own_result[:], own_lse[:] = attention(
+                own, keys, values, causal=causal, alibi_slopes=slopes, return_lse=True, **shared
+            )
+        result = result if out is None else out.copy_(result)
     return (result, lse) if return_lse else result
 
 

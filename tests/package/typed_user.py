@@ -35,6 +35,14 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> None:
     assert_type(truth, tuple[Tensor, Tensor])
 
 
+def cached(query: Tensor, cache: Tensor, lengths: Tensor) -> None:
+    out = flash_online.kvcache_attention(query, cache, cache, lengths, window=(9, None), num_splits=2)
+    assert_type(out, Tensor)
+    assert_type(flash_online.kvcache_attention(query, cache, cache, 3, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_online.cache_append(query, query, cache, cache, cache_seqlens=lengths, query=query), Tensor)
+    flash_online.cache_append(query, query, cache, cache, cache_seqlens=0)
+
+
 def rows(logits: Tensor) -> None:
     assert_type(flash_online.softmax(logits, -1, torch.float32), Tensor)
     assert_type(flash_online.log_softmax(logits, dim=-1, dtype=None), Tensor)

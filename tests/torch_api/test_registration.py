@@ -142,6 +142,29 @@ def row_calls(dtype, layout):
             yield RAW.linear_cross_entropy_step, (*arguments, argmax, rows, None if soft else rows, wanted)
 
 
+def cached_calls(dtype, layout):
+    """(operator, arguments) of those over cached keys: two sequences of pages of four keys."""
+    shape = {"contiguous": (6, 2, 4, 8), "transposed": (6, 4, 2, 8), "broadcast": (6, 2, 4, 8), "empty": (0, 2, 4, 8)}[layout]
+    key, value = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    if layout == "transposed":
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    query, new = torch.randn(2, 4, 3, 8, dtype=dtype), torch.randn(2, 2, 3, 8, dtype=dtype)
+    if layout == "broadcast":
+        query, new = query[:1].expand(2, -1, -1, -1), new[..., :1].expand(-1, -1, -1, 8)
+    lengths, table = torch.tensor([5, 2], dtype=torch.int32), torch.tensor([[0, 3, 1], [2, 5, -1]], dtype=torch.int32)
+    nothing = (None,) * 7
+    attend = (query, key, value, lengths, None, None, table, *nothing, 0, 3, 2, -1, True, 0.5, 2.0, 2)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    packed = (query[0].transpose(0, 1).contiguous(), key, value, lengths, lengths, None, table, starts, *nothing[1:])
+    yield RAW.attention_cached, attend
+    yield RAW.attention_cached, (*packed, 0, 2, -1, 0, True, 0.5, 0.0, 0)
+    yield RAW.attention_cached_, (torch.empty(2, 4, 3, 8, dtype=dtype), *attend)
+    angles = torch.rand(9, 2, dtype=dtype)
+    where = (lengths, None, None, table, None, None, None)
+    yield RAW.cache_append_, (key, value, new, new.clone(), query, *where, angles, angles.clone(), None, None, None, True, True)
+    yield RAW.cache_append_, (key, value, new, new.clone(), None, *where, None, None, None, None, None, False, True)
+
+
 def calls(dtype, layout):
     for all_options in (False, True):
         yield RAW.attention_forward, forward_arguments(dtype, layout, all_options)
@@ -153,6 +176,7 @@ def calls(dtype, layout):
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
     yield RAW.attention_merge, (outs, lses)
     yield RAW.attention_merge_backward, (torch.randn_like(outs[0]), torch.randn_like(lses[0]), outs, lses)
+    yield from cached_calls(dtype, layout)
     yield from row_calls(dtype, layout)
 
 
