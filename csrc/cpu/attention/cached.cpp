@@ -423,12 +423,9 @@ struct Destination {
   }
 };
 
-// A partial result: a query's state over one piece of the keys, and the output row that goes with it, [max, sum, out...].
-template <class A>
-struct Part {
-  A* data;
-  static int64_t pitch(int64_t head_dim) { return round_up(head_dim + 2, 16); }
-};
+// From one partial result to the next: a query's state over one piece of the keys, and the output row that goes with it, [max,
+// sum, out...].
+constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + 2, 16); }
 
 // A work item: the states of some queries over one piece of their keys, and their results where this is the only piece.
 template <class E>
@@ -468,7 +465,7 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
     A* const out = tile.out + r * pitch_v;
     if (pieces > 1) {
       const int64_t part = items.first_part[n] + (row.head * queries + row.query) * pieces + piece;
-      A* const to = parts + part * Part<A>::pitch(call.head_dim_v);
+      A* const to = parts + part * part_pitch(call.head_dim_v);
       to[0] = state.max, to[1] = state.sum;
       std::copy_n(out, call.head_dim_v, to + 2);
       continue;
@@ -490,7 +487,7 @@ void merge_pieces(const AttentionProblem& call, const CachedItems& items, const 
   ScratchAllocator allocator(scratch);
   const CachedScratch<E> tile(call, allocator);
   const Sequence sequence = cached_sequence(call, n);
-  const int64_t pieces = CachedItems::pieces_of(call, sequence), pitch = Part<A>::pitch(call.head_dim_v);
+  const int64_t pieces = CachedItems::pieces_of(call, sequence), pitch = part_pitch(call.head_dim_v);
   const CachedItem item{sequence, n, head / (call.heads / call.key_heads), 1, 0, 0};
   const A value_scale = scale_of<A>(call.cache.value_scale, call.cache.value_scale_stride, item);
   const A* part = parts + (items.first_part[n] + head * sequence.queries.count * pieces) * pitch;
@@ -530,7 +527,7 @@ Memory cached_memory(const AttentionProblem& call) {
     using A = Accumulator<E>;
     CachedScratch<E>(call, scratch);
     CachedItems(call, shared);
-    shared.take<A>(CachedItems::count(call, [](int64_t, int64_t, int64_t) {}) * Part<A>::pitch(call.head_dim_v));
+    shared.take<A>(CachedItems::count(call, [](int64_t, int64_t, int64_t) {}) * part_pitch(call.head_dim_v));
   });
   return {scratch.bytes(), shared.bytes()};
 }
@@ -542,7 +539,7 @@ void cached(const AttentionProblem& call, const Executor& executor) {
     const CachedItems items(call, shared);
     const int64_t count = CachedItems::count(
         call, [&](int64_t n, int64_t item, int64_t part) { items.first_item[n] = item, items.first_part[n] = part; });
-    A* const parts = shared.take<A>(count * Part<A>::pitch(call.head_dim_v));
+    A* const parts = shared.take<A>(count * part_pitch(call.head_dim_v));
     const auto sequence_at = [&](const int64_t* first, int64_t item) {
       return std::upper_bound(first, first + call.batch + 1, item) - first - 1;
     };
