@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from flash_online.testing import peak_extra_bytes
+
 from . import harness
 from .case import Case
 from .summary import OURS
@@ -86,16 +88,15 @@ def step(model: nn.Module, tokens: Tensor, grad: Tensor) -> Tensor:
     return out.detach()
 
 
-def peak_memory(call, device: str) -> int:
-    """Bytes that a call had allocated at its peak beside those that were there before; 0 on the CPU."""
-    if device != "cuda":
-        call()
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return torch.cuda.max_memory_allocated() - before
+def takes(model: nn.Module, implementation: str) -> bool:
+    """Sets a model's attention implementation; False where transformers has none of this name for it."""
+    try:
+        model.set_attn_implementation(implementation)
+    except ValueError as refusal:  # gpt-oss has no sdpa, since that takes no sinks
+        if REFUSAL not in str(refusal):
+            raise
+        return False
+    return True
 
 
 def distances(model: nn.Module, wide: nn.Module, tokens: Tensor) -> dict[str, float]:
@@ -104,11 +105,7 @@ def distances(model: nn.Module, wide: nn.Module, tokens: Tensor) -> dict[str, fl
     found = {}
     ran = {"float32": (wide, "eager")} | {name: (model, own) for name, own in IMPLEMENTATIONS.items()}
     for name, (one, implementation) in ran.items():
-        try:
-            one.set_attn_implementation(implementation)
-        except ValueError as refusal:
-            if REFUSAL not in str(refusal):
-                raise
+        if not takes(one, implementation):
             continue
         out = step(one, tokens, grad.to(one.dtype))
         found[name] = [out.float(), one.layers[0].self_attn.q_proj.weight.grad.float()]
@@ -137,30 +134,25 @@ def measure(case: ModelCase, rounds: int, device: str) -> dict:
     calls = {"prefill": lambda: prefill(model, tokens), "step": lambda: step(model, tokens, grad)}
     timers = {}
     for name, implementation in IMPLEMENTATIONS.items():
+        if not takes(model, implementation):
+            result["unavailable"][name] = REFUSED
+            continue
 
         @contextmanager
         def setting(implementation=implementation):
             model.set_attn_implementation(implementation)
             yield
 
-        try:
-            with setting():
-                entry = {}
-                for what, call in calls.items():
-                    try:
-                        call()  # allocates what stays, such as the gradients of the first step
-                        entry[f"{what}_bytes"] = peak_memory(call, device)
-                        timers[name, what] = call_timer(call, setting, device)
-                    except torch.OutOfMemoryError:
-                        result["unavailable"].setdefault(name, NO_MEMORY)
-        except ValueError as refusal:  # gpt-oss has no sdpa, since that takes no sinks
-            if REFUSAL not in str(refusal):
-                raise
-            result["unavailable"][name] = REFUSED
-            continue
-        finally:
-            model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
+        entry = {}
+        for what, call in calls.items():
+            try:
+                call()  # allocates what stays, such as the gradients of the first step
+                entry[f"{what}_bytes"] = peak_extra_bytes(call, device=device)
+                timers[name, what] = call_timer(call, setting, device)
+            except torch.OutOfMemoryError:
+                result["unavailable"].setdefault(name, NO_MEMORY)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
         if entry:
             result["providers"][name] = entry
     interleave(list(timers.values()), 0, rounds)

@@ -11,6 +11,7 @@ from ._checks import check_flag, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of caches alone
+CACHE_NAMES = ("key_cache", "value_cache")
 
 
 class Where(NamedTuple):
@@ -43,7 +44,7 @@ class Where(NamedTuple):
         return cls(*numbers.values(), block_table)
 
 
-class Turn(NamedTuple):
+class RotaryEmbedding(NamedTuple):
     """Rotary embedding as the operator takes it."""
 
     cosines: Tensor
@@ -52,7 +53,7 @@ class Turn(NamedTuple):
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, rotary, like, batch) -> Turn | None:
+    def of(cls, rotary, like, batch) -> RotaryEmbedding | None:
         """Checks `rotary`; `like` has the dtype and device, and `batch` is how many offsets there are."""
         if rotary is None:
             return None
@@ -100,17 +101,17 @@ def check_numbers(name: str, tensor, like: Tensor, count: int) -> None:
         raise InvalidArgument(f"{name}: {tensor.shape[0]} numbers, expected {count}")
 
 
-def check_starts(name: str, starts, like: Tensor) -> int:
-    """Checks the starts of packed sequences; returns how many sequences there are."""
+def check_starts(name: str, starts, like: Tensor, batch: int | None = None) -> int:
+    """Checks the starts of packed sequences, of `batch` ones if given; returns how many sequences there are."""
     check_int32(name, starts, like, 1)
     if starts.shape[0] == 0 or not starts.is_contiguous():
         raise InvalidArgument(f"{name}: got {list(starts.shape)}, expected contiguous [sequences + 1]")
+    if batch is not None and starts.shape[0] != batch + 1:
+        raise InvalidArgument(f"{name}: {starts.shape[0]} starts, expected {batch + 1}")
     return starts.shape[0] - 1
 
 
-def check_pool(
-    key_cache: Tensor, value_cache: Tensor, like: Tensor, like_name: str, names=("key_cache", "value_cache")
-) -> None:
+def check_pool(key_cache: Tensor, value_cache: Tensor, like: Tensor, like_name: str, names=CACHE_NAMES) -> None:
     check_floating(like_name, like.dtype)
     if key_cache.dim() != 4 or value_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
         raise InvalidArgument(
@@ -138,27 +139,31 @@ def check_query(query: Tensor, key_cache: Tensor, starts: Tensor | None, key_nam
         raise InvalidArgument(f"{key_name}: {key_heads} heads, expected a divisor of query's {heads}")
 
 
-def check_new(key, value, key_cache, value_cache, like, starts, batch) -> None:
-    """Checks new keys and values; `starts` (or slots) where they are packed."""
-    if (key is None) != (value is None):
-        raise InvalidArgument("key, value: one of them is missing")
-    if key is None:
-        if starts is not None:
-            raise InvalidArgument("cu_seqlens_new: without key there is nothing to append")
-        return
-    if starts is not None and starts.dtype == torch.int32:
-        check_starts("cu_seqlens_new", starts, like)
-        if starts.shape[0] != batch + 1:
-            raise InvalidArgument(f"cu_seqlens_new: {starts.shape[0]} starts, expected {batch + 1}")
-    rank = 4 if starts is None else 3
+def check_call(query: Tensor, key_cache: Tensor, value_cache: Tensor, starts: Tensor | None, names) -> int:
+    """Checks a query, which `starts` packs, beside its caches, whose `names` the errors have; returns how many sequences
+    there are."""
+    check_pool(key_cache, value_cache, query, "query", names)
+    check_query(query, key_cache, starts, names[0])
+    return query.shape[0] if starts is None else check_starts("cu_seqlens_q", starts, query)
+
+
+def check_new(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, like: Tensor, batch: int | None) -> None:
+    """Checks new keys and values: those of `batch` sequences, or packed ones where it is None."""
+    rank = 3 if batch is None else 4
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
         fits = rows.dim() == rank and rows.shape[:-1] == key.shape[:-1] and rows.shape[-1] == cache.shape[-1]
-        if not (fits and rows.shape[1] == cache.shape[1] and (rank == 3 or rows.shape[0] == batch)):
+        if not (fits and rows.shape[1] == cache.shape[1] and batch in (None, rows.shape[0])):
             raise InvalidArgument(f"{name}: got {list(rows.shape)}, which does not go with the cache {list(cache.shape)}")
         if rows.dtype != like.dtype or rows.device != like.device:
             raise InvalidArgument(f"{name}: {rows.dtype} on {rows.device}, expected {like.dtype} on {like.device}")
-    if starts is not None and starts.dtype == torch.int64 and starts.shape[0] != key.shape[0]:
-        raise InvalidArgument(f"slots: {starts.shape[0]}, expected one per row of key, {key.shape[0]}")
+
+
+def check_slots(slots, key: Tensor) -> None:
+    check_tensor("slots", slots)
+    if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != key.device:
+        raise InvalidArgument(f"slots: got {list(slots.shape)} {slots.dtype} on {slots.device}, expected int64 [T]")
+    if slots.shape[0] != key.shape[0]:
+        raise InvalidArgument(f"slots: {slots.shape[0]}, expected one per row of key, {key.shape[0]}")
 
 
 def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tuple[Tensor | None, Tensor | None]:

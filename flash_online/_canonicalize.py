@@ -150,9 +150,13 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         raise InvalidArgument(
             f"cu_seqlens_k: {cu_seqlens_k.shape[0]} starts, expected as many as cu_seqlens_q's {cu_seqlens_q.shape[0]}"
         )
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or longest < 0:
-            raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 (nobody reads lengths off the device)")
+    check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
+
+
+def check_longest(name: str, longest) -> None:
+    """Raises unless `longest` can be the length of the longest packed sequence."""
+    if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or longest < 0:
+        raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 (nobody reads lengths off the device)")
 
 
 def broadcast(names: str, *shapes) -> tuple:

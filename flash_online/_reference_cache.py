@@ -161,8 +161,8 @@ class Cache(NamedTuple):
         ):
             ends.append(min(begin + new[0].shape[1], self.capacity))
             inside, blocks, at = self.places(n, torch.arange(begin, ends[-1]))
-            for pool, scale, rows, turn in zip(self.pools, self.scales, new, (rotary, None), strict=True):
-                rows = rows if turn is None else rotate(rows, first + torch.arange(rows.shape[1]), turn)
+            for pool, scale, rows, tables in zip(self.pools, self.scales, new, (rotary, None), strict=True):
+                rows = rows if tables is None else rotate(rows, first + torch.arange(rows.shape[1]), tables)
                 stored = _stored(rows, None if scale is None else scale[n, :, None, None], pool.dtype)
                 stored = stored[:, : ends[-1] - begin].transpose(0, 1)
                 pool[blocks, :, at] = stored[inside.to(pool.device)]
@@ -178,9 +178,9 @@ def _append_at_slots(key, value, key_cache, value_cache, slots, rotary, query, s
         if len(rotary) < 4 or rotary[3] is None:
             raise ValueError("rotary: beside slots it needs offsets, the positions of the rows")
         positions = rotary[3].cpu().long()
-    for pool, rows, scale, turn in zip((key_cache, value_cache), (key, value), scales, (rotary, None), strict=True):
+    for pool, rows, scale, tables in zip((key_cache, value_cache), (key, value), scales, (rotary, None), strict=True):
         rows = rows.transpose(0, 1)
-        rows = rows if turn is None else rotate(rows, positions, turn)
+        rows = rows if tables is None else rotate(rows, positions, tables)
         scale = None if scale is None else scale.expand(len(slots), heads).transpose(0, 1)[..., None]
         pool[block, :, row] = _stored(rows, scale, pool.dtype).transpose(0, 1)[inside]
     if query is None:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from . import _policy
 from ._cache_arguments import (
-    Turn,
+    CACHE_NAMES,
+    RotaryEmbedding,
     Where,
+    check_call,
     check_new,
     check_no_gradient,
     check_numbers,
     check_out,
     check_pool,
     check_query,
+    check_slots,
     check_splits,
     check_starts,
     expand_scales,
 )
-from ._canonicalize import check_attention_options, check_attention_types, check_packed
-from ._checks import check_float, check_int, check_tensor
+from ._canonicalize import check_attention_options, check_attention_types, check_longest, check_packed
+from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops, surfaced
 from .attention import default_scale
 
@@ -143,10 +146,10 @@ def kvcache_attention(
         cache_batch_idx: int32 `[B]`: the row of the cache, or of the table, of each sequence; its index if None.
         leftpad: int32 `[B]`: keys at the beginning of each sequence that nobody sees.
         cu_seqlens_q: int32 `[B + 1]`: where packed queries of each sequence begin, at most max_seqlen_q; cu_seqlens_new: keys.
-        rotary: (cos, sin[, interleaved[, offsets]]): cos and sin `[positions, width / 2]`, of query's dtype or float32, turn
-            the first `width` columns of new key i and of query i (all queries as the first, without causal and window) by
+        rotary: (cos, sin[, interleaved[, offsets]]): cos and sin `[positions, width / 2]`, of query's dtype or float32,
+            rotate the first `width` columns of new key i and query i (all queries as the first, without causal and window) by
             position n_old + i, or offsets[b] + i (int32 `[B]`). Pairs are column i and i + width / 2, or neighbours if
-            interleaved. A position past the table takes its last row. Without `key` queries alone are turned.
+            interleaved. A position past the table takes its last row. Without `key` queries alone are rotated.
         key_scale: float32, broadcastable to `[B, Hkv]`: keys count as this times what the cache holds, and are divided by it
             when they are appended; value_scale: the same of values.
         causal: as in `attention` with lower-right alignment, and so are `window`, `softcap`, `sinks`, `scale`, `return_lse`.
@@ -166,38 +169,41 @@ def kvcache_attention(
     Source: FlashDecoding (Dao, Haziza, Massa, Sizov 2023); PagedAttention (arXiv 2309.06180).
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "key_scale": key_scale}
-    optional["value_scale"], heads_dim = value_scale, -3 if cu_seqlens_q is None else -2
+    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}
+    optional |= {"key_scale": key_scale, "value_scale": value_scale}
     check_attention_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
+    heads_dim = -3 if cu_seqlens_q is None else -2
     check_attention_options(query, heads_dim, causal, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
     _policy.require_kernel("kvcache_attention", **tensors)
     check_no_gradient(tensors | optional)
-    check_pool(key_cache, value_cache, query, "query")
-    check_query(query, key_cache, cu_seqlens_q)
-    batch = query.shape[0] if cu_seqlens_q is None else check_starts("cu_seqlens_q", cu_seqlens_q, query)
+    batch = check_call(query, key_cache, value_cache, cu_seqlens_q, CACHE_NAMES)
     where = Where.of(batch, query, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad)
-    check_new(key, value, key_cache, value_cache, query, cu_seqlens_new, batch)
+    new = _check_appended(key, value, key_cache, value_cache, query, cu_seqlens_new, batch)
+    longest = query.shape[0] if max_seqlen_q is None else max_seqlen_q
+    check_longest("max_seqlen_q", longest)
     scales = expand_scales(key_scale, value_scale, batch, key_cache)
-    turn = Turn.of(rotary, query, batch)
-    if key is not None or turn is not None:
+    embedding = RotaryEmbedding.of(rotary, query, batch)
+    if key is not None or embedding is not None:
         advance = causal or window is not None and tuple(window) != (None, None)
-        starts = (cu_seqlens_new, cu_seqlens_q)
-        rotated = _append(key_cache, value_cache, key, value, query if turn else None, where, starts, scales, turn, advance)
-        query = query if turn is None else rotated
-    return _attend(
-        *(query, key_cache, value_cache, where, cu_seqlens_q, None, cu_seqlens_new, scales),
-        new=0 if key is None else key.shape[2] if cu_seqlens_new is None else key.shape[0],
-        longest=query.shape[0] if max_seqlen_q is None else check_int("max_seqlen_q", max_seqlen_q),
-        **{
-            "causal": causal,
-            "window": window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "scale": scale,
-        },
-        **{"num_splits": num_splits, "return_lse": return_lse, "out": out},
-    )
+        starts, rotated = (cu_seqlens_new, cu_seqlens_q), None if embedding is None else query
+        rotated = _append(key_cache, value_cache, key, value, rotated, where, starts, scales, embedding, advance)
+        query = query if embedding is None else rotated
+    starts, options = (cu_seqlens_q, None, cu_seqlens_new), _Options(causal, window, softcap, alibi_slopes, sinks, scale)
+    return _attend(query, key_cache, value_cache, where, starts, longest, new, scales, options, num_splits, return_lse, out)
+
+
+def _check_appended(key, value, key_cache, value_cache, query, starts, batch) -> int:
+    """Checks what is appended before queries attend; returns how many new keys a sequence has at most."""
+    if (key is None) != (value is None):
+        raise InvalidArgument("key, value: one of them is missing")
+    if key is None:
+        if starts is not None:
+            raise InvalidArgument("cu_seqlens_new: without key there is nothing to append")
+        return 0
+    if starts is not None:
+        check_starts("cu_seqlens_new", starts, query, batch)
+    check_new(key, value, key_cache, value_cache, query, batch if starts is None else None)
+    return key.shape[2] if starts is None else key.shape[0]
 
 
 def varlen_over_pools(
@@ -230,16 +236,14 @@ def varlen_over_pools(
         for name, pool in (("key", key), ("value", value)):
             if pool.dim() != 4:
                 raise InvalidArgument(f"{name}: got {list(pool.shape)}, expected [blocks, page, heads, width] with block_table")
+        check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
         key_pool, value_pool = key.transpose(1, 2), value.transpose(1, 2)
-    check_pool(key_pool, value_pool, query, "query", ("key", "value"))
-    check_query(query, key_pool, cu_seqlens_q, "key")
-    batch = check_starts("cu_seqlens_q", cu_seqlens_q, query)
+    batch = check_call(query, key_pool, value_pool, cu_seqlens_q, ("key", "value"))
     if cu_seqlens_k is None and seqused_k is None:
         raise InvalidArgument("cu_seqlens_k: None, and no seqused_k says how many keys there are")
     lengths = seqused_k
     if cu_seqlens_k is not None:
-        if check_starts("cu_seqlens_k", cu_seqlens_k, query) != batch:
-            raise InvalidArgument(f"cu_seqlens_k: {len(cu_seqlens_k)} starts, expected {batch + 1}")
+        check_starts("cu_seqlens_k", cu_seqlens_k, query, batch)
         spans = cu_seqlens_k.diff()
         packed = key.dim() == 3
         lengths = spans if seqused_k is None else torch.minimum(seqused_k, spans) if packed else seqused_k
@@ -249,31 +253,43 @@ def varlen_over_pools(
         check_numbers("seqused_q", seqused_q, query, batch)
         seqused_q = seqused_q.contiguous()
     return _attend(
-        *(query, key_pool, value_pool, where, cu_seqlens_q, seqused_q, None, (None, None)),
-        **{"new": 0, "longest": max_seqlen_q, "alibi_slopes": alibi_slopes, "sinks": sinks},
-        **{"num_splits": num_splits, "return_lse": return_lse, "out": out},
-        **options,
-    )
+        query, key_pool, value_pool, where, (cu_seqlens_q, seqused_q, None), max_seqlen_q, 0, (None, None),
+        _Options(alibi_slopes=alibi_slopes, sinks=sinks, **options), num_splits, return_lse, out,
+    )  # fmt: skip
+
+
+class _Options(NamedTuple):
+    """Which keys a query sees and what its scores are, beside lengths: arguments of the public functions."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    scale: float | None
+    alignment: str = "lower_right"
 
 
 def _attend(
-    query, key_pool, value_pool, where, query_starts, query_lengths, new_starts, scales, *, new, longest, causal, window,
-    softcap, alibi_slopes, sinks, scale, num_splits, return_lse, out, alignment="lower_right",
-):  # fmt: skip
-    """Runs the operator; out, or (out, lse)."""
+    query, key_pool, value_pool, where, starts, longest, new, scales, options, num_splits, return_lse, out
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs the operator; out, or (out, lse). `starts` has those of packed queries, how many of them count, and those of new
+    keys; a sequence has `longest` queries and `new` new keys at most."""
+    query_starts, (alibi_slopes, sinks) = starts[0], options[3:5]
     accumulator, batch = accumulator_of(query.dtype), query.shape[0] if query_starts is None else len(query_starts) - 1
     if alibi_slopes is not None:
         shape = (batch, query.shape[1])
         if tuple(alibi_slopes.shape) not in (shape, shape[1:]):
             raise InvalidArgument(f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [{shape[1]}] and {list(shape)}")
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
-    left, right = window or (None, None)
+    left, right = options.window or (None, None)
     arguments = (
-        *(query, key_pool, value_pool, *where, query_starts, query_lengths, new_starts, alibi_slopes),
+        *(query, key_pool, value_pool, *where, *starts, alibi_slopes),
         *(None if sinks is None else sinks.to(accumulator).contiguous(), *scales, new, longest),
-        *(-1 if left is None else left, 0 if causal else -1 if right is None else right, alignment == "lower_right"),
-        default_scale(query.shape[-1]) if scale is None else check_float("scale", scale),
-        *(float(softcap), check_splits(num_splits)),
+        *(-1 if left is None else left, 0 if options.causal else -1 if right is None else right),
+        options.alignment == "lower_right",
+        default_scale(query.shape[-1]) if options.scale is None else check_float("scale", options.scale),
+        *(float(options.softcap), check_splits(num_splits)),
     )
     if out is not None:
         check_out(out, query, value_pool.shape[-1])
@@ -287,6 +303,18 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
+class _AppendKeywords(TypedDict, total=False):
+    """The keywords of cache_append that do not change the type of the result, for type checkers."""
+
+    cache_seqlens: Tensor | int | None
+    slots: Tensor | None
+    block_table: Tensor | None
+    cu_seqlens_new: Tensor | None
+    rotary: Rotary | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
 @overload
 def cache_append(
     key: Tensor,
@@ -294,30 +322,12 @@ def cache_append(
     key_cache: Tensor,
     value_cache: Tensor,
     *,
-    cache_seqlens: Tensor | int | None = ...,
-    slots: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    cu_seqlens_new: Tensor | None = ...,
-    rotary: Rotary | None = ...,
     query: None = ...,
-    key_scale: Tensor | None = ...,
-    value_scale: Tensor | None = ...,
+    **options: Unpack[_AppendKeywords],
 ) -> None: ...
 @overload
 def cache_append(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    cache_seqlens: Tensor | int | None = ...,
-    slots: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    cu_seqlens_new: Tensor | None = ...,
-    rotary: Rotary | None = ...,
-    query: Tensor,
-    key_scale: Tensor | None = ...,
-    value_scale: Tensor | None = ...,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *, query: Tensor, **options: Unpack[_AppendKeywords]
 ) -> Tensor: ...
 def cache_append(
     key: Tensor,
@@ -344,13 +354,13 @@ def cache_append(
             the capacity are dropped. One of `cache_seqlens` and `slots` is needed.
         slots: int64 `[T]`: row t goes to row slots[t] % page of block slots[t] // page. Slots outside of the pool are skipped.
         rotary: as in `kvcache_attention`; beside slots offsets are int32 `[T]`, the positions of the rows, and are needed.
-        query: `[B, Hq, L, E]`, or packed as key: it is turned as the keys are, and returned.
+        query: `[B, Hq, L, E]`, or packed as key: it is rotated as the keys are, and returned.
         key_scale: float32, broadcastable to `[B, Hkv]`, beside slots to `[T, Hkv]`: what keys are divided by. The quotient is
             rounded to the nearest, ties to even; in float8 caches it saturates, and NaN stays NaN.
         value_scale: the same of values.
 
     Returns:
-        The turned query, a new tensor, where there is one; else None.
+        The rotated query, a new tensor, where there is one; else None.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor is not as above, or requires a gradient outside of
@@ -367,41 +377,39 @@ def cache_append(
     if (cache_seqlens is None) == (slots is None):
         raise InvalidArgument("cache_seqlens, slots: exactly one of the two is needed")
     if query is not None and rotary is None:
-        raise InvalidArgument("query: it is here to be turned, which needs rotary")
+        raise InvalidArgument("query: it is here to be rotated, which needs rotary")
     check_pool(key_cache, value_cache, key, "key")
     if slots is not None:
         if block_table is not None or cu_seqlens_new is not None:
             raise InvalidArgument("slots: they say where rows go; block_table and cu_seqlens_new are for ends of sequences")
-        check_tensor("slots", slots)
-        if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != key.device:
-            raise InvalidArgument(f"slots: got {list(slots.shape)} {slots.dtype} on {slots.device}, expected int64 [T]")
         if rotary is not None and (len(rotary) < 4 or rotary[3] is None):
             raise InvalidArgument("rotary: beside slots it needs offsets, the positions of the rows")
+        check_slots(slots, key)
         batch, where = len(slots), Where(None, None, None, None)
-        check_new(key, value, key_cache, value_cache, key, slots, batch)
+        check_new(key, value, key_cache, value_cache, key, None)
     else:
         packed = cu_seqlens_new is not None
         batch = check_starts("cu_seqlens_new", cu_seqlens_new, key) if packed else key.shape[0] if key.dim() else 0
-        check_new(key, value, key_cache, value_cache, key, cu_seqlens_new, batch)
+        check_new(key, value, key_cache, value_cache, key, None if packed else batch)
         where = Where.of(batch, key, key_cache, cache_seqlens, block_table, None, None)
     if query is not None:
         starts = slots if slots is not None else cu_seqlens_new
         check_query(query, key_cache, starts)
         if query.dtype != key.dtype or query.device != key.device or query.shape[0] != key.shape[0]:
             raise InvalidArgument(f"query: got {list(query.shape)} {query.dtype}, which does not go with key {list(key.shape)}")
-    scales, turn = expand_scales(key_scale, value_scale, batch, key_cache), Turn.of(rotary, key, batch)
+    scales, embedding = expand_scales(key_scale, value_scale, batch, key_cache), RotaryEmbedding.of(rotary, key, batch)
     starts = (cu_seqlens_new, cu_seqlens_new if query is not None else None)
-    rotated = _append(key_cache, value_cache, key, value, query, where, starts, scales, turn, True, slots)
+    rotated = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, True, slots)
     return None if query is None else rotated
 
 
-def _append(key_cache, value_cache, key, value, query, where, starts, scales, turn, advance, slots=None) -> Tensor:
+def _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance, slots=None) -> Tensor:
     """Runs the operator; `starts` are those of new rows and of queries."""
-    turn = Turn(None, None, False, None) if turn is None else turn
+    cosines, sines, interleaved, offsets = embedding or (None, None, False, None)
     try:
         return ops.cache_append_.default(
-            *(key_cache, value_cache, key, value, query, *where, slots, *starts, turn.cosines, turn.sines, turn.offsets),
-            *(*scales, turn.interleaved, advance),
+            *(key_cache, value_cache, key, value, query, *where, slots, *starts, cosines, sines, offsets),
+            *(*scales, interleaved, advance),
         )
     except RuntimeError as error:
         raise surfaced(error, key_cache) from None

@@ -11,6 +11,7 @@ import torch
 from devices import why_no_cuda
 
 import flash_online
+from flash_online import _policy
 
 
 def pytest_collection_modifyitems(items):
@@ -37,6 +38,14 @@ def device(request):
         pytest.skip("no kernel takes float64 on CUDA; test_dispatch.py tests where it goes")
     with flash_online.strict():
         yield request.param
+
+
+@pytest.fixture
+def cache_device(device):
+    """The device of a test, where cached keys have kernels."""
+    if device == "cuda" and "kvcache_attention" not in _policy.ON_CUDA:
+        pytest.skip("this build has no CUDA kernels for cached keys")
+    return device
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def attend_cached(
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidArgument("rotary_cos, rotary_sin: one of them is missing")
     if rotary_cos is not None and k is None:
-        raise InvalidArgument("rotary_cos: given without k, which it turns")
+        raise InvalidArgument("rotary_cos: given without k, which it rotates")
     rotary = None if rotary_cos is None else (rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
 
     def heads_first(tensor: Tensor | None) -> Tensor | None:

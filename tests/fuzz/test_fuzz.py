@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from cache_cases import random_cached
 from cases import DTYPES
+from instruction_sets import run_tests, skip_unless_lesser
 from oracle import Attention, Packed, compare_with_reference
 
 import flash_online
-from flash_online import _policy
-from flash_online._info import build_info
 from flash_online.testing import LAYOUTS, lay_out, random_tensor
 
 COUNT = int(os.environ.get("FLASH_ONLINE_FUZZ", "300"))
@@ -165,10 +161,9 @@ def test_fuzz(device):
             raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
 
 
-def test_fuzz_cached_keys(device):
+def test_fuzz_cached_keys(cache_device):
     """Attention over cached keys, and the same new keys appended at the ends of sequences and at slots."""
-    if device == "cuda" and "kvcache_attention" not in _policy.ON_CUDA:
-        pytest.skip("this build has no CUDA kernels for cached keys")
+    device = cache_device
     assert COUNT > 0
     for seed in range(SEED, SEED + COUNT):
         problem = random_cached(seed, device)
@@ -186,11 +181,5 @@ def test_fuzz_cached_keys(device):
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_fuzz_on_a_lesser_instruction_set(instruction_set):
     """The kernels compiled for another processor have other vectors and sum in another order; the tolerance is equal."""
-    sets = build_info()["instruction_sets"]
-    if instruction_set not in sets or sets.index(instruction_set) >= sets.index(build_info()["cpu"]):
-        pytest.skip(f"{instruction_set} is not in this build, or no lesser set than this processor's")
-    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set, "FLASH_ONLINE_FUZZ": str(COUNT // 5)}
-    test = f"{Path(__file__)}::test_fuzz[cpu]"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+    skip_unless_lesser(instruction_set)
+    run_tests(instruction_set, f"{__file__}::test_fuzz[cpu]", FLASH_ONLINE_FUZZ=str(COUNT // 5))

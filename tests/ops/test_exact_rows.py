@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from instruction_sets import run_tests, skip_unless_lesser
 
 import flash_online
 
@@ -136,13 +132,11 @@ def test_equal_scores(device, dtype, classes):
     assert (flash_online.softmax(x, 1, dtype=torch.float32) == 1 / classes).all()
 
 
-@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
-def test_every_instruction_set(instruction_set):
-    """The tests above on the CPU, in a process of its own for each instruction set."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu and not instruction_set"]
-    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
+def test_lesser_instruction_sets(instruction_set):
+    """The tests above on the CPU."""
+    skip_unless_lesser(instruction_set)
+    run_tests(instruction_set, __file__, "-k", "cpu and not instruction_set")
 
 
 def test_a_factor_and_its_inverse_multiply_to_1():

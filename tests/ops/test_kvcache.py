@@ -3,68 +3,50 @@ NaN."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from cache_cases import CachedProblem, random_cached
+from instruction_sets import run_tests, skip_unless_lesser
 
 import flash_online
-from flash_online import _policy, reference
-from flash_online._info import build_info
+from flash_online import reference
 from flash_online.testing import assert_close_to_float64
 
 RAGGED = ((7, 1, 1), (0, 1, 1), (20, 1, 1), (33, 1, 1))
 
 
-@pytest.fixture
-def place(device):
-    """The device of a test, where cached keys have kernels."""
-    if device == "cuda" and "kvcache_attention" not in _policy.ON_CUDA:
-        pytest.skip("this build has no CUDA kernels for cached keys")
-    return device
-
-
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_random_problems(place, first):
+def test_random_problems(cache_device, first):
     for seed in range(first, first + 20):
-        problem = random_cached(seed, place)
-        problem.check(flash_online.kvcache_attention, place)
-        problem.check_append(flash_online.cache_append, place)
-        problem.check_append(flash_online.cache_append, place, slots=True)
+        problem = random_cached(seed, cache_device)
+        problem.check(flash_online.kvcache_attention, cache_device)
+        problem.check_append(flash_online.cache_append, cache_device)
+        problem.check_append(flash_online.cache_append, cache_device, slots=True)
 
 
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_lesser_instruction_sets(instruction_set):
-    sets = build_info()["instruction_sets"]
-    if instruction_set not in sets or sets.index(instruction_set) >= sets.index(build_info()["cpu"]):
-        pytest.skip(f"{instruction_set} is not in this build, or no lesser set than this processor's")
-    test = f"{Path(__file__)}::test_random_problems"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, "-k", "cpu"]
-    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    skip_unless_lesser(instruction_set)
+    run_tests(instruction_set, f"{__file__}::test_random_problems", "-k", "cpu")
 
 
 @pytest.mark.parametrize("splits", [None, 1, 2, 3, 64])
 @pytest.mark.parametrize("page", [None, 1, 16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(place, dtype, page, splits):
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(cache_device, dtype, page, splits):
     """Whatever its neighbours and its pages are, and however many threads there are."""
     lengths = ((700, 1, 1), (30, 1, 1), (1030, 1, 1), (64, 1, 1))
     problem = CachedProblem(
         dtype=dtype, head_dims=(64, 64), lengths=lengths, capacity=1100, page=page, options={"num_splits": splits}
     )
-    made = problem.make(place)
+    made = problem.make(cache_device)
     call = dict(made.options) | {"return_lse": True}
     torch.set_num_threads(3)
     out, lse = flash_online.kvcache_attention(made.query, *made.caches, made.cache_seqlens, **call)
     torch.set_num_threads(1)
-    ends = torch.tensor(made.ends, dtype=torch.int32, device=place)
+    ends = torch.tensor(made.ends, dtype=torch.int32, device=cache_device)
     for n in range(len(lengths)):
         own = {"num_splits": splits, "return_lse": True}
         if page is None:
@@ -78,10 +60,10 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(place, dtype, page
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (9, None)}, {"softcap": 2.0}])
-def test_step_by_step_is_the_prefill(place, options):
+def test_step_by_step_is_the_prefill(cache_device, options):
     """With one piece each row has the bits that it has among others."""
-    query, key, value = (torch.randn(2, heads, 40, 64, device=place) for heads in (6, 2, 2))
-    caches = [torch.full((2, 2, 50, 64), torch.nan, device=place) for _ in range(2)]
+    query, key, value = (torch.randn(2, heads, 40, 64, device=cache_device) for heads in (6, 2, 2))
+    caches = [torch.full((2, 2, 50, 64), torch.nan, device=cache_device) for _ in range(2)]
     whole = flash_online.kvcache_attention(
         query, *(c.clone() for c in caches), 0, key=key, value=value, num_splits=1, **options
     )
@@ -94,7 +76,7 @@ def test_step_by_step_is_the_prefill(place, options):
     assert_close_to_float64(whole, plain, truth, torch.float32, name="out")
 
 
-def varlen_case(place, dtype=torch.float32, **changes):
+def varlen_case(cache_device, dtype=torch.float32, **changes):
     """Arguments of varlen_attention over a pool, and its keywords."""
     generator = torch.Generator().manual_seed(5)
     used, keys = [3, 0, 1, 5], [40, 7, 0, 33]
@@ -112,8 +94,15 @@ def varlen_case(place, dtype=torch.float32, **changes):
         "seqused_k": torch.tensor(keys, dtype=torch.int32),
         "causal": True,
     } | changes
-    options = {name: option.to(place) if torch.is_tensor(option) else option for name, option in options.items()}
-    return [query.to(place), *(pool.to(place) for pool in pools), starts.to(place), None, 5, 64], options
+    options = {name: option.to(cache_device) if torch.is_tensor(option) else option for name, option in options.items()}
+    return [
+        query.to(cache_device),
+        *(pool.to(cache_device) for pool in pools),
+        starts.to(cache_device),
+        None,
+        5,
+        64,
+    ], options
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -122,8 +111,8 @@ def varlen_case(place, dtype=torch.float32, **changes):
     [{}, {"seqused_q": None}, {"window": (5, 0)}, {"alignment": "upper_left"}, {"num_splits": 2, "softcap": 2.0}],
     ids=["all", "no seqused_q", "window", "upper left", "splits"],
 )
-def test_varlen_over_pools(place, dtype, changes):
-    arguments, options = varlen_case(place, dtype, **changes)
+def test_varlen_over_pools(cache_device, dtype, changes):
+    arguments, options = varlen_case(cache_device, dtype, **changes)
     found = flash_online.varlen_attention(*arguments, **options, return_lse=True)
 
     def oracle(query):
@@ -137,10 +126,10 @@ def test_varlen_over_pools(place, dtype, changes):
 
 
 @pytest.mark.parametrize("used", [None, [3, 9, 0]])
-def test_varlen_with_seqused_k_or_out_over_packed_keys(place, used):
-    query, key, value = (torch.randn(rows, heads, 32, device=place) for rows, heads in ((9, 4), (20, 2), (20, 2)))
-    starts_q, starts_k = (torch.tensor(s, dtype=torch.int32, device=place) for s in ([0, 2, 6, 9], [0, 5, 13, 20]))
-    used = None if used is None else torch.tensor(used, dtype=torch.int32, device=place)
+def test_varlen_with_seqused_k_or_out_over_packed_keys(cache_device, used):
+    query, key, value = (torch.randn(rows, heads, 32, device=cache_device) for rows, heads in ((9, 4), (20, 2), (20, 2)))
+    starts_q, starts_k = (torch.tensor(s, dtype=torch.int32, device=cache_device) for s in ([0, 2, 6, 9], [0, 5, 13, 20]))
+    used = None if used is None else torch.tensor(used, dtype=torch.int32, device=cache_device)
     out = torch.empty_like(query)
     arguments = (query, key, value, starts_q, starts_k, 4, 8)
     found = flash_online.varlen_attention(*arguments, seqused_k=used, out=out, causal=True)
@@ -177,6 +166,18 @@ def refused(name: str, **changes):
         refused("key", key=torch.zeros(2, 1, 1, 16), value=torch.zeros(2, 1, 1, 16)),
         refused("value", key=torch.zeros(2, 2, 1, 16), value=torch.zeros(2, 2, 2, 16)),
         refused("cu_seqlens_new", cu_seqlens_new=torch.zeros(3, dtype=torch.int32)),
+        refused(
+            "cu_seqlens_new",
+            key=torch.zeros(3, 2, 16),
+            value=torch.zeros(3, 2, 16),
+            cu_seqlens_new=torch.tensor([0, 1, 3]),
+        ),
+        refused(
+            "max_seqlen_q",
+            query=torch.zeros(2, 4, 16),
+            cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+            max_seqlen_q=-1,
+        ),
         refused("rotary", rotary=(torch.zeros(9, 4),)),
         refused("rotary", rotary=(torch.zeros(9, 4), torch.zeros(9, 5))),
         refused("rotary", rotary=(torch.zeros(9, 9), torch.zeros(9, 9))),
@@ -202,22 +203,22 @@ def test_arguments_that_do_not_fit(name, changes):
         flash_online.kvcache_attention(**arguments)
 
 
-def test_appending_needs_one_place(place):
-    key, cache = torch.zeros(1, 2, 3, 8, device=place), torch.zeros(1, 2, 9, 8, device=place)
-    slots = torch.arange(3, device=place)
+def test_appending_needs_one_place(cache_device):
+    key, cache = torch.zeros(1, 2, 3, 8, device=cache_device), torch.zeros(1, 2, 9, 8, device=cache_device)
+    slots = torch.arange(3, device=cache_device)
     for options in ({}, {"cache_seqlens": 0, "slots": slots}):
         with pytest.raises(flash_online.InvalidArgument, match=r"^cache_seqlens, slots"):
             flash_online.cache_append(key, key, cache, cache.clone(), **options)
     with pytest.raises(flash_online.InvalidArgument, match=r"^query"):
         flash_online.cache_append(key, key, cache, cache.clone(), cache_seqlens=0, query=key)
     with pytest.raises(flash_online.InvalidArgument, match=r"^rotary"):
-        angles = torch.zeros(9, 4, device=place)
+        angles = torch.zeros(9, 4, device=cache_device)
         flash_online.cache_append(key[0].mT, key[0].mT, cache, cache, slots=slots, rotary=(angles, angles))
 
 
-def raw_arguments(place):
+def raw_arguments(cache_device):
     problem = CachedProblem(lengths=RAGGED, capacity=40, page=16, head_dims=(16, 16), rotary="halves")
-    made = problem.make(place)
+    made = problem.make(cache_device)
     caches = [cache.clone().nan_to_num() for cache in made.caches]
     lengths, table = made.cache_seqlens, made.options["block_table"]
     cos, sin = made.options["rotary"][:2]
@@ -228,9 +229,9 @@ def raw_arguments(place):
 
 
 @pytest.mark.parametrize("test", ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"])
-def test_opcheck(place, test):
+def test_opcheck(cache_device, test):
     """The schema says what is written, and the fakes what comes back."""
-    attend, append = raw_arguments(place)
+    attend, append = raw_arguments(cache_device)
     ops = flash_online.ops
     for op, arguments in (
         (ops.attention_cached, attend),
@@ -240,11 +241,11 @@ def test_opcheck(place, test):
         torch.library.opcheck(op.default, arguments, test_utils=test)
 
 
-def test_compiled_without_a_copy_of_the_cache(place):
-    """One graph, the cache written in place: no allocation is as large as it is."""
-    key_cache, value_cache = (torch.zeros(1, 2, 100_000, 16, device=place) for _ in range(2))
-    query, new = torch.randn(1, 4, 1, 16, device=place), torch.randn(1, 2, 1, 16, device=place)
-    lengths = torch.tensor([3], dtype=torch.int32, device=place)
+def test_compiled_without_a_copy_of_the_cache(cache_device):
+    """One graph, the cache written in cache_device: no allocation is as large as it is."""
+    key_cache, value_cache = (torch.zeros(1, 2, 100_000, 16, device=cache_device) for _ in range(2))
+    query, new = torch.randn(1, 4, 1, 16, device=cache_device), torch.randn(1, 2, 1, 16, device=cache_device)
+    lengths = torch.tensor([3], dtype=torch.int32, device=cache_device)
 
     def step(query, new, lengths):
         return flash_online.kvcache_attention(query, key_cache, value_cache, lengths, key=new, value=2 * new)
@@ -255,24 +256,24 @@ def test_compiled_without_a_copy_of_the_cache(place):
     with torch.profiler.profile(profile_memory=True) as profile:
         found = compiled(query, new, lengths)
     assert torch.equal(found, expected)
-    key = "self_device_memory_usage" if place == "cuda" else "self_cpu_memory_usage"
+    key = "self_device_memory_usage" if cache_device == "cuda" else "self_cpu_memory_usage"
     assert max(getattr(event, key) for event in profile.key_averages()) < key_cache.nbytes
 
 
-def test_explain(place):
+def test_explain(cache_device):
     problem = CachedProblem(lengths=RAGGED, capacity=40, page=16)
-    made = problem.make(place)
+    made = problem.make(cache_device)
     plan = flash_online.explain(flash_online.kvcache_attention, made.query, *made.caches, made.cache_seqlens, **made.options)
     assert plan.ours and plan.operators == ("cache_append_", "attention_cached") and "kernel" in plan.kernel
-    untouched = problem.make(place)
+    untouched = problem.make(cache_device)
     assert all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made.buffers, untouched.buffers, strict=True)
     )
 
 
-def test_cached_keys_have_no_gradient(place):
-    query = torch.randn(1, 4, 1, 16, device=place, requires_grad=True)
-    caches = [torch.randn(1, 2, 9, 16, device=place) for _ in range(2)]
+def test_cached_keys_have_no_gradient(cache_device):
+    query = torch.randn(1, 4, 1, 16, device=cache_device, requires_grad=True)
+    caches = [torch.randn(1, 2, 9, 16, device=cache_device) for _ in range(2)]
     with pytest.raises(flash_online.InvalidArgument, match=r"^query: requires a gradient"):
         flash_online.kvcache_attention(query, *caches, 3)
     with torch.no_grad():
@@ -280,9 +281,9 @@ def test_cached_keys_have_no_gradient(place):
 
 
 @pytest.mark.parametrize("longest", [0, 1, 2])
-def test_queries_past_the_longest_are_left_out(place, longest):
+def test_queries_past_the_longest_are_left_out(cache_device, longest):
     problem = replace(CachedProblem(lengths=((9, 0, 3), (4, 0, 1)), append=False, packed=(True, False)), spare_rows=(1, 0))
-    made = problem.make(place)
+    made = problem.make(cache_device)
     options = made.options | {"max_seqlen_q": longest, "return_lse": True}
     out, lse = flash_online.kvcache_attention(made.query, *made.caches, made.cache_seqlens, **options)
     kept = [row for first, rows in ((0, 3), (3, 1)) for row in range(first, first + min(rows, longest))]

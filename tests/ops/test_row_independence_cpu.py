@@ -7,16 +7,11 @@ Each test compares bits, for every instruction set that this processor has.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from instruction_sets import run_tests, skip_unless_lesser
 
 import flash_online
-from flash_online._info import build_info
 from flash_online.testing import lay_out
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -159,10 +154,5 @@ def test_gradients_of_a_head_do_not_depend_on_other_heads_or_sequences(dtype, na
 
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512"])
 def test_lesser_instruction_sets(instruction_set):
-    sets = build_info()["instruction_sets"]
-    if "FLASH_ONLINE_CPU" in os.environ or sets.index(instruction_set) >= sets.index(build_info()["cpu"]):
-        pytest.skip(f"{instruction_set} is no lesser set than the one in use")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+    skip_unless_lesser(instruction_set)
+    run_tests(instruction_set, "-x", __file__)

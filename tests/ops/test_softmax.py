@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cases import DTYPES, EMPTY_ROW_SHAPES, ROW_SHAPES
+from instruction_sets import run_tests, skip_unless_lesser
 from oracle import compare_with_reference
 from row_oracle import compare_softmaxes, random_rows, softmax_and_gradient
 
@@ -363,12 +361,10 @@ def test_exp_over_all_exponents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
-def test_every_instruction_set(instruction_set):
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
+def test_lesser_instruction_sets(instruction_set):
     """Those of the tests above that the sets' own code decides."""
+    skip_unless_lesser(instruction_set)
     tests = "(exp_over_all_exponents or strides_change_no_bit or chunks or share_a_row or topk) and not topk_lengths"
     files = [str(Path(__file__).with_name(name)) for name in ("test_softmax.py", "test_topk_softmax.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files, "-k", tests]
-    environment = os.environ | {"FLASH_ONLINE_CPU": instruction_set}
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert result.returncode == 0, f"FLASH_ONLINE_CPU={instruction_set}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+    run_tests(instruction_set, "-m", "not gpu", *files, "-k", tests)

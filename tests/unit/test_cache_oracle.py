@@ -397,15 +397,15 @@ def test_slots(dtype):
 
 
 def rotated(rows, positions, cos, sin, interleaved):
-    """Rows [..., rows, E] turned as complex numbers, in float64."""
+    """Rows [..., rows, E] rotated as complex numbers, in float64."""
     width = 2 * cos.shape[-1]
     positions = torch.tensor(positions).clamp(0, len(cos) - 1)
-    turn = torch.complex(cos.double()[positions], sin.double()[positions])
+    rotation = torch.complex(cos.double()[positions], sin.double()[positions])
     front = rows[..., :width].double()
     sizes = (width // 2, 2) if interleaved else (2, width // 2)
     pairs = front.unflatten(-1, sizes) if interleaved else front.unflatten(-1, sizes).transpose(-2, -1)
-    turned = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * turn)
-    front = turned.flatten(-2) if interleaved else turned.transpose(-2, -1).flatten(-2)
+    rotated_query = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * rotation)
+    front = rotated_query.flatten(-2) if interleaved else rotated_query.transpose(-2, -1).flatten(-2)
     return torch.cat([front, rows[..., width:].double()], -1)
 
 
@@ -438,7 +438,7 @@ def test_rotary(how, width, interleaved):
     check(ours, scene.expected(left=left, **options))
 
 
-def test_rotary_without_new_keys_turns_queries_alone():
+def test_rotary_without_new_keys_rotates_queries_alone():
     scene = Scene([5, 11], queries=2)
     angles = torch.rand(30, 4, dtype=torch.float64) * 6
     before = scene.caches[0].clone()
@@ -457,11 +457,11 @@ def test_rotated_rows_are_rounded_once(dtype, table_dtype):
     key, value, query = (torch.randn(2, heads, 6, 10).to(dtype) for heads in (2, 2, 4))
     caches = [torch.zeros(2, 2, 9, 10, dtype=dtype) for _ in range(2)]
     lengths = torch.tensor([1, 3], dtype=torch.int32)
-    turned = reference.cache_append(key, value, *caches, cache_seqlens=lengths, rotary=(cos, sin, True), query=query)
-    assert turned.dtype == dtype and turned.shape == query.shape and turned.data_ptr() != query.data_ptr()
+    rotated_query = reference.cache_append(key, value, *caches, cache_seqlens=lengths, rotary=(cos, sin, True), query=query)
+    assert rotated_query.dtype == dtype and rotated_query.shape == query.shape and rotated_query.data_ptr() != query.data_ptr()
     eps = torch.finfo(dtype).eps
     for n, length in enumerate(lengths.tolist()):
-        for ours, rows in ((caches[0][n, :, length : length + 6], key[n]), (turned[n], query[n])):
+        for ours, rows in ((caches[0][n, :, length : length + 6], key[n]), (rotated_query[n], query[n])):
             expected = rotated(rows, range(length, length + 6), cos, sin, True)
             # Half an ulp of the result, and float32's errors of the terms.
             allowed = eps / 2 * expected.abs() + (1e-6 if dtype != torch.float64 else 1e-14) + torch.finfo(dtype).tiny
@@ -475,17 +475,17 @@ def test_a_rotated_query_of_slots_and_of_packed_rows():
     caches = [torch.zeros(3, 2, 7, 4, dtype=torch.float64) for _ in range(2)]
     positions, table = [3, 0, 99, 7, 7, 1], (angles.cos(), angles.sin())
     slots, offsets = torch.arange(6) * 3, torch.tensor(positions, dtype=torch.int32)
-    turned = reference.cache_append(key, value, *caches, slots=slots, rotary=(*table, False, offsets), query=query)
-    close(turned.transpose(0, 1), rotated(query.transpose(0, 1), positions, *table, False))
+    rotated_query = reference.cache_append(key, value, *caches, slots=slots, rotary=(*table, False, offsets), query=query)
+    close(rotated_query.transpose(0, 1), rotated(query.transpose(0, 1), positions, *table, False))
     keys = rotated(key.transpose(0, 1), positions, *table, False)
     close(caches[0].transpose(1, 2).reshape(21, 2, 4)[slots], keys.transpose(0, 1))
 
     starts, lengths = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([4, 1, 0], dtype=torch.int32)
     options = {"cache_seqlens": lengths, "cu_seqlens_new": starts, "rotary": (*table, True)}
-    turned = reference.cache_append(key, value, *caches, query=query, **options)
-    close(turned[:5].transpose(0, 1), rotated(query[:5].transpose(0, 1), [4, 5, 0, 1, 2], *table, True))
+    rotated_query = reference.cache_append(key, value, *caches, query=query, **options)
+    close(rotated_query[:5].transpose(0, 1), rotated(query[:5].transpose(0, 1), [4, 5, 0, 1, 2], *table, True))
     close(caches[0][0, :, 4:6], rotated(key[:2].transpose(0, 1), [4, 5], *table, True))
-    assert (turned[5] == 0).all()
+    assert (rotated_query[5] == 0).all()
 
 
 # --- float8 ---
