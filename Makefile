@@ -15,7 +15,7 @@ lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . &&
 house: .venv/built ; .venv/bin/python .ci/house.py
 # make sanitize ARGS="--tool racecheck --calls softmax": the CUDA kernels under compute-sanitizer, on a machine with a GPU.
 sanitize: .venv/built ; .venv/bin/python tests/gpu/sanitize.py $(ARGS)
-# The wheel of a release, in dist/: every architecture, hours on two cores. `TORCH_CUDA_ARCH_LIST=9.0a make wheel`: one, a quarter of an hour.
+# The wheel of a release, in dist/: every architecture, over half an hour on two cores. `TORCH_CUDA_ARCH_LIST=9.0a make wheel`: one, a quarter of an hour.
 wheel: .venv/built ; .ci/wheel
 # make sass ARGS="BEFORE AFTER": the machine code of two build folders, function by function.
 sass: ; .ci/machine_code.py $(ARGS)

@@ -3,6 +3,7 @@
 // lies inside the pool nonetheless.
 #pragma once
 
+#include "integer.h"
 #include "sequence.h"
 
 namespace flash_online {
@@ -10,19 +11,24 @@ namespace flash_online {
 // The keys that a sequence's table has room for.
 FLASH_ONLINE_HD int64_t capacity_of(const CacheView& cache) { return cache.entries * cache.page; }
 
+// How many keys at the beginning of sequence n nobody sees.
+FLASH_ONLINE_HD int64_t left_of(const CacheView& cache, int64_t n) {
+  return cache.left ? clamp(cache.left[n], 0, capacity_of(cache)) : 0;
+}
+
 // How many keys sequence n has before the new ones, its padding on the left counted.
 FLASH_ONLINE_HD int64_t old_keys(const CacheView& cache, int64_t n) {
-  const int64_t capacity = capacity_of(cache), left = cache.left ? clamp(cache.left[n], 0, capacity) : 0;
-  return cache.lengths ? clamp(cache.lengths[n], left, capacity) : capacity;
+  const int64_t capacity = capacity_of(cache);
+  return cache.lengths ? clamp(cache.lengths[n], left_of(cache, n), capacity) : capacity;
 }
 
 // The keys of sequence n that a query may see, by their place in the cache: from the end of its padding on the left to its
 // length, with its new keys.
 FLASH_ONLINE_HD Rows cached_keys(const CacheView& cache, int64_t n) {
-  const int64_t capacity = capacity_of(cache), left = cache.left ? clamp(cache.left[n], 0, capacity) : 0;
+  const int64_t left = left_of(cache, n);
   const int64_t added =
       cache.new_starts ? clamp(int64_t{cache.new_starts[n + 1]} - cache.new_starts[n], 0, cache.new_keys) : cache.new_keys;
-  return {left, clamp(old_keys(cache, n) + added, left, capacity) - left};
+  return {left, clamp(old_keys(cache, n) + added, left, capacity_of(cache)) - left};
 }
 
 // The block of the pool in which entry `entry` of sequence n lies; -1 where there is none, whose keys and values count as 0.
@@ -33,10 +39,16 @@ FLASH_ONLINE_HD int64_t block_of(const CacheView& cache, int64_t n, int64_t entr
   return block >= 0 && block < cache.blocks ? block : -1;
 }
 
+// What the keys, or values, of a head of sequence n are multiplied by: `scales` and their strides are the cache's.
+FLASH_ONLINE_HD float scale_of(const float* scales, const int64_t (&stride)[2], int64_t n, int64_t head) {
+  return scales ? scales[n * stride[0] + head * stride[1]] : 1.0f;
+}
+
 // The queries of sequence n, and its keys as cached_keys numbers them, counted from the first one that may be seen. The last
 // query stands at the last key, or the first at the first.
 FLASH_ONLINE_HD Sequence cached_sequence(const AttentionProblem& problem, int64_t n) {
   const CacheView& cache = problem.cache;
+  if (n >= problem.batch) return {{0, 0}, {0, 0}, problem.visible};  // no sequences, only padding rows
   Sequence sequence{{0, problem.queries}, cached_keys(cache, n), problem.visible};
   if (problem.query_starts) sequence.queries = packed_rows(problem.query_starts, n, problem.queries, problem.total_queries);
   if (cache.query_lengths) sequence.queries.count = clamp(cache.query_lengths[n], 0, sequence.queries.count);
@@ -44,15 +56,36 @@ FLASH_ONLINE_HD Sequence cached_sequence(const AttentionProblem& problem, int64_
   return sequence;
 }
 
+// The packed queries of sequence n that do not count, since `query_lengths` has fewer than there are.
+FLASH_ONLINE_HD Rows unused_queries(const AttentionProblem& problem, int64_t n) {
+  if (n >= problem.batch) return {0, 0};
+  const Rows all = packed_rows(problem.query_starts, n, problem.queries, problem.total_queries);
+  const int64_t used = cached_sequence(problem, n).queries.count;
+  return {all.begin + used, all.count - used};
+}
+
 // How the keys of a sequence are cut into pieces, which merge in ascending order. It depends on the sequence alone.
 constexpr int64_t kKeysPerSplitBlock = 64;
 
+// The pieces of a sequence of `keys` keys: as many as are wanted, if `least` keys are there for each.
+FLASH_ONLINE_HD int64_t pieces_of(int64_t keys, int64_t wanted, int64_t least = kKeysPerSplitBlock) {
+  const int64_t most = ceil_div(keys, least);
+  return clamp(wanted, 1, most > 1 ? most : 1);
+}
+
 // Piece `piece` of `pieces`, of `keys` keys: whole blocks but for the last one.
 FLASH_ONLINE_HD Rows piece_of(int64_t keys, int64_t pieces, int64_t piece) {
-  const int64_t blocks = (keys + kKeysPerSplitBlock - 1) / kKeysPerSplitBlock;
+  const int64_t blocks = ceil_div(keys, kKeysPerSplitBlock);
   const int64_t begin = blocks * piece / pieces * kKeysPerSplitBlock,
                 end = clamp(blocks * (piece + 1) / pieces * kKeysPerSplitBlock, 0, keys);
   return {begin, end - begin};
+}
+
+// A sequence that has these of its keys alone.
+FLASH_ONLINE_HD Sequence part_of(Sequence sequence, const Rows& keys) {
+  sequence.keys = {sequence.keys.begin + keys.begin, keys.count};
+  sequence.visible.offset -= keys.begin;
+  return sequence;
 }
 
 }  // namespace flash_online

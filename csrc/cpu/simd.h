@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -205,6 +206,26 @@ FLASH_ONLINE_INLINE void store_narrowed(Float16* to, Vector<float> x) {
 #else
   for (int l = 0; l < kLanes<float>; ++l) to[l] = narrow<Float16>(x[l]);
 #endif
+}
+
+// Reduces all lanes by f, halving the vector at each step.
+template <size_t kFirst, class V, size_t... Lane>
+FLASH_ONLINE_INLINE auto lanes_from(V x, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(x, x, (kFirst + Lane)...);
+}
+template <class V, class F>
+FLASH_ONLINE_INLINE auto reduce(V x, const F& f) {
+  constexpr size_t kWidth = sizeof(x) / sizeof(x[0]);
+  if constexpr (kWidth == 2) {
+    return f(x[0], x[1]);
+  } else {
+    const auto half = std::make_index_sequence<kWidth / 2>();
+    return reduce(f(lanes_from<0>(x, half), lanes_from<kWidth / 2>(x, half)), f);
+  }
+}
+template <class T>
+FLASH_ONLINE_INLINE T sum_of_lanes(Vector<T> x) {
+  return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
 }
 
 // The larger of each pair of lanes, and b's lane where either is NaN. This is one instruction; GCC does not make one of ?:.

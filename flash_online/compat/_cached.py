@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import check_tensor
+from .._checks import check_flag, check_tensor
 from .._ops import InvalidArgument
 from ..kvcache import kvcache_attention
-from ._call import read_length, read_window
+from ..varlen import varlen_attention
+from ._call import Packing, read_length, read_window
 
 # What FlashAttention calls the arguments of kvcache_attention.
 _NAMES = {
@@ -27,7 +28,8 @@ _NAMES = {
     "window": "window_size",
     "scale": "softmax_scale",
 }
-_NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b(?=[,:'])")
+_NAMES_OF_PAGED = {name: _NAMES[name] for name in ("query", "key", "value", "window", "scale")} | {"sinks": "learnable_sink"}
+_NAME = re.compile(rf"\b({'|'.join((*_NAMES, 'sinks'))})\b(?=[,:'])")
 
 
 def attend_cached(
@@ -79,6 +81,43 @@ def attend_cached(
             **options,
         )
     except InvalidArgument as error:
-        raise InvalidArgument(_NAME.sub(lambda match: _NAMES[match[1]], str(error))) from None
+        raise InvalidArgument(_NAME.sub(lambda match: _NAMES.get(match[1], match[1]), str(error))) from None
     out, softmax_lse = results[0] if q.dim() == 3 else results[0].transpose(1, 2), results[1]
     return (out, softmax_lse) if return_softmax_lse else out
+
+
+def attend_paged(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    block_table: Tensor,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None,
+    window_size: Any,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out [Tq, H, Ev], softmax_lse [H, Tq]) of packed q over keys in pages [pages, page, Hk, E], without gradients. `options`
+    are those of `varlen_attention`."""
+    if dropout_p:
+        raise NotImplementedError(f"{function}: dropout_p: got {dropout_p}, which keys in pages do not have")
+    check_flag("deterministic", deterministic)
+    try:
+        out, lse = varlen_attention(
+            *(q, k, v, *packing),
+            block_table=block_table,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            scale=softmax_scale,
+            window=read_window(window_size),
+            return_lse=True,
+            **options,
+        )
+    except InvalidArgument as error:
+        raise InvalidArgument(_NAME.sub(lambda match: _NAMES_OF_PAGED.get(match[1], match[1]), str(error))) from None
+    return out, lse

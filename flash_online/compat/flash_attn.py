@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cached import attend_cached
-from ._call import Window, attend, attend_packed, read_packing, refuse, unpacked
+from ._cached import attend_cached, attend_paged
+from ._call import Window, attend, attend_packed, read_packing, unpacked
 from ._raw import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
 __all__ = [
@@ -159,7 +159,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence's number of queries, or more.
         max_seqlen_k: the same of the keys.
         alibi_slopes: `[H]` or `[sequences, H]`.
-        block_table: keys in pages, which are refused.
+        block_table: int32 `[sequences, entries]`: k `[pages, page, Hk, E]` and v lie in these pages, the lengths of their
+            sequences are cu_seqlens_k's differences, and there are neither gradients nor dropout.
 
     The other arguments are those of `flash_attn_func`, with L and S the lengths of a sequence.
 
@@ -169,14 +170,27 @@ def flash_attn_varlen_func(
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
-        NotImplementedError: block_table; or no kernel takes the tensors' dtype or device.
+        NotImplementedError: dropout_p with block_table; or no kernel takes the tensors' dtype or device.
     """
-    refuse("flash_attn_varlen_func", block_table=block_table)
+    packing = read_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        out, softmax_lse = attend_paged(
+            "flash_attn_varlen_func",
+            *(q, k, v, packing, block_table),
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+        )
+        return (out, softmax_lse, None) if return_attn_probs else out
     out, softmax_lse, weights = attend_packed(
         q,
         k,
         v,
-        read_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        packing,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,

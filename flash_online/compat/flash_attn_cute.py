@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._checks import check_device, check_flag, check_tensor
 from .._ops import InvalidArgument
+from ._cached import attend_paged
 from ._call import Packing, Window, attend, attend_packed, read_length, refuse, without_unused
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -143,6 +144,8 @@ def flash_attn_varlen_func(
         seqused_q: int32 `[B]`: how many queries of each sequence take part, from its first on; the results of the others are 0,
             and causal rules and windows go by the lengths that take part.
         seqused_k: the same of the keys; whatever the others hold reaches no result.
+        page_table: int32 `[B, entries]`: k `[pages, page, Hk, E]` and v lie in these pages, the length of each sequence is in
+            cu_seqlens_k or seqused_k, and there are no gradients.
 
     The other arguments are those of `flash_attn_func`, with L and S the lengths of a sequence.
 
@@ -157,7 +160,6 @@ def flash_attn_varlen_func(
         "flash_attn_varlen_func",
         qv=qv,
         gather_kv_indices=gather_kv_indices,
-        page_table=page_table,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -171,19 +173,23 @@ def flash_attn_varlen_func(
     check_flag("return_lse", return_lse)
     padded = q.shape[:2] if cu_seqlens_q is None and isinstance(q, Tensor) else None
     (q,), starts_q, longest_q = _packed("q", (q,), cu_seqlens_q, max_seqlen_q)
-    (k, v), starts_k, longest_k = _packed("k", (k, v), cu_seqlens_k, max_seqlen_k)
-    out, lse, _ = attend_packed(
-        q,
-        k,
-        v,
-        without_unused(Packing(starts_q, starts_k, longest_q, longest_k), seqused_q, seqused_k),
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        learnable_sink=learnable_sink,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    if page_table is not None:
+        check_tensor("page_table", page_table), check_tensor("k", k)
+        longest_k = page_table.shape[-1] * k.shape[1] if max_seqlen_k is None else read_length("max_seqlen_k", max_seqlen_k)
+        out, lse = attend_paged(
+            *("flash_attn_varlen_func", q, k, v, Packing(starts_q, cu_seqlens_k, longest_q, longest_k), page_table),
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            sinks=learnable_sink,
+            num_splits=num_splits,
+            deterministic=deterministic,
+            **options,
+        )
+    else:
+        (k, v), starts_k, longest_k = _packed("k", (k, v), cu_seqlens_k, max_seqlen_k)
+        packing = without_unused(Packing(starts_q, starts_k, longest_q, longest_k), seqused_q, seqused_k)
+        out, lse, _ = attend_packed(q, k, v, packing, learnable_sink=learnable_sink, deterministic=deterministic, **options)
     if padded is not None:
         out, lse = out.unflatten(0, padded), lse.unflatten(1, padded).transpose(0, 1)
     if return_lse:

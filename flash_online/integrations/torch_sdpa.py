@@ -10,8 +10,9 @@ context_parallel, callers that imported the function by name) stay torch's own a
 attention what has no mask, 16-bit dtypes and a head dim of at most 256; all else goes where it went before.
 
 What differs from torch's kernels: dropout draws our mask, which depends on (seed, batch, head, query, key) alone; the lse of a
-query that sees no key is -inf. The backward pass is deterministic where torch.use_deterministic_algorithms asks for it. Calls
-with paged keys (block_table), seqused_k or return_debug_mask run torch's own kernel, which is kept.
+query that sees no key is -inf. The backward pass is deterministic where torch.use_deterministic_algorithms asks for it. Packed
+queries over pages (block_table with seqused_k, torch >= 2.12) run ours, without gradients; other calls with seqused_k and those
+with return_debug_mask run torch's own kernel, which is kept.
 """
 
 from __future__ import annotations

@@ -120,6 +120,42 @@ ATTENTION = {
 }  # fmt: skip
 
 
+def cached(lengths=(300, 0, 77), head_dim=64, page=16, dtype=torch.bfloat16, cache_dtype=None, **options):
+    """Two new keys per sequence, rotated, are appended to pages, and two queries attend to all of them."""
+
+    def call():
+        count, entries = len(lengths), (max(lengths) + 2) // page + 1
+        pools = [randn(count * entries, 2, page, head_dim, dtype=dtype, grad=False).to(cache_dtype or dtype) for _ in range(2)]
+        table = torch.randperm(count * entries, device="cuda").view(count, entries).to(torch.int32)
+        query, key, value = (randn(count, h, 2, head_dim, dtype=dtype, grad=False) for h in (4, 2, 2))
+        angles = torch.rand(400, head_dim // 4, device="cuda")
+        with torch.no_grad():
+            return flash_online.kvcache_attention(
+                query, *pools, torch.tensor(lengths, dtype=torch.int32, device="cuda"), key=key, value=value,
+                block_table=table, rotary=(angles.cos(), angles.sin()), return_lse=True, **options,
+            )  # fmt: skip
+
+    return call
+
+
+def appended_at_slots():
+    caches = [randn(5, 2, 16, 64, grad=False) for _ in range(2)]
+    slots = torch.tensor([3, -1, 79, 80, 17, 2**40], device="cuda")
+    flash_online.cache_append(*(randn(6, 2, 64, grad=False) for _ in range(2)), *caches, slots=slots)
+    return caches
+
+
+CACHED = {
+    "pages": cached(),
+    "pages of one key": cached(page=1, num_splits=1),
+    "pieces": cached(num_splits=3),
+    "float8": cached(dtype=torch.float16, cache_dtype=torch.float8_e4m3fn),
+    "float32": cached(dtype=torch.float32, window=(100, 0)),
+    "latent keys": cached(lengths=(70, 5), head_dim=576),
+    "slots": appended_at_slots,
+}
+
+
 def merge(dtype):
     def call():
         outs = [randn(2, 3, 40, 64, dtype=dtype) for _ in range(3)]
@@ -188,6 +224,7 @@ def linear_cross_entropy(dtype, reduction, **options):
 CALLS = {
     **{f"attention, {name}": ("any", call) for name, call in ATTENTION.items()},
     **{f"sm80 attention, {name}": ("sm80", call) for name, call in ATTENTION.items()},
+    **{f"cached keys, {name}": ("any", call) for name, call in CACHED.items()},
     "merge_attention": ("any", merge(torch.bfloat16)),
     "merge_attention, float32": ("any", merge(torch.float32)),
     **{name: ("any", call) for name, call in row_calls()},

@@ -600,7 +600,6 @@ def test_compiled_in_one_graph(device):
 
 some = torch.ones(2)
 REFUSED = [
-    (flash_attn, "flash_attn_varlen_func", {"block_table": some}),
     *((flash_attn_interface, "flash_attn_func", {name: some}) for name in ("qv", "q_descale", "k_descale", "v_descale")),
     (flash_attn_interface, "flash_attn_func", {"attention_chunk": 8}),
     (flash_attn_interface, "flash_attn_varlen_func", {"qv": some}),
@@ -609,7 +608,7 @@ REFUSED = [
     *((flash_attn_cute, "flash_attn_func", {name: len}) for name in ("score_mod", "score_mod_bwd", "mask_mod")),
     (flash_attn_cute, "flash_attn_func", {"aux_tensors": [some]}),
     (flash_attn_cute, "flash_attn_func", {"gather_bwd_recompute_p": True}),
-    *((flash_attn_cute, "flash_attn_varlen_func", {name: some}) for name in ("page_table", "scheduler_metadata")),
+    *((flash_attn_cute, "flash_attn_varlen_func", {name: some}) for name in ("gather_kv_indices", "scheduler_metadata")),
 ]
 
 
@@ -652,6 +651,26 @@ def test_cached_keys(module, pages):
     if not pages:
         for cache, wanted in zip(caches, expected_caches, strict=True):
             torch.testing.assert_close(cache.transpose(1, 2), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_cute])
+def test_packed_queries_over_pages(module):
+    starts, lengths = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
+    q, (k, v) = torch.randn(4, 4, 16), (torch.randn(4, 16, 2, 16) for _ in range(2))
+    table = torch.tensor([[2, 0], [3, -1]], dtype=torch.int32)
+    expected, expected_lse = reference.varlen_attention(
+        *(q, k, v, starts, None, 3, 32), block_table=table, seqused_k=lengths, causal=True, window=(9, None), return_lse=True
+    )
+    options = {"causal": True, "window_size": (9, -1)}
+    if module is flash_attn:
+        ends = torch.tensor([0, 20, 25], dtype=torch.int32)
+        options |= {"block_table": table, "return_attn_probs": True}
+        out, lse, _ = module.flash_attn_varlen_func(q, k, v, starts, ends, 3, 20, **options)
+    else:
+        options |= {"page_table": table, "seqused_k": lengths, "return_lse": True}
+        out, lse = module.flash_attn_varlen_func(q, k, v, cu_seqlens_q=starts, max_seqlen_q=3, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
 
 
 def test_errors_of_cached_keys_have_flash_attentions_names():

@@ -387,3 +387,55 @@ def test_out_of_varlen_attn_is_written_in_place(active):
         lse = getattr(torch.ops.aten, name).default(out, query, key, value, *layout, 0.0, True, False)
         ours, ours_lse = flash_online.varlen_attention(query, key, value, *layout, causal=True, return_lse=True)
     assert torch.equal(out, ours) and torch.equal(lse, ours_lse)
+
+
+PAGED = """
+import torch
+import flash_online
+from flash_online.integrations import torch_sdpa
+
+NAME = "_flash_attention_forward_no_dropout_inplace"
+if not hasattr(torch.ops.aten, NAME):  # torch before 2.12: the operator as later ones define it
+    library = torch.library.Library("aten", "FRAGMENT")
+    library.define(
+        NAME + "(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, "
+        "SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, "
+        "SymInt? window_size_left=None, SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None, "
+        "Tensor? block_table=None, SymInt? num_splits=None) -> Tensor"
+    )
+    library.impl(NAME, lambda out, *args, **kwargs: out.fill_(5), "CUDA")
+torch_sdpa.activate()
+operator = getattr(torch.ops.aten, NAME).default
+
+torch.manual_seed(1)
+starts = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32, device="cuda")
+used = torch.tensor([500, 7, 0, 33], dtype=torch.int32, device="cuda")
+table = torch.randperm(128, device="cuda").view(4, 32).to(torch.int32)
+table[1:, 3:] = -1
+for dtype in (torch.bfloat16, torch.float16):
+    query = torch.randn(9, 6, 64, device="cuda", dtype=dtype)
+    key, value = (torch.randn(128, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
+    slopes = torch.rand(6, device="cuda")
+    for splits, window, given in ((None, (-1, -1), None), (1, (20, 0), slopes), (3, (-1, 4), slopes.expand(4, 6))):
+        out = torch.empty_like(query)
+        lse = operator(
+            out, query, key, value, starts, None, 5, 512, 0.0, window == (20, 0), False, scale=0.2, window_size_left=window[0],
+            window_size_right=window[1], seqused_k=used, alibi_slopes=given, block_table=table, num_splits=splits,
+        )
+        ours, ours_lse = flash_online.varlen_attention(
+            query, key, value, starts, None, 5, 512, window=tuple(None if n < 0 else n for n in window), scale=0.2,
+            seqused_k=used, alibi_slopes=given, block_table=table, num_splits=splits, return_lse=True,
+        )
+        assert torch.equal(out, ours) and torch.equal(lse, ours_lse), (dtype, splits)
+if torch.__version__ < "2.12":  # what has no pages goes to the kernel that was there
+    out = torch.empty_like(query)
+    operator(out, query, key.flatten(0, 1), value.flatten(0, 1), starts, starts, 5, 5, 0.0, False, False, seqused_k=used)
+    assert (out == 5).all()
+"""
+
+
+@pytest.mark.gpu
+def test_keys_in_pages():
+    """In a process of its own, since it may have to define an operator of torch."""
+    done = subprocess.run([sys.executable, "-c", PAGED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

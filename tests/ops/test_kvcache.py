@@ -59,6 +59,37 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(cache_device, dtyp
             assert torch.equal(found, wanted)
 
 
+LONG = ((1500, 1, 1), (0, 1, 1), (257, 1, 1), (2999, 1, 1))  # several pieces, one, a piece of one key
+
+
+@pytest.mark.parametrize("splits", [None, 1, 5, 300])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CachedProblem(dtype=torch.float16, head_dims=(64, 64), page=16),
+        CachedProblem(dtype=torch.bfloat16, head_dims=(128, 128), heads=(8, 1), page=1, leftpad=(700, 0, 5, 2990)),
+        CachedProblem(
+            dtype=torch.bfloat16, head_dims=(192, 128), heads=(2, 2), page=256, order="NHD", options={"window": (600, 0)}
+        ),
+        CachedProblem(dtype=torch.float16, head_dims=(256, 256), heads=(2, 1), sinks=True, alibi=2, rotary="halves"),
+        CachedProblem(dtype=torch.bfloat16, head_dims=(512, 500), heads=(2, 1), page=64, options={"softcap": 3.0}),
+        CachedProblem(dtype=torch.bfloat16, head_dims=(576, 512), heads=(16, 1), page=64, joined="latent"),
+        CachedProblem(dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, head_dims=(128, 96), page=16, scales="all"),
+        CachedProblem(dtype=torch.bfloat16, cache_dtype=torch.float8_e5m2, head_dims=(96, 80), page=17, scales="head"),
+        CachedProblem(dtype=torch.float32, head_dims=(128, 128), page=32, sinks=True),
+        CachedProblem(dtype=torch.float32, head_dims=(576, 512), heads=(4, 1), joined="latent"),
+    ],
+    ids=lambda p: f"{p.dtype}-{p.cache_dtype}-{p.head_dims}",
+)
+def test_long_caches(cache_device, problem, splits):
+    """Keys in several pieces, at every head dim that has a kernel of its own; then with several queries per sequence."""
+    options = problem.options | {"num_splits": splits}
+    problem = replace(problem, lengths=LONG, capacity=3000, options=options)
+    problem.check(flash_online.kvcache_attention, cache_device)
+    lengths = tuple((length, 3, queries) for (length, *_), queries in zip(LONG, (3, 70, 0, 5), strict=True))
+    replace(problem, lengths=lengths, packed=(True, False)).check(flash_online.kvcache_attention, cache_device)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": (9, None)}, {"softcap": 2.0}])
 def test_step_by_step_is_the_prefill(cache_device, options):
     """With one piece each row has the bits that it has among others."""
@@ -95,14 +126,8 @@ def varlen_case(cache_device, dtype=torch.float32, **changes):
         "causal": True,
     } | changes
     options = {name: option.to(cache_device) if torch.is_tensor(option) else option for name, option in options.items()}
-    return [
-        query.to(cache_device),
-        *(pool.to(cache_device) for pool in pools),
-        starts.to(cache_device),
-        None,
-        5,
-        64,
-    ], options
+    query, *pools, starts = (tensor.to(cache_device) for tensor in (query, *pools, starts))
+    return [query, *pools, starts, None, 5, 64], options
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -242,7 +267,7 @@ def test_opcheck(cache_device, test):
 
 
 def test_compiled_without_a_copy_of_the_cache(cache_device):
-    """One graph, the cache written in cache_device: no allocation is as large as it is."""
+    """One graph, the cache written in place: no allocation is as large as it is."""
     key_cache, value_cache = (torch.zeros(1, 2, 100_000, 16, device=cache_device) for _ in range(2))
     query, new = torch.randn(1, 4, 1, 16, device=cache_device), torch.randn(1, 2, 1, 16, device=cache_device)
     lengths = torch.tensor([3], dtype=torch.int32, device=cache_device)

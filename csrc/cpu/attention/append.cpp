@@ -57,13 +57,10 @@ template <class E, class C>
 void store_key_and_value(const AppendProblem& problem, int64_t batch, int64_t head, int64_t index, int64_t sequence,
                          int64_t block, int64_t row, int64_t position) {
   const CacheView& cache = problem.cache;
-  const auto scale = [&](const float* scales, const int64_t (&stride)[2]) {
-    return scales ? scales[sequence * stride[0] + head * stride[1]] : 1.0f;
-  };
   store_row<E, C>(problem, problem.key, batch, head, index, problem.key_cache, block, row, problem.head_dim, true, position,
-                  scale(cache.key_scale, cache.key_scale_stride));
+                  scale_of(cache.key_scale, cache.key_scale_stride, sequence, head));
   store_row<E, C>(problem, problem.value, batch, head, index, problem.value_cache, block, row, problem.head_dim_v, false,
-                  position, scale(cache.value_scale, cache.value_scale_stride));
+                  position, scale_of(cache.value_scale, cache.value_scale_stride, sequence, head));
 }
 
 template <class E, class C>

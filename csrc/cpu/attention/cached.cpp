@@ -11,8 +11,8 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-constexpr int64_t kRows = 8;  // queries of an item: what their states and outputs take stays in the first cache
-constexpr int64_t kBlock = 16;  // keys at a time; a key's number alone says to which lane of a sum its weight goes
+constexpr int64_t kRows = 8;  // queries of an item: their states and outputs stay in the L1 cache
+constexpr int64_t kBlock = 16;  // keys at a time; a key's index fixes the lane of the sum that its weight is added to
 constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel chooses
 constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
 
@@ -31,13 +31,6 @@ FLASH_ONLINE_INLINE Vector<A> sums_of(Vector<A> (&v)[kLanes<A>]) {
   return v[0];
 }
 
-template <class A>
-FLASH_ONLINE_INLINE A sum_of(Vector<A> v) {
-  A sum = 0;
-  for (int i = 0; i < kLanes<A>; ++i) sum += v[i];
-  return sum;
-}
-
 // What a call's items are: those of sequence n come before those of n + 1. Partial results have a place for each query and
 // piece of the sequences that are cut into several.
 struct CachedItems {
@@ -49,10 +42,9 @@ struct CachedItems {
   }
 
   static int64_t pieces_of(const AttentionProblem& call, const Sequence& sequence) {
-    const int64_t group = call.heads / call.key_heads, blocks = ceil_div(sequence.keys.count, kKeysPerSplitBlock);
-    const int64_t chosen =
-        group * sequence.queries.count > kManyRows ? 1 : std::min(ceil_div(sequence.keys.count, kKeysPerPiece), kMaxPieces);
-    return std::clamp<int64_t>(call.cache.splits > 0 ? call.cache.splits : chosen, 1, std::max<int64_t>(blocks, 1));
+    if (call.cache.splits > 0) return flash_online::pieces_of(sequence.keys.count, call.cache.splits);
+    const bool many_rows = call.heads / call.key_heads * sequence.queries.count > kManyRows;
+    return flash_online::pieces_of(sequence.keys.count, many_rows ? 1 : kMaxPieces, kKeysPerPiece);
   }
   static int64_t tiles_of(const AttentionProblem& call, const Sequence& sequence) {
     return ceil_div(call.heads / call.key_heads * sequence.queries.count, kRows);
@@ -213,12 +205,6 @@ FLASH_ONLINE_INLINE void prefetch(const BlockRows<K>& rows, int64_t columns) {
     for (int64_t e = 0; e < columns; e += kLine) __builtin_prefetch(rows.row[k] + e);
 }
 
-// What an item's keys, or values, are multiplied by.
-template <class A>
-A scale_of(const float* scales, const int64_t (&stride)[2], const CachedItem& item) {
-  return scales ? static_cast<A>(scales[item.n * stride[0] + item.key_head * stride[1]]) : A(1);
-}
-
 // Whether keys [first + l, first + l + lanes) are not all seen by a query.
 FLASH_ONLINE_INLINE bool has_hidden(const Row& row, int64_t first, int64_t lanes) {
   return first < row.begin || first + lanes > row.end;
@@ -251,11 +237,9 @@ FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const Cach
 
 template <class Score>
 FLASH_ONLINE_INLINE Score largest_of(const Score* score) {
-  Vector<Score> largest = load_vector(score);
-  for (int64_t l = kLanes<Score>; l < kBlock; l += kLanes<Score>) largest = maximum(largest, load_vector(score + l));
-  Score all = lowest<Score>();
-  for (int i = 0; i < kLanes<Score>; ++i) all = maximum(all, largest[i]);
-  return all;
+  Vector<Score> largest = broadcast(lowest<Score>());
+  for (int64_t l = 0; l < kBlock; l += kLanes<Score>) largest = maximum(largest, load_vector(score + l));
+  return reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
 // Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums. The
@@ -307,7 +291,7 @@ void multiply_keys_in_double(const float* query, int64_t columns, const BlockRow
   for (int64_t k = 0; k < kBlock; ++k) {
     Vector<double> sum = {};
     for (int64_t e = 0; e < columns; e += n) sum += load(query + e) * load(keys.row[k] + e);
-    products[k] = sum_of<double>(sum);
+    products[k] = sum_of_lanes<double>(sum);
   }
 }
 
@@ -345,7 +329,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
   const CacheView& cache = problem.cache;
   const int64_t pitch = padded(problem.head_dim), pitch_v = padded(problem.head_dim_v);
   const int64_t columns = kInPlace ? problem.head_dim : pitch, columns_v = kInPlace ? problem.head_dim_v : pitch_v;
-  const double scale = problem.scale * scale_of<double>(cache.key_scale, cache.key_scale_stride, item);
+  const double scale = problem.scale * scale_of(cache.key_scale, cache.key_scale_stride, item.n, item.key_head);
   int64_t begin = item.end, end = item.begin;
   bool edge = false;  // whether any row sees other keys than the first one
   for (int64_t r = 0; r < item.rows; ++r) {
@@ -458,10 +442,10 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
   }
   absorb_cached_keys<E>(call, item, tile);
 
-  const A value_scale = scale_of<A>(call.cache.value_scale, call.cache.value_scale_stride, item);
+  const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, item.n, item.key_head);
   for (int64_t r = 0; r < item.rows; ++r) {
     const Row& row = tile.rows[r];
-    Softmax<A> state{tile.max[r], sum_of<A>(load_vector(tile.sum + r * padded(1)))};
+    Softmax<A> state{tile.max[r], sum_of_lanes<A>(load_vector(tile.sum + r * padded(1)))};
     A* const out = tile.out + r * pitch_v;
     if (pieces > 1) {
       const int64_t part = items.first_part[n] + (row.head * queries + row.query) * pieces + piece;
@@ -488,8 +472,8 @@ void merge_pieces(const AttentionProblem& call, const CachedItems& items, const 
   const CachedScratch<E> tile(call, allocator);
   const Sequence sequence = cached_sequence(call, n);
   const int64_t pieces = CachedItems::pieces_of(call, sequence), pitch = part_pitch(call.head_dim_v);
-  const CachedItem item{sequence, n, head / (call.heads / call.key_heads), 1, 0, 0};
-  const A value_scale = scale_of<A>(call.cache.value_scale, call.cache.value_scale_stride, item);
+  const int64_t key_head = head / (call.heads / call.key_heads);
+  const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, n, key_head);
   const A* part = parts + (items.first_part[n] + head * sequence.queries.count * pieces) * pitch;
   for (int64_t query = 0; query < sequence.queries.count; ++query) {
     Softmax<A> state;
@@ -514,9 +498,7 @@ void clear_unused(const AttentionProblem& call, int64_t n) {
       std::fill_n(static_cast<A*>(call.lse) + head * call.lse_stride[1] + rows.begin, rows.count, Softmax<A>{}.lse());
   };
   clear(padding_rows(call.query_starts, call.batch, n, call.queries, call.total_queries));
-  if (n == call.batch) return;
-  const Rows all = packed_rows(call.query_starts, n, call.queries, call.total_queries), used = cached_sequence(call, n).queries;
-  clear({all.begin + used.count, all.count - used.count});
+  clear(unused_queries(call, n));
 }
 
 }  // namespace

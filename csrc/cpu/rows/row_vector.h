@@ -194,26 +194,6 @@ FLASH_ONLINE_INLINE Pair<Accumulator<From>> relayout_lanes(Pair<Accumulator<From
   }
 }
 
-// Reduces all lanes by f, halving the vector at each step.
-template <size_t kFirst, class V, size_t... Lane>
-FLASH_ONLINE_INLINE auto lanes_from(V x, std::index_sequence<Lane...>) {
-  return __builtin_shufflevector(x, x, (kFirst + Lane)...);
-}
-template <class V, class F>
-FLASH_ONLINE_INLINE auto reduce(V x, const F& f) {
-  constexpr size_t kWidth = sizeof(x) / sizeof(x[0]);
-  if constexpr (kWidth == 2) {
-    return f(x[0], x[1]);
-  } else {
-    const auto half = std::make_index_sequence<kWidth / 2>();
-    return reduce(f(lanes_from<0>(x, half), lanes_from<kWidth / 2>(x, half)), f);
-  }
-}
-template <class T>
-FLASH_ONLINE_INLINE T sum_of_lanes(Vector<T> x) {
-  return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
-}
-
 FLASH_ONLINE_INLINE Vector<double> vector_max(Vector<double> a, Vector<double> b) { return a > b ? a : b; }
 
 // The bits of kLanes neighbouring elements of any type, which become one vector when they are widened.

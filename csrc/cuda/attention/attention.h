@@ -46,6 +46,8 @@ struct Plan {
 // Decides about a pass for the current device: once per pass. Throws std::runtime_error with the reason of each kernel family
 // where none takes it.
 Plan<ForwardPass> plan_forward(const AttentionProblem& problem);
+// Of a problem with cached keys.
+Plan<ForwardPass> plan_cached(const AttentionProblem& problem);
 // gradients.kv_grad_heads must be set.
 Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
 
@@ -62,6 +64,9 @@ Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu);
 // to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads; with
 // `deterministic` there are none, since a head's gradients must not depend on the batch and on the heads beside it.
 int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic);
+
+// Writes new keys and values into a cache, and rotates queries.
+void cache_append(const AppendProblem& problem, CUstream_st* stream);
 
 // Writes which weights dropout keeps.
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream);

@@ -69,6 +69,7 @@ constexpr Family<Pass> family(const char* name) {
 // In order of preference.
 constexpr Family<ForwardPass> kForward[] = {family<ForwardPass, AttentionForwardSm90, HeadDimsForwardSm90>("sm90"),
                                             family<ForwardPass, AttentionForwardSm80, HeadDims>("sm80")};
+constexpr Family<ForwardPass> kCached[] = {family<ForwardPass, AttentionCachedSm80, HeadDimsCachedSm80>("sm80")};
 constexpr Family<BackwardPass> kBackward[] = {family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
                                               family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80")};
 
@@ -168,6 +169,11 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 Plan<ForwardPass> plan_forward(const AttentionProblem& problem) {
   if (has_no_queries(problem)) return {};
   return plan(kForward, ForwardPass{with_groups_as_rows(problem)});
+}
+
+Plan<ForwardPass> plan_cached(const AttentionProblem& problem) {
+  if (has_no_queries(problem)) return {};
+  return plan(kCached, ForwardPass{problem});
 }
 
 Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {

@@ -46,6 +46,14 @@ struct AttentionForwardSm80 {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
+// sm80/cached.cuh: the same over cached keys.
+template <int kHeadDim>
+struct AttentionCachedSm80 {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
 // sm80/backward.cuh.
 template <int kHeadDim>
 struct AttentionBackwardSm80 {

@@ -1,4 +1,4 @@
-// attention_cached, its twin that writes into a given output, and cache_append_, on the CPU.
+// attention_cached, its twin that writes into a given output, and cache_append_.
 #include "cached.h"
 
 #include "pass.h"
@@ -17,6 +17,15 @@ struct CachedOnCpu : Cpu {
   static void append(const AppendProblem& problem, const Tensor& like) {
     cpu::kernels().attention.append(problem, CpuExecutor(problem.rows * problem.heads, {}, like));
   }
+};
+
+struct CachedOnCuda : Cuda {
+  static void attend(const AttentionProblem& problem, const Tensor& like) {
+    CudaCall call(like);
+    const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_cached(problem);
+    plan.run(call.workspace(plan.workspace_bytes), call.stream());
+  }
+  static void append(const AppendProblem& problem, const Tensor& like) { cuda::cache_append(problem, CudaCall(like).stream()); }
 };
 
 template <class Device>
@@ -86,12 +95,18 @@ Tensor cache_append_(const Tensor& key_cache, const Tensor& value_cache, const s
   return rotated;
 }
 
+template <class Device, class Library>
+void add_cached(Library& m) {
+  m.impl("attention_cached", TORCH_BOX(&attention_cached<Device>));
+  m.impl("attention_cached_", TORCH_BOX(&attention_cached_<Device>));
+  m.impl("cache_append_", TORCH_BOX(&cache_append_<Device>));
+}
+
 }  // namespace
 }  // namespace flash_online::ops
 
-STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) {
-  using namespace flash_online::ops;
-  m.impl("attention_cached", TORCH_BOX(&attention_cached<CachedOnCpu>));
-  m.impl("attention_cached_", TORCH_BOX(&attention_cached_<CachedOnCpu>));
-  m.impl("cache_append_", TORCH_BOX(&cache_append_<CachedOnCpu>));
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_cached<flash_online::ops::CachedOnCpu>(m); }
+
+STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
+  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_cached<flash_online::ops::CachedOnCuda>(m);
 }

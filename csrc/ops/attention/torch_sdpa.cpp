@@ -13,6 +13,7 @@
 #include <limits>
 #include <memory>
 
+#include "cached.h"
 #include "pass.h"
 
 namespace flash_online::ops {
@@ -226,11 +227,59 @@ enum {
   kNumSplits
 };
 
+bool has_pages(const StableIValue* stack, uint64_t inputs) {
+  return inputs > kNumSplits && is_given(stack[kBlockTable]) && is_given(stack[kUsedK]) && is_given(stack[kStartsQ]) &&
+         to<double>(stack[kDropout]) == 0;
+}
 bool needs_kept(const StableIValue* stack, uint64_t inputs) {
-  return to<bool>(stack[kDebugMask]) || is_given(stack[kUsedK]) || (inputs > kBlockTable && is_given(stack[kBlockTable]));
+  const bool is_cached = is_given(stack[kUsedK]) || (inputs > kBlockTable && is_given(stack[kBlockTable]));
+  return to<bool>(stack[kDebugMask]) || (is_cached && !has_pages(stack, inputs));
+}
+
+// Slopes per sequence and head, whatever the shape that they have.
+std::optional<Tensor> slopes_of(const std::optional<Tensor>& slopes, int64_t sequences) {
+  if (!slopes || slopes->dim() != 1) return slopes;
+  return call_torch("aten::expand", "", *slopes, std::vector<int64_t>{sequences, slopes->size(0)}, false);
+}
+
+// Packed queries over pages: key and value are [pages, rows, heads, head_dim], and seqused_k says how many keys each sequence
+// has.
+ForwardResults run_paged(StableIValue* stack, std::optional<Tensor> out) {
+  const Tensor query = take<Tensor>(stack[kQuery]), keys = with_heads_first(take<Tensor>(stack[kKey])),
+               values = with_heads_first(take<Tensor>(stack[kValue]));
+  const std::optional<Tensor> none,
+      starts = take<std::optional<Tensor>>(stack[kStartsQ]), unused_starts = take<std::optional<Tensor>>(stack[kStartsK]),
+      lengths = take<std::optional<Tensor>>(stack[kUsedK]), table = take<std::optional<Tensor>>(stack[kBlockTable]),
+      slopes = slopes_of(take<std::optional<Tensor>>(stack[kSlopes]), starts->size(0) - 1);
+  const FlashOptions options{.dropout_p = 0,
+                             .causal = take<bool>(stack[kCausal]),
+                             .scale = take<std::optional<double>>(stack[kScale]),
+                             .window_left = take<std::optional<int64_t>>(stack[kWindowLeft]),
+                             .window_right = take<std::optional<int64_t>>(stack[kWindowRight])};
+  const AttentionOptions ours = options_of(options, query);
+  const CachedInputs in{query, keys, values, lengths, none, none, table, starts, none, none, slopes, none, none, none};
+  const CachedOptions cached{.new_keys = 0,
+                             .max_queries = take<int64_t>(stack[kMaxQ]),
+                             .window_left = ours.window_left,
+                             .window_right = ours.window_right,
+                             .lower_right = true,
+                             .scale = ours.scale,
+                             .softcap = 0,
+                             .splits = take<std::optional<int64_t>>(stack[kNumSplits]).value_or(0)};
+  check_cached<Cuda>(in, cached);
+  if (!out) out = empty_in_order(cached_out_sizes(in), query.scalar_type(), query);
+  const Tensor lse = empty(cached_lse_sizes(in), ScalarType::Float, query);
+  const AttentionProblem problem = cached_problem<Cuda>(in, cached, *out, lse);
+  if (problem.heads > 0) {
+    CudaCall call(query);
+    const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_cached(problem);
+    plan.run(call.workspace(plan.workspace_bytes), call.stream());
+  }
+  return {*out, lse, empty({2}, ScalarType::UInt64, query)};
 }
 
 ForwardResults run_flash_attention_forward(StableIValue* stack, uint64_t inputs, std::optional<Tensor> out) {
+  if (has_pages(stack, inputs)) return run_paged(stack, out);
   Tensor query = take<Tensor>(stack[kQuery]), key = take<Tensor>(stack[kKey]), value = take<Tensor>(stack[kValue]);
   const Packing packing{.cu_seqlens_q = take<std::optional<Tensor>>(stack[kStartsQ]),
                         .cu_seqlens_k = take<std::optional<Tensor>>(stack[kStartsK]),
@@ -241,14 +290,11 @@ ForwardResults run_flash_attention_forward(StableIValue* stack, uint64_t inputs,
                              .scale = take<std::optional<double>>(stack[kScale]),
                              .window_left = take<std::optional<int64_t>>(stack[kWindowLeft]),
                              .window_right = take<std::optional<int64_t>>(stack[kWindowRight])};
-  std::optional<Tensor> slopes = take<std::optional<Tensor>>(stack[kSlopes]);
   if (inputs > kNumSplits)
     take<std::optional<int64_t>>(stack[kNumSplits]);  // keys are never split here: no result depends on it
   const bool dense = !packing.cu_seqlens_q;
-  if (slopes && slopes->dim() == 1) {
-    const int64_t sequences = dense ? query.size(0) : packing.cu_seqlens_q->size(0) - 1;
-    slopes = call_torch("aten::expand", "", *slopes, std::vector<int64_t>{sequences, slopes->size(0)}, false);
-  }
+  const std::optional<Tensor> slopes =
+      slopes_of(take<std::optional<Tensor>>(stack[kSlopes]), dense ? query.size(0) : packing.cu_seqlens_q->size(0) - 1);
   if (dense)
     for (Tensor* tensor : {&query, &key, &value, out ? &*out : nullptr})
       if (tensor) *tensor = with_heads_first(*tensor);

@@ -80,6 +80,9 @@ struct ScoreMod {
     return score_mod;
   }
 
+  // Makes scores of products that are multiplied by `factor` first; has_score_mod must be set.
+  __device__ void multiply(float factor) { scale *= factor; }
+
   // What the exponential still has to multiply a score by.
   __device__ float remaining_scale() const { return has_score_mod ? 1.0f : scale; }
 
@@ -109,6 +112,12 @@ struct PreciseScoreMod : ScoreMod {
         static_cast<const float*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
     slope = two_product(kLog2E, natural, slope_low);
     slope_low = fmaf(kLog2ELow, natural, slope_low);
+  }
+
+  __device__ void multiply(float factor) {
+    float low;
+    scale = two_product(scale, factor, low);
+    scale_low = fmaf(scale_low, factor, low);
   }
 
   using ScoreMod::add_alibi;

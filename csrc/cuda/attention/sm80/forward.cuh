@@ -8,6 +8,7 @@
 
 #include "../../hw/launch.h"
 #include "../../mma/gemm.cuh"
+#include "../cache/pieces.cuh"
 #include "../common/dropout.cuh"
 #include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
@@ -15,6 +16,7 @@
 #include "../common/tile_list.cuh"
 #include "../kernels.h"
 #include "load.cuh"
+#include "load_cached.cuh"
 #include "tiles.h"
 #include "variants.cuh"
 
@@ -26,20 +28,23 @@ struct ForwardSm80Arguments {
   MaskMap map;
   ScoreMod score_mod;
   float keep_scale;  // 1 / (1 - dropout)
+  CachedPieces pieces;  // of cached keys
 };
 
-// A CTA's forward pass: run() calls the phases in the order in which they stand.
-template <class Element, int kHeadDim, Variant kVariant>
+// A CTA's forward pass: run() calls the phases in the order in which they stand. kCached: over cached keys, which have neither
+// masks nor dropout.
+template <class Element, int kHeadDim, Variant kVariant, bool kCached = false>
 class ForwardSm80Kernel {
  public:
-  static constexpr bool kHasOptions = kVariant != Variant::kPlain;
+  static constexpr bool kHasOptions = kVariant != Variant::kPlain, kHasMask = kHasOptions && !kCached;
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
 
   static int shared_bytes(const AttentionProblem& problem) {
     const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
-    return kTile.shared_bytes() + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+    return kTile.shared_bytes() + (kCached ? cached_place_bytes(kKeys) : 0) +
+           rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
 
   __device__ static void run(const ForwardSm80Arguments& arguments);
@@ -52,25 +57,45 @@ class ForwardSm80Kernel {
   using Scores = Accumulator<kRowTiles, kKeys / 8>;
   using Compensation = CompensatedAccumulator<Element, kRowTiles, kKeys / 8>;
   using RowStates = ScoreState[kRowTiles][2];
+  static constexpr TileCopy kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
+      kValueCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads};
+  using KeyRows = std::conditional_t<kCached, CachedRows<Element, kKeys, kThreads>, HeadRows<Element>>;
+  template <TileCopy kCopy>
+  using Prefetch = std::conditional_t<kCached, CachedPrefetch<Element, kCopy>, TilePrefetch<Element, kCopy>>;
   static constexpr int kQueryBytes = QueryTile::bytes(kQueries), kKeyBytes = QueryTile::bytes(kKeys),
                        kValueBytes = ValueTile::bytes(kKeys);
   static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
   static_assert(kQueryBytes + kKeyBytes + kValueBytes == kTile.shared_bytes());
 
-  // Clears the padding rows of one head around a packed sequence: out is 0 there, lse is -inf.
+  // Clears packed rows of one head that have no result: out is 0 there, lse is -inf.
+  __device__ __forceinline__ static void clear_results(const AttentionProblem& problem, int64_t head, const Rows& rows) {
+    clear_rows<Element, kThreads>(problem.out, head, problem.head_dim_v, rows);
+    for (int64_t n = threadIdx.x; n < rows.count; n += kThreads) {
+      const int64_t index = head * problem.lse_stride[1] + rows.begin + n;
+      static_cast<float*>(problem.lse)[index] = lowest<float>();
+      if (problem.lse_low) static_cast<float*>(problem.lse_low)[index] = 0;
+    }
+  }
+  // Clears the padding rows of one head around a packed sequence, and the rows of a cached one that do not count.
   __device__ __forceinline__ static void clear_padding(const AttentionProblem& problem, const TileCoord& tile) {
-    const int64_t batch = tile.sequence, head = tile.head;
     const auto clear_before = [&](int64_t sequence) {
-      const Rows rows = padding_rows(problem.query_starts, problem.batch, sequence, problem.queries, problem.total_queries);
-      clear_rows<Element, kThreads>(problem.out, head, problem.head_dim_v, rows);
-      for (int64_t n = threadIdx.x; n < rows.count; n += kThreads) {
-        const int64_t index = head * problem.lse_stride[1] + rows.begin + n;
-        static_cast<float*>(problem.lse)[index] = lowest<float>();
-        if (problem.lse_low) static_cast<float*>(problem.lse_low)[index] = 0;
-      }
+      clear_results(problem, tile.head,
+                    padding_rows(problem.query_starts, problem.batch, sequence, problem.queries, problem.total_queries));
     };
-    clear_before(batch);
-    if (batch == problem.batch - 1) clear_before(problem.batch);
+    clear_before(tile.sequence);
+    if (tile.sequence == problem.batch - 1) clear_before(problem.batch);
+    if (kCached) clear_results(problem, tile.head, unused_queries(problem, tile.sequence));
+  }
+
+  // The rows of a head's keys, or values, from column `first_column` on. The places of cached ones are behind the tiles.
+  __device__ __forceinline__ static KeyRows rows_of(const AttentionProblem& problem, const ConstView4& view, int64_t batch,
+                                                    const Rows& keys, int64_t head, int64_t columns, int64_t first_column) {
+    if constexpr (kCached) {
+      extern __shared__ __align__(16) char shared[];
+      return KeyRows(view, problem.cache, batch, keys, head, columns, first_column, shared + kTile.shared_bytes());
+    } else {
+      return KeyRows(view, batch, head, keys.begin, columns, first_column);
+    }
   }
 
   // The least maximum so far of the lane's queries.
@@ -122,16 +147,22 @@ class ForwardSm80Kernel {
       }
   }
 
-  // Divides the outputs of row (i, half) by the sum of its weights and the sink's. Returns whether the row sees no key.
-  __device__ __forceinline__ static bool finish_row(const ForwardSm80Arguments& arguments, int64_t head, Outputs& out,
-                                                    RowStates& states, int i, int half) {
-    const AttentionProblem& problem = arguments.problem;
-    ScoreState& state = states[i][half];
+  // Adds up the sums of a row's weights that the lanes of a quad have.
+  __device__ __forceinline__ static void join_sums(ScoreState& state) {
     state.sum += __shfl_xor_sync(~0u, state.sum, 1);
     state.sum += __shfl_xor_sync(~0u, state.sum, 2);
+  }
+
+  // Divides the outputs of row (i, half) by the sum of its weights and the sink's, and multiplies them by `scale`. Returns
+  // whether the row sees no key.
+  __device__ __forceinline__ static bool finish_row(const ForwardSm80Arguments& arguments, int64_t head, float scale,
+                                                    Outputs& out, RowStates& states, int i, int half) {
+    const AttentionProblem& problem = arguments.problem;
+    ScoreState& state = states[i][half];
+    join_sums(state);
     const bool is_empty = state.sum == 0;
     const float factor = problem.sinks ? state.absorb(static_cast<const float*>(problem.sinks)[head] * kLog2E) : 1.0f;
-    const float inverse = state.inverse_sum_or_zero(), last = factor * inverse * arguments.keep_scale;
+    const float inverse = state.inverse_sum_or_zero(), last = factor * inverse * scale;
 #pragma unroll
     for (int j = 0; j < kHeadDimV / 8; ++j)
 #pragma unroll
@@ -139,7 +170,7 @@ class ForwardSm80Kernel {
         float& x = out[i][j][2 * half + e];
         // A query that sees one key gets the multiple of that key's value that load_values has, to the last bit.
         if constexpr (Compensation::kCompensated)
-          x = divide(x, factor, state.sum, inverse) * arguments.keep_scale;
+          x = divide(x, factor, state.sum, inverse) * scale;
         else
           x *= last;
       }
@@ -155,24 +186,85 @@ class ForwardSm80Kernel {
     const double lse = OnlineSoftmax<double, Binary>{state.max, state.sum}.lse() * kLn2;
     float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
     if (problem.sinks && is_empty) high = static_cast<const float*>(problem.sinks)[head], low = 0;
-    if (kHasOptions && problem.mask.data && state.max == arguments.score_mod.lowest_score)
+    if (kHasMask && problem.mask.data && state.max == arguments.score_mod.lowest_score)
       high = lowest_lse(problem.mask_dtype), low = static_cast<float>(log2f(state.sum) * kLn2);
     static_cast<float*>(problem.lse)[index] = high;
     if (problem.lse_low) static_cast<float*>(problem.lse_low)[index] = low - low == 0 ? low : 0;
   }
+
+  // The rows and columns of a warp's results.
+  struct ResultTile {
+    int64_t batch, head;
+    Rows queries;  // those of the CTA's tile
+    int row;  // the warp's first of them
+    int first_column, columns;  // of the values
+    // The row's number in lse, or -1 for one past the tile.
+    __device__ __forceinline__ int64_t index_of(const AttentionProblem& problem, int i, int half) const {
+      const int at = row + 16 * i + 8 * half + quad();
+      return at < queries.count ? batch * problem.lse_stride[0] + head * problem.lse_stride[1] + queries.begin + at : -1;
+    }
+  };
+
+  // Stores the partial results of a piece of the keys.
+  __device__ __forceinline__ static void store_part(const ForwardSm80Arguments& arguments, const ResultTile& results,
+                                                    int64_t key_piece, const Outputs& out, RowStates& states) {
+    const CachedPieces& pieces = arguments.pieces;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        join_sums(states[i][half]);
+        const int64_t index = results.index_of(arguments.problem, i, half);
+        if (index < 0) continue;
+        float* const to = pieces.part(index, key_piece);
+#pragma unroll
+        for (int j = 0; j < kHeadDimV / 8; ++j)
+          if (const int column = 8 * j + 2 * lane_in_quad(); column < results.columns)
+            *reinterpret_cast<float2*>(to + results.first_column + column) = {out[i][j][2 * half], out[i][j][2 * half + 1]};
+        if (results.first_column == 0 && lane_in_quad() == 0) pieces.state(to) = {states[i][half].max, states[i][half].sum};
+      }
+  }
+
+  // Stores out, by way of `tile`, and lse.
+  __device__ __forceinline__ static void store_results(const ForwardSm80Arguments& arguments, const ResultTile& results,
+                                                       ValueTile tile, Outputs& out, RowStates& states) {
+    const AttentionProblem& problem = arguments.problem;
+    const int64_t key_head = results.head / (problem.heads / problem.key_heads);
+    const float scale = kCached ? scale_of(problem.cache.value_scale, problem.cache.value_scale_stride, results.batch, key_head)
+                                : arguments.keep_scale;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool is_empty = finish_row(arguments, results.head, scale, out, states, i, half);
+        const int64_t index = results.index_of(problem, i, half);
+        if (results.first_column == 0 && lane_in_quad() == 0 && index >= 0 && problem.lse)
+          store_lse(arguments, states[i][half], is_empty, results.head, index);
+      }
+    const MutableView4& view = problem.out;
+    store_rows<Element>(out, tile, 0, results.row,
+                        static_cast<Element*>(view.data) + results.batch * view.stride[0] + results.head * view.stride[1] +
+                            results.queries.begin * view.stride[2] + results.first_column * view.stride[3],
+                        view.stride[2], view.stride[3], static_cast<int>(results.queries.count), results.columns);
+  }
 };
 
-template <class Element, int kHeadDim, Variant kVariant>
-__device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::run(const ForwardSm80Arguments& arguments) {
+template <class Element, int kHeadDim, Variant kVariant, bool kCached>
+__device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, kCached>::run(
+    const ForwardSm80Arguments& arguments) {
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
 
-  // CTAs are an outer list of pieces of the values' columns, each with the list of tiles.
-  const int64_t tiles = arguments.list.count(), value_piece = blockIdx.x / tiles;
+  // CTAs are an outer list of pieces of the values' columns, and of cached keys, each with the list of tiles.
+  const int64_t tiles = arguments.list.count(), key_pieces = kCached ? arguments.pieces.most : 1,
+                key_piece = blockIdx.x / tiles % key_pieces, value_piece = blockIdx.x / tiles / key_pieces;
   const TileCoord tile = tile_coord(problem, arguments.list, blockIdx.x % tiles, false, kQueries, problem.visible.right >= 0);
   const int64_t batch = tile.sequence, head = tile.head;
-  if (problem.query_starts && tile.block == 0 && value_piece == 0) clear_padding(problem, tile);
-  const Sequence sequence = sequence_of(problem, batch);
+  if (problem.query_starts && tile.block == 0 && value_piece == 0 && key_piece == 0) clear_padding(problem, tile);
+  Sequence sequence = kCached ? cached_sequence(problem, batch) : sequence_of(problem, batch);
+  const int64_t pieces = kCached ? arguments.pieces.count_of(sequence) : 1;
+  if (key_piece >= pieces) return;
+  if (kCached) sequence = part_of(sequence, piece_of(sequence.keys.count, pieces, key_piece));
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
   if (tile.block < 0 || tile.block * kQueries >= queries) return;
   const int query = static_cast<int>(tile.block) * kQueries, last_query = min(query + kQueries, queries);
@@ -185,11 +277,12 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
   const int64_t key_head = head / (problem.heads / problem.key_heads),
                 value_head = head / (problem.heads / problem.value_heads);
   const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim);
-  const HeadRows<Element> key_rows(problem.key, batch, key_head, sequence.keys.begin, problem.head_dim);
-  const HeadRows<Element> value_rows(problem.value, batch, value_head, sequence.keys.begin, problem.head_dim_v,
+  const KeyRows key_rows = rows_of(problem, problem.key, batch, sequence.keys, key_head, problem.head_dim, 0),
+                value_rows = rows_of(problem, problem.value, batch, sequence.keys, value_head, problem.head_dim_v,
                                      value_piece * kHeadDimV);
   const HeadMask mask(problem, batch, head);
-  const auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, batch, head);
+  auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, batch, head);
+  if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, batch, key_head));
   const Dropout dropout(problem, batch, head);
   const float scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
   const int row = static_cast<int>(threadIdx.x) / kWarpSize * 16 * kRowTiles;  // the warp's first in the tile
@@ -203,15 +296,16 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
   Outputs out;
   clear(out);
   RowStates states;
-  TilePrefetch<Element, TileCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads}> next_keys;
-  TilePrefetch<Element, TileCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads}> values;
+  Prefetch<kKeyCopy> next_keys;
+  Prefetch<kValueCopy> values;
   load<kQueries, kThreads>(query_tile, query_rows, query, queries);
+  if constexpr (kCached) key_rows.locate(block * kKeys, range), __syncthreads();
   if (block < end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
   cp_async_commit();
 
   for (int next; block < end; block = next, mask_is_clear = next_mask_is_clear) {
     const int key = block * kKeys;
-    const bool masked = kHasOptions && mask.data && !mask_is_clear;
+    const bool masked = kHasMask && mask.data && !mask_is_clear;
     cp_async_wait();
     __syncthreads();  // the keys are there, and all have done with the values and the mask of the block before
     values.start(value_tile, value_rows, key, keys);
@@ -225,6 +319,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
     multiply_rows<GemmOptions{.rounded = kHeadDim > 128}>(scores, compensation, query_tile, row, key_tile);
     next = key_blocks.next(next_mask_is_clear);
     values.finish(value_tile, value_rows, key, keys);
+    if constexpr (kCached) key_rows.locate(next * kKeys, range);
     cp_async_wait();
     __syncthreads();  // the values are there, and all have done with the keys
     if (next < end) next_keys.start(key_tile, key_rows, next * kKeys, keys);
@@ -238,40 +333,35 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant>::
     renormalize(scores, compensation);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
     softmax_step(scores, compensation, out, states, scale);
-    if (kHasOptions && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
+    if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
     multiply_accumulators(out, scores, value_tile);
     if (next < end) next_keys.finish(key_tile, key_rows, next * kKeys, keys);
   }
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
 
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool is_empty = finish_row(arguments, head, out, states, i, half);
-      const int at = query + row + 16 * i + 8 * half + quad();
-      if (value_piece == 0 && lane_in_quad() == 0 && at < queries && problem.lse)
-        store_lse(arguments, states[i][half], is_empty, head,
-                  batch * problem.lse_stride[0] + head * problem.lse_stride[1] + sequence.queries.begin + at);
-    }
-  Element* const to = static_cast<Element*>(problem.out.data) + batch * problem.out.stride[0] + head * problem.out.stride[1] +
-                      (sequence.queries.begin + query) * problem.out.stride[2] +
-                      value_piece * kHeadDimV * problem.out.stride[3];
-  store_rows<Element>(out, ValueTile{query_tile.data}, 0, row, to, problem.out.stride[2], problem.out.stride[3],
-                      last_query - query,
-                      static_cast<int>(min(problem.head_dim_v - value_piece * kHeadDimV, int64_t{kHeadDimV})));
+  const int first_column = static_cast<int>(value_piece) * kHeadDimV;
+  const ResultTile results{batch, head,         {sequence.queries.begin + query, last_query - query},
+                           row,   first_column, min(static_cast<int>(problem.head_dim_v) - first_column, kHeadDimV)};
+  if (kCached && pieces > 1)
+    store_part(arguments, results, key_piece, out, states);
+  else
+    store_results(arguments, results, ValueTile{query_tile.data}, out, states);
 }
 
-template <class Element, int kHeadDim, Variant kVariant, class Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant>>
+template <class Element, int kHeadDim, Variant kVariant, bool kCached = false,
+          class Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant, kCached>>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kTile.ctas_per_sm)
     attention_forward_sm80(const __grid_constant__ ForwardSm80Arguments arguments) {
   Kernel::run(arguments);
 }
 
+template <class Element, int kHeadDim, Variant kVariant>
+using UncachedSm80Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant>;
+
 template <int kHeadDim, class F, class... SharedBytes>
 void visit_forward_sm80(const AttentionProblem& problem, F&& f, SharedBytes... shared_bytes) {
-  visit_sm80<ForwardSm80Kernel, has_forward_sm80_tile, kHeadDim>(problem, f, shared_bytes...);
+  visit_sm80<UncachedSm80Kernel, has_forward_sm80_tile, kHeadDim>(problem, f, shared_bytes...);
 }
 
 template <class Element, int kHeadDim, Variant kVariant>
@@ -283,6 +373,7 @@ void launch_forward_sm80(const AttentionProblem& problem, const MaskMap& map, CU
       .map = map,
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
+      .pieces = {},
   };
   const int64_t value_pieces = (problem.head_dim_v + Kernel::kHeadDimV - 1) / Kernel::kHeadDimV;
   launch<attention_forward_sm80<Element, kHeadDim, kVariant>>(arguments,

@@ -55,6 +55,8 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   {.bytes = 2, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 512, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 512, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 576, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 576, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
   // floats in two pieces
   {.bytes = 4, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 4, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
@@ -82,6 +84,7 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   {.bytes = 6, .head_dim = 192, .variant = kAll,   .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 6, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 6, .head_dim = 512, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 576, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
   {.bytes = 6, .head_dim = 128, .variant = kSmall, .head_dim_v = 128, .row_tiles = 1, .warps = 4, .keys = 16, .ctas_per_sm = 1},
   {.bytes = 6, .head_dim = 192, .variant = kSmall, .head_dim_v = 192, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
 };

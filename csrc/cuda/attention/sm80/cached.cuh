@@ -1,0 +1,81 @@
+// Attention over cached keys: the kernel of forward.cuh, whose keys and values come from the pages of a pool, and where queries
+// are few a CTA per piece of the keys.
+#pragma once
+
+#include "forward.cuh"
+
+namespace flash_online::cuda {
+
+template <class Element, int kHeadDim, Variant kVariant>
+using CachedSm80Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant, true>;
+
+// Float32 always has all of its digits, and every kernel has all options.
+constexpr bool has_cached_sm80_tile(int bytes, int head_dim, Variant variant) {
+  return bytes != 4 && variant != kPlain && has_forward_sm80_tile(bytes, head_dim, variant);
+}
+
+template <int kHeadDim, class F, class... SharedBytes>
+void visit_cached_sm80(const AttentionProblem& problem, F&& f, SharedBytes... shared_bytes) {
+  visit_sm80<CachedSm80Kernel, has_cached_sm80_tile, kHeadDim>(problem, f, shared_bytes...);
+}
+
+template <class Kernel>
+int64_t value_pieces_of(const AttentionProblem& problem) {
+  return std::max<int64_t>(ceil_div(problem.head_dim_v, int64_t{Kernel::kHeadDimV}), 1);
+}
+
+template <class Kernel>
+CachedPieces cached_pieces_of(const AttentionProblem& problem) {
+  const int64_t tiles = TileList::of(problem, false, problem.heads, Kernel::kQueries).count();
+  return CachedPieces::of(problem, tiles * value_pieces_of<Kernel>(problem), int64_t{sm_count()} * Kernel::kTile.ctas_per_sm);
+}
+
+template <int kHeadDim>
+const char* AttentionCachedSm80<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
+  if (capacity_of(pass.problem.cache) >= int64_t{1} << 31) return "the cache has room for 2^31 keys per sequence or more";
+  const char* reason = nullptr;
+  visit_cached_sm80<kHeadDim>(
+      pass.problem,
+      [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+        if (CachedSm80Kernel<Element, kHeadDim, kVariant>::shared_bytes(pass.problem) > gpu.shared_bytes)
+          reason = "the GPU has too little shared memory for this head dim";
+      },
+      gpu.shared_bytes);
+  return reason;
+}
+
+template <int kHeadDim>
+int64_t AttentionCachedSm80<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
+  int64_t bytes = 0;
+  visit_cached_sm80<kHeadDim>(pass.problem,
+                              [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+                                using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
+                                bytes = cached_pieces_of<Kernel>(pass.problem).bytes(pass.problem);
+                              });
+  return bytes;
+}
+
+template <int kHeadDim>
+void AttentionCachedSm80<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
+  const AttentionProblem& problem = pass.problem;
+  visit_cached_sm80<kHeadDim>(
+      problem, [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+        using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
+        ForwardSm80Arguments arguments{
+            .problem = problem,
+            .list = TileList::of(problem, false, problem.heads, Kernel::kQueries),
+            .map = {},
+            .score_mod = ScoreMod(problem),
+            .keep_scale = 1,
+            .pieces = cached_pieces_of<Kernel>(problem),
+        };
+        arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
+        arguments.pieces.parts = static_cast<float*>(workspace);
+        launch<attention_forward_sm80<Element, kHeadDim, kVariant, true>>(
+            arguments, arguments.list.count() * arguments.pieces.most * value_pieces_of<Kernel>(problem), Kernel::kThreads,
+            Kernel::shared_bytes(problem), stream);
+        merge_pieces(problem, arguments.pieces, stream);
+      });
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,174 @@
+// Loads of cached keys and values into tiles in shared memory: every row lies where a table says.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "../../../core/cache.h"
+#include "../../../core/mask.h"
+#include "load.cuh"
+
+namespace flash_online::cuda {
+
+// Row `row` of block `block` of a pool; block -1: nowhere, which counts as zeros.
+struct CachedPlace {
+  int block, row;
+};
+
+// What the places of two blocks of `rows` rows take.
+constexpr int cached_place_bytes(int rows) { return 2 * rows * static_cast<int>(sizeof(CachedPlace)); }
+
+// Eight float8 elements, widened without rounding.
+template <class Element>
+__device__ __forceinline__ uint4 widen_float8(uint2 elements, __nv_fp8_interpretation_t kind) {
+  const unsigned pairs[4] = {elements.x & 0xffff, elements.x >> 16, elements.y & 0xffff, elements.y >> 16};
+  unsigned wide[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __half2 pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pairs[i]), kind);
+    if constexpr (std::is_same_v<Element, __half>) {
+      wide[i] = reinterpret_cast<const unsigned&>(pair);
+    } else {
+      const float2 x = __half22float2(pair);
+      wide[i] = Fragments<Element>::pair(x.x, x.y);
+    }
+  }
+  return {wide[0], wide[1], wide[2], wide[3]};
+}
+
+// The rows of a sequence's cached keys, or values, of one head. A block of kRows of them has its places in shared memory, in
+// one of two buffers by turns: locate() may find the next block's while this one's are read.
+template <class Element, int kRows, int kThreads>
+class CachedRows {
+ public:
+  int columns;
+  bool vectors;  // every row starts at a multiple of what a thread loads at once, and its columns are contiguous
+
+  // `keys`: those of the sequence, by their place in the cache.
+  __device__ CachedRows(const ConstView4& view, const CacheView& cache, int64_t sequence, const Rows& keys, int64_t head,
+                        int64_t all_columns, int64_t first_column, char* places)
+      : columns(static_cast<int>(all_columns - first_column)),
+        cache_(cache),
+        is_float8_(cache.dtype == DType::kFloat8E4M3 || cache.dtype == DType::kFloat8E5M2),
+        sequence_(sequence),
+        first_key_(keys.begin),
+        places_(reinterpret_cast<CachedPlace*>(places)) {
+    const int64_t size = is_float8_ ? 1 : sizeof(Element), step = is_float8_ ? 8 : kVectorBytes;
+    column_stride_ = view.stride[3] * size;
+    row_stride_ = view.stride[2] * size;
+    block_stride_ = view.stride[0] * size;
+    data_ = static_cast<const char*>(view.data) + (head * view.stride[1] + first_column * view.stride[3]) * size;
+    vectors = (view.stride[3] == 1 || all_columns <= 1) && reinterpret_cast<uintptr_t>(data_) % step == 0 &&
+              row_stride_ % step == 0 && block_stride_ % step == 0 &&
+              (!(is_float8_ || sizeof(Element) == 4) || columns % (is_float8_ ? 8 : 4) == 0);
+  }
+
+  // Finds the places of the rows from `row` on, a multiple of kRows. Rows outside of `seen` have none: what they hold may not
+  // even be multiplied by 0. The threads need a barrier before they read places.
+  __device__ __forceinline__ void locate(int row, const KeyRange& seen) const {
+    CachedPlace* const places = places_of(row);
+    const unsigned page = static_cast<unsigned>(cache_.page);
+    for (int r = static_cast<int>(threadIdx.x); r < kRows; r += kThreads) {
+      const unsigned key = static_cast<unsigned>(first_key_ + row + r), entry = key / page;
+      const int64_t block = row + r >= seen.begin && row + r < seen.end ? block_of(cache_, sequence_, entry) : -1;
+      places[r] = {static_cast<int>(block), static_cast<int>(key - entry * page)};
+    }
+  }
+
+  __device__ __forceinline__ CachedPlace* places_of(int row) const { return places_ + row / kRows % 2 * kRows; }
+  // Where the column of this index is, in the row of a place; place.block is not -1.
+  __device__ __forceinline__ const char* at(const CachedPlace& place, int column) const {
+    return data_ + place.block * block_stride_ + place.row * row_stride_ + column * column_stride_;
+  }
+  __device__ __forceinline__ bool is_float8() const { return is_float8_; }
+  __device__ __forceinline__ __nv_fp8_interpretation_t float8() const {
+    return cache_.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
+  }
+  // One element, widened; 0 where there is none.
+  __device__ __forceinline__ Element element(const CachedPlace& place, int column) const {
+    if (place.block < 0 || column >= columns) return narrow<Element>(0.0f);
+    const char* const from = at(place, column);
+    if constexpr (sizeof(Element) == 2) {
+      if (is_float8_) {
+        const auto bits = *reinterpret_cast<const __nv_fp8_storage_t*>(from);
+        return narrow<Element>(__half2float(__nv_cvt_fp8_to_halfraw(bits, float8())));
+      }
+    }
+    return *reinterpret_cast<const Element*>(from);
+  }
+
+ private:
+  const CacheView& cache_;
+  const char* data_;
+  int64_t column_stride_, row_stride_, block_stride_;  // in bytes
+  bool is_float8_;
+  int64_t sequence_, first_key_;
+  CachedPlace* places_;
+};
+
+// Copies the rows from `row` on, which have been located, into a tile. As in the other load(), 16-bit elements arrive
+// asynchronously, unless they are cached as float8.
+template <int kRows, int kThreads, class Element, int kWidth>
+__device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const CachedRows<Element, kRows, kThreads>& from,
+                                     int row, int) {
+  using F = Fragments<Element>;
+  const CachedPlace* const places = from.places_of(row);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (from.vectors) {
+    constexpr int kPer = F::kPieces == 1 ? 8 : 4, kChunks = kWidth / kPer;
+    for (int index = thread; index < kRows * kChunks; index += kThreads) {
+      const int r = index / kChunks, c = index % kChunks * kPer;
+      const CachedPlace place = places[r];
+      const bool there = place.block >= 0 && c < from.columns;
+      if constexpr (F::kPieces == 1) {
+        uint4* const to = reinterpret_cast<uint4*>(tile.row(r) + c);
+        if (!there)
+          *to = {};
+        else if (from.is_float8())
+          *to = widen_float8<Element>(*reinterpret_cast<const uint2*>(from.at(place, c)), from.float8());
+        else
+          cp_async(to, from.at(place, c), min(kVectorBytes, (from.columns - c) * static_cast<int>(sizeof(Element))));
+      } else {
+        const float4 x = there ? *reinterpret_cast<const float4*>(from.at(place, c)) : make_float4(0, 0, 0, 0);
+        unsigned left[F::kPieces], right[F::kPieces];
+        F::split(left, x.x, x.y);
+        F::split(right, x.z, x.w);
+#pragma unroll
+        for (int piece = 0; piece < F::kPieces; ++piece)
+          *reinterpret_cast<uint2*>(tile.row(r, piece) + c) = make_uint2(left[piece], right[piece]);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int index = thread; index < kRows * kWidth / 2; index += kThreads) {
+      const int r = index / (kWidth / 2), c = index % (kWidth / 2) * 2;
+      const Element x = from.element(places[r], c), y = from.element(places[r], c + 1);
+      if constexpr (F::kPieces == 1) {
+        tile.row(r)[c] = x;
+        tile.row(r)[c + 1] = y;
+      } else {
+        unsigned words[F::kPieces];
+        F::split(words, x, y);
+#pragma unroll
+        for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+      }
+    }
+  }
+}
+
+// TilePrefetch's functions over cached rows: elements that pass through registers are loaded once the tile is free.
+template <class Element, TileCopy kCopy>
+struct CachedPrefetch {
+  using Tile = SharedTile<Element, kCopy.width>;
+  using From = CachedRows<Element, kCopy.rows, kCopy.threads>;
+  __device__ __forceinline__ static bool is_asynchronous(const From& from) {
+    return Fragments<Element>::kPieces == 1 && from.vectors && !from.is_float8();
+  }
+  __device__ __forceinline__ void start(Tile tile, const From& from, int row, int rows) const {
+    if (is_asynchronous(from)) load(tile, from, row, rows);
+  }
+  __device__ __forceinline__ void finish(Tile tile, const From& from, int row, int rows) const {
+    if (!is_asynchronous(from)) load(tile, from, row, rows);
+  }
+};
+
+}  // namespace flash_online::cuda
