@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._checks import check_flag, check_tensor
@@ -102,22 +103,37 @@ def attend_paged(
     deterministic: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out [Tq, H, Ev], softmax_lse [H, Tq]) of packed q over keys in pages [pages, page, Hk, E], without gradients. `options`
-    are those of `varlen_attention`."""
+    """(out [Tq, H, Ev], softmax_lse [H, Tq]) of packed q over keys in pages [pages, page, Hk, E], whose backward pass is an
+    error. `options` are those of `varlen_attention`."""
     if dropout_p:
         raise NotImplementedError(f"{function}: dropout_p: got {dropout_p}, which keys in pages do not have")
     check_flag("deterministic", deterministic)
     try:
-        out, lse = varlen_attention(
-            *(q, k, v, *packing),
-            block_table=block_table,
-            seqused_q=seqused_q,
-            seqused_k=seqused_k,
-            scale=softmax_scale,
-            window=read_window(window_size),
-            return_lse=True,
-            **options,
-        )
+        with torch.no_grad():
+            out, lse = varlen_attention(
+                *(q, k, v, *packing),
+                block_table=block_table,
+                seqused_q=seqused_q,
+                seqused_k=seqused_k,
+                scale=softmax_scale,
+                window=read_window(window_size),
+                return_lse=True,
+                **options,
+            )
     except InvalidArgument as error:
         raise InvalidArgument(_NAME.sub(lambda match: _NAMES_OF_PAGED.get(match[1], match[1]), str(error))) from None
-    return out, lse
+    return _WithoutGradient.apply(function, out, lse, q, k, v)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """out and lse as they are. FlashAttention too takes tensors that require a gradient here, and has none for them."""
+
+    @staticmethod
+    def forward(ctx, function: str, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.function = function
+        ctx.mark_non_differentiable(lse)
+        return out.view_as(out), lse
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Any:
+        raise NotImplementedError(f"{ctx.function}: keys in pages have no gradient")

@@ -673,6 +673,14 @@ def test_packed_queries_over_pages(module):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
 
 
+def test_keys_in_pages_have_no_gradient():
+    starts, q = torch.tensor([0, 3], dtype=torch.int32), torch.randn(3, 4, 16, requires_grad=True)
+    pages, table = torch.randn(4, 16, 2, 16, requires_grad=True), torch.tensor([[2]], dtype=torch.int32)
+    out = flash_attn.flash_attn_varlen_func(q, pages, pages, starts, starts, 3, 3, block_table=table)
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: keys in pages have no gradient"):
+        out.sum().backward()
+
+
 def test_errors_of_cached_keys_have_flash_attentions_names():
     q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 9, 2, 16)
     for message, wrong in (
