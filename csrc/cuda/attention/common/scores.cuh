@@ -151,6 +151,13 @@ struct ScoreBlock {
   int query, key;  // the first of the block
   int queries, keys;  // the sequence's length
   bool whole;  // all queries and keys of the block exist, and by position every query sees every key
+  __device__ __forceinline__ int query_of(int row) const { return query + row; }
+};
+
+// One whose rows are those of `heads` heads side by side, query by query.
+struct GroupScoreBlock : ScoreBlock {
+  int heads;
+  __device__ __forceinline__ int query_of(int row) const { return query + row / heads; }
 };
 
 // Makes scores of products: scale, softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative
@@ -256,15 +263,15 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
 }
 
 // Hides the keys that a query does not see by position. With kTransposed also queries that do not exist.
-template <bool kTransposed, int kRows, int kColumns>
-__device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int row, const ScoreBlock& block,
+template <bool kTransposed, int kRows, int kColumns, class Block = ScoreBlock>
+__device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int row, const Block& block,
                                             const Visibility& visible) {
   if constexpr (!kTransposed) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const KeyRange range = keys_of(visible, block.query + row + 16 * i + 8 * half + quad(), block.keys);
+        const KeyRange range = keys_of(visible, block.query_of(row + 16 * i + 8 * half + quad()), block.keys);
         const int begin = static_cast<int>(max(range.begin - block.key, int64_t{0})),
                   end = static_cast<int>(max(min(range.end - block.key, int64_t{kColumns * 8}), int64_t{0}));
 #pragma unroll

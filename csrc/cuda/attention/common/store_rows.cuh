@@ -10,11 +10,12 @@
 namespace flash_online::cuda {
 
 // Stores a warp's 16 * kTiles rows of accumulators by way of shared memory: through rows [row, row + 16 * kTiles) and columns
-// from `shared_column` on of `tile`, to the same rows of `data`. Rows from `row_count` on and columns from `width` on are left
-// out.
-template <class Element, int kTiles, int kColumns, int kWidth>
+// from `shared_column` on of `tile`, to where row_at(row) says. Rows from `row_count` on and columns from `width` on are left
+// out. `aligned`: all rows begin at multiples of 16 bytes.
+template <class Element, int kTiles, int kColumns, int kWidth, class RowAt>
+  requires(std::is_invocable_v<RowAt, int>)
 __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& d, SharedTile<Element, kWidth> tile,
-                                           int shared_column, int row, Element* data, int64_t row_stride, int64_t column_stride,
+                                           int shared_column, int row, RowAt&& row_at, bool aligned, int64_t column_stride,
                                            int row_count, int width) {
   static_assert(kColumns * 8 <= kWidth);
   __syncwarp();
@@ -32,18 +33,26 @@ __device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& 
       }
   __syncwarp();
   constexpr int kPer = kPerVector<Element>, kChunks = kColumns * 8 / kPer;
-  const bool vectors = column_stride == 1 && width % kPer == 0 && misalignment(data) == 0 &&
-                       row_stride * static_cast<int>(sizeof(Element)) % kVectorBytes == 0;
+  const bool vectors = column_stride == 1 && width % kPer == 0 && aligned;
   for (int index = lane(); index < 16 * kTiles * kChunks; index += 32) {
     const int r = row + index / kChunks, c = index % kChunks * kPer;
     if (r >= row_count || c >= width) continue;
+    Element* const to = row_at(r);
     if (vectors)
-      *reinterpret_cast<uint4*>(data + r * row_stride + c) =
-          *reinterpret_cast<const uint4*>(tile.elements(r) + shared_column + c);
+      *reinterpret_cast<uint4*>(to + c) = *reinterpret_cast<const uint4*>(tile.elements(r) + shared_column + c);
     else
-      for (int n = 0; n < kPer && c + n < width; ++n)
-        data[r * row_stride + (c + n) * column_stride] = tile.elements(r)[shared_column + c + n];
+      for (int n = 0; n < kPer && c + n < width; ++n) to[(c + n) * column_stride] = tile.elements(r)[shared_column + c + n];
   }
+}
+
+// The same to rows of `data`.
+template <class Element, int kTiles, int kColumns, int kWidth>
+__device__ __forceinline__ void store_rows(const Accumulator<kTiles, kColumns>& d, SharedTile<Element, kWidth> tile,
+                                           int shared_column, int row, Element* data, int64_t row_stride, int64_t column_stride,
+                                           int row_count, int width) {
+  const bool aligned = misalignment(data) == 0 && row_stride * static_cast<int>(sizeof(Element)) % kVectorBytes == 0;
+  store_rows<Element>(
+      d, tile, shared_column, row, [&](int r) { return data + r * row_stride; }, aligned, column_stride, row_count, width);
 }
 
 // Stores 16 rows of accumulators, times `scale`, without shared memory: the four lanes of a quad hold pairs of columns of the

@@ -24,9 +24,24 @@ int64_t value_pieces_of(const AttentionProblem& problem) {
   return std::max<int64_t>(ceil_div(problem.head_dim_v, int64_t{Kernel::kHeadDimV}), 1);
 }
 
+// How many of the heads that share keys a tile holds: a divisor of their number. ALiBi is one head's.
+template <class Kernel>
+int group_of(const AttentionProblem& problem) {
+  const int64_t group = problem.heads / problem.key_heads;
+  int64_t heads = problem.alibi_slopes ? 1 : std::min<int64_t>(group, Kernel::kQueries);
+  while (group % heads != 0) --heads;
+  return static_cast<int>(heads);
+}
+
+template <class Kernel>
+TileList cached_tiles_of(const AttentionProblem& problem) {
+  const int group = group_of<Kernel>(problem);
+  return TileList::of(problem, false, problem.heads / group, Kernel::kQueries / group);
+}
+
 template <class Kernel>
 CachedPieces cached_pieces_of(const AttentionProblem& problem) {
-  const int64_t tiles = TileList::of(problem, false, problem.heads, Kernel::kQueries).count();
+  const int64_t tiles = cached_tiles_of<Kernel>(problem).count();
   return CachedPieces::of(problem, tiles * value_pieces_of<Kernel>(problem), int64_t{sm_count()} * Kernel::kTile.ctas_per_sm);
 }
 
@@ -63,11 +78,12 @@ void AttentionCachedSm80<kHeadDim>::run(const ForwardPass& pass, void* workspace
         using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
         ForwardSm80Arguments arguments{
             .problem = problem,
-            .list = TileList::of(problem, false, problem.heads, Kernel::kQueries),
+            .list = cached_tiles_of<Kernel>(problem),
             .map = {},
             .score_mod = ScoreMod(problem),
             .keep_scale = 1,
             .pieces = cached_pieces_of<Kernel>(problem),
+            .group = group_of<Kernel>(problem),
         };
         arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
         arguments.pieces.parts = static_cast<float*>(workspace);

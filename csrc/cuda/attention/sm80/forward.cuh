@@ -29,6 +29,7 @@ struct ForwardSm80Arguments {
   ScoreMod score_mod;
   float keep_scale;  // 1 / (1 - dropout)
   CachedPieces pieces;  // of cached keys
+  int group = 1;  // heads per tile, over cached keys
 };
 
 // A CTA's forward pass: run() calls the phases in the order in which they stand. kCached: over cached keys, which have neither
@@ -59,6 +60,7 @@ class ForwardSm80Kernel {
   using RowStates = ScoreState[kRowTiles][2];
   static constexpr TileCopy kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
       kValueCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads};
+  using TileRows = std::conditional_t<kCached, GroupRows, PlainRows>;
   using KeyRows = std::conditional_t<kCached, CachedRows<Element, kKeys, kThreads>, HeadRows<Element>>;
   template <TileCopy kCopy>
   using Prefetch = std::conditional_t<kCached, CachedPrefetch<Element, kCopy>, TilePrefetch<Element, kCopy>>;
@@ -66,6 +68,57 @@ class ForwardSm80Kernel {
                        kValueBytes = ValueTile::bytes(kKeys);
   static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
   static_assert(kQueryBytes + kKeyBytes + kValueBytes == kTile.shared_bytes());
+
+  // What a CTA does: queries [query, last_query) of `sequence`, whose keys are those of one piece, and of its head or heads.
+  struct Work {
+    int64_t batch, head;  // the first head
+    int64_t key_piece, pieces;  // of cached keys
+    int64_t value_piece;  // of the values' columns
+    TileRows rows;
+    Sequence sequence;
+    int query, last_query;
+  };
+
+  // Sets `work`; false where the CTA has none. CTAs are an outer list of pieces of the values' columns, and of cached keys,
+  // each with the list of tiles. The first CTA of a packed sequence's head also clears what has no result.
+  __device__ __forceinline__ static bool find_work(const ForwardSm80Arguments& arguments, Work& work) {
+    const AttentionProblem& problem = arguments.problem;
+    const int64_t tiles = arguments.list.count(), key_pieces = kCached ? arguments.pieces.most : 1;
+    work.key_piece = blockIdx.x / tiles % key_pieces;
+    work.value_piece = blockIdx.x / tiles / key_pieces;
+    if constexpr (kCached) work.rows = {arguments.group};
+    const int tile_queries = kQueries / work.rows.heads;
+    const TileCoord tile =
+        tile_coord(problem, arguments.list, blockIdx.x % tiles, false, tile_queries, problem.visible.right >= 0);
+    work.batch = tile.sequence;
+    work.head = tile.head * work.rows.heads;
+    if (problem.query_starts && tile.block == 0 && work.value_piece == 0 && work.key_piece == 0)
+      for (int n = 0; n < work.rows.heads; ++n) clear_padding(problem, work.batch, work.head + n);
+    work.sequence = kCached ? cached_sequence(problem, work.batch) : sequence_of(problem, work.batch);
+    const int queries = static_cast<int>(work.sequence.queries.count);
+    work.pieces = kCached ? arguments.pieces.count_of(work.sequence) : 1;
+    if (work.key_piece >= work.pieces || tile.block < 0 || tile.block * tile_queries >= queries) return false;
+    if (kCached) work.sequence = part_of(work.sequence, piece_of(work.sequence.keys.count, work.pieces, work.key_piece));
+    work.query = static_cast<int>(tile.block) * tile_queries;
+    work.last_query = min(work.query + tile_queries, queries);
+    return true;
+  }
+
+  __device__ __forceinline__ static auto score_block(const ScoreBlock& block, const TileRows& rows) {
+    if constexpr (kCached)
+      return GroupScoreBlock{block, rows.heads};
+    else
+      return block;
+  }
+
+  // `from`: the first head's rows.
+  __device__ __forceinline__ static void load_queries(QueryTile tile, const HeadRows<Element>& from, int64_t head_stride,
+                                                      const Work& work) {
+    if constexpr (kCached)
+      load_group<kQueries, kThreads>(tile, from, head_stride, work.rows, work.query, work.last_query);
+    else
+      load<kQueries, kThreads>(tile, from, work.query, static_cast<int>(work.sequence.queries.count));
+  }
 
   // Clears packed rows of one head that have no result: out is 0 there, lse is -inf.
   __device__ __forceinline__ static void clear_results(const AttentionProblem& problem, int64_t head, const Rows& rows) {
@@ -77,14 +130,14 @@ class ForwardSm80Kernel {
     }
   }
   // Clears the padding rows of one head around a packed sequence, and the rows of a cached one that do not count.
-  __device__ __forceinline__ static void clear_padding(const AttentionProblem& problem, const TileCoord& tile) {
-    const auto clear_before = [&](int64_t sequence) {
-      clear_results(problem, tile.head,
-                    padding_rows(problem.query_starts, problem.batch, sequence, problem.queries, problem.total_queries));
+  __device__ __forceinline__ static void clear_padding(const AttentionProblem& problem, int64_t sequence, int64_t head) {
+    const auto clear_before = [&](int64_t n) {
+      clear_results(problem, head,
+                    padding_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries));
     };
-    clear_before(tile.sequence);
-    if (tile.sequence == problem.batch - 1) clear_before(problem.batch);
-    if (kCached) clear_results(problem, tile.head, unused_queries(problem, tile.sequence));
+    clear_before(sequence);
+    if (sequence == problem.batch - 1) clear_before(problem.batch);
+    if (kCached) clear_results(problem, head, unused_queries(problem, sequence));
   }
 
   // The rows of a head's keys, or values, from column `first_column` on. The places of cached ones are behind the tiles.
@@ -195,13 +248,17 @@ class ForwardSm80Kernel {
   // The rows and columns of a warp's results.
   struct ResultTile {
     int64_t batch, head;
+    TileRows rows;
     Rows queries;  // those of the CTA's tile
-    int row;  // the warp's first of them
+    int row;  // the warp's first in the tile
     int first_column, columns;  // of the values
+    __device__ __forceinline__ int row_of(int i, int half) const { return row + 16 * i + 8 * half + quad(); }
+    __device__ __forceinline__ int64_t head_of(int i, int half) const { return head + rows.head_of(row_of(i, half)); }
     // The row's number in lse, or -1 for one past the tile.
     __device__ __forceinline__ int64_t index_of(const AttentionProblem& problem, int i, int half) const {
-      const int at = row + 16 * i + 8 * half + quad();
-      return at < queries.count ? batch * problem.lse_stride[0] + head * problem.lse_stride[1] + queries.begin + at : -1;
+      const int query = rows.query_of(row_of(i, half));
+      if (query >= queries.count) return -1;
+      return batch * problem.lse_stride[0] + head_of(i, half) * problem.lse_stride[1] + queries.begin + query;
     }
   };
 
@@ -236,16 +293,25 @@ class ForwardSm80Kernel {
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool is_empty = finish_row(arguments, results.head, scale, out, states, i, half);
-        const int64_t index = results.index_of(problem, i, half);
+        const int64_t head = results.head_of(i, half), index = results.index_of(problem, i, half);
+        const bool is_empty = finish_row(arguments, head, scale, out, states, i, half);
         if (results.first_column == 0 && lane_in_quad() == 0 && index >= 0 && problem.lse)
-          store_lse(arguments, states[i][half], is_empty, results.head, index);
+          store_lse(arguments, states[i][half], is_empty, head, index);
       }
     const MutableView4& view = problem.out;
-    store_rows<Element>(out, tile, 0, results.row,
-                        static_cast<Element*>(view.data) + results.batch * view.stride[0] + results.head * view.stride[1] +
-                            results.queries.begin * view.stride[2] + results.first_column * view.stride[3],
-                        view.stride[2], view.stride[3], static_cast<int>(results.queries.count), results.columns);
+    const int64_t row_stride = view.stride[2], head_stride = view.stride[1];
+    Element* const to = static_cast<Element*>(view.data) + results.batch * view.stride[0] + results.head * head_stride +
+                        results.queries.begin * row_stride + results.first_column * view.stride[3];
+    const int rows = static_cast<int>(results.queries.count) * results.rows.heads;
+    if constexpr (kCached)
+      store_rows<Element>(
+          out, tile, 0, results.row,
+          [&](int r) { return to + results.rows.head_of(r) * head_stride + results.rows.query_of(r) * row_stride; },
+          misalignment(to) == 0 && row_stride * sizeof(Element) % kVectorBytes == 0 &&
+              head_stride * sizeof(Element) % kVectorBytes == 0,
+          view.stride[3], rows, results.columns);
+    else
+      store_rows<Element>(out, tile, 0, results.row, to, row_stride, view.stride[3], rows, results.columns);
   }
 };
 
@@ -255,19 +321,10 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   extern __shared__ __align__(16) char shared[];
   const AttentionProblem& problem = arguments.problem;
 
-  // CTAs are an outer list of pieces of the values' columns, and of cached keys, each with the list of tiles.
-  const int64_t tiles = arguments.list.count(), key_pieces = kCached ? arguments.pieces.most : 1,
-                key_piece = blockIdx.x / tiles % key_pieces, value_piece = blockIdx.x / tiles / key_pieces;
-  const TileCoord tile = tile_coord(problem, arguments.list, blockIdx.x % tiles, false, kQueries, problem.visible.right >= 0);
-  const int64_t batch = tile.sequence, head = tile.head;
-  if (problem.query_starts && tile.block == 0 && value_piece == 0 && key_piece == 0) clear_padding(problem, tile);
-  Sequence sequence = kCached ? cached_sequence(problem, batch) : sequence_of(problem, batch);
-  const int64_t pieces = kCached ? arguments.pieces.count_of(sequence) : 1;
-  if (key_piece >= pieces) return;
-  if (kCached) sequence = part_of(sequence, piece_of(sequence.keys.count, pieces, key_piece));
+  Work work;
+  if (!find_work(arguments, work)) return;
+  const auto& [batch, head, key_piece, pieces, value_piece, rows, sequence, query, last_query] = work;
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
-  if (tile.block < 0 || tile.block * kQueries >= queries) return;
-  const int query = static_cast<int>(tile.block) * kQueries, last_query = min(query + kQueries, queries);
 
   // Shared memory holds queries, keys, values and the mask.
   const QueryTile query_tile{reinterpret_cast<Piece*>(shared)}, key_tile{reinterpret_cast<Piece*>(shared + kQueryBytes)};
@@ -286,6 +343,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   const Dropout dropout(problem, batch, head);
   const float scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
   const int row = static_cast<int>(threadIdx.x) / kWarpSize * 16 * kRowTiles;  // the warp's first in the tile
+  const bool is_idle = kCached && row >= (last_query - query) * rows.heads;  // the warp loads for the others alone
 
   const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
   const int end = range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0;
@@ -298,7 +356,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   RowStates states;
   Prefetch<kKeyCopy> next_keys;
   Prefetch<kValueCopy> values;
-  load<kQueries, kThreads>(query_tile, query_rows, query, queries);
+  load_queries(query_tile, query_rows, problem.query.stride[1], work);
   if constexpr (kCached) key_rows.locate(block * kKeys, range), __syncthreads();
   if (block < end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
   cp_async_commit();
@@ -316,7 +374,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
     Compensation compensation;
     clear(scores);
     // Sums over a wide head dim lose several units in the last place to the tensor cores, and lse would show it.
-    multiply_rows<GemmOptions{.rounded = kHeadDim > 128}>(scores, compensation, query_tile, row, key_tile);
+    if (!is_idle) multiply_rows<GemmOptions{.rounded = kHeadDim > 128}>(scores, compensation, query_tile, row, key_tile);
     next = key_blocks.next(next_mask_is_clear);
     values.finish(value_tile, value_rows, key, keys);
     if constexpr (kCached) key_rows.locate(next * kKeys, range);
@@ -325,24 +383,32 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
     if (next < end) next_keys.start(key_tile, key_rows, next * kKeys, keys);
     cp_async_commit();
 
-    const ScoreBlock here{query, key, queries, keys, all_see(sequence.visible, query, last_query, key, key + kKeys, keys)};
-    if (kHasOptions && score_mod.has_score_mod)
-      apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, nullptr, &compensation);
-    const auto least = [&] { return least_max(states); };
-    if (masked) mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, least, &compensation);
-    renormalize(scores, compensation);
-    if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
-    softmax_step(scores, compensation, out, states, scale);
-    if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
-    multiply_accumulators(out, scores, value_tile);
+    if (!is_idle) {
+      const bool whole = all_see(sequence.visible, query, last_query, key, key + kKeys, keys);
+      const auto here = score_block({query, key, queries, keys, whole}, rows);
+      if (kHasOptions && score_mod.has_score_mod)
+        apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, nullptr, &compensation);
+      const auto least = [&] { return least_max(states); };
+      if (masked) mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, least, &compensation);
+      renormalize(scores, compensation);
+      if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
+      softmax_step(scores, compensation, out, states, scale);
+      if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
+      multiply_accumulators(out, scores, value_tile);
+    }
     if (next < end) next_keys.finish(key_tile, key_rows, next * kKeys, keys);
   }
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
 
   const int first_column = static_cast<int>(value_piece) * kHeadDimV;
-  const ResultTile results{batch, head,         {sequence.queries.begin + query, last_query - query},
-                           row,   first_column, min(static_cast<int>(problem.head_dim_v) - first_column, kHeadDimV)};
+  const ResultTile results{batch,
+                           head,
+                           rows,
+                           {sequence.queries.begin + query, last_query - query},
+                           row,
+                           first_column,
+                           min(static_cast<int>(problem.head_dim_v) - first_column, kHeadDimV)};
   if (kCached && pieces > 1)
     store_part(arguments, results, key_piece, out, states);
   else

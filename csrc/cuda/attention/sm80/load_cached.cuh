@@ -9,6 +9,48 @@
 
 namespace flash_online::cuda {
 
+// Which query, and which head, the rows of a tile are.
+struct PlainRows {
+  static constexpr int heads = 1;
+  __device__ __forceinline__ int query_of(int row) const { return row; }
+  __device__ __forceinline__ int head_of(int) const { return 0; }
+};
+// Over cached keys, those of `heads` heads that share keys lie side by side, query by query: few queries fill a tile, and keys
+// are read once for all of these heads.
+struct GroupRows {
+  int heads;
+  __device__ __forceinline__ int query_of(int row) const { return row / heads; }
+  __device__ __forceinline__ int head_of(int row) const { return row % heads; }
+};
+
+// Loads queries into a tile by these rows, from query `query` on of `queries`. `from` is the first of the heads.
+template <int kRows, int kThreads, class Element, int kWidth>
+__device__ __forceinline__ void load_group(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int64_t head_stride,
+                                           const GroupRows& rows, int query, int queries) {
+  using F = Fragments<Element>;
+  constexpr int kPer = F::kPieces == 1 ? 8 : 2, kChunks = kWidth / kPer;
+  const bool vectors = from.vectors && head_stride * sizeof(Element) % kVectorBytes == 0;
+  for (int index = static_cast<int>(threadIdx.x); index < kRows * kChunks; index += kThreads) {
+    const int r = index / kChunks, c = index % kChunks * kPer, at = query + rows.query_of(r);
+    const Element* const source = from.data + rows.head_of(r) * head_stride + at * from.row_stride + c * from.column_stride;
+    const int there = at < queries ? min(from.columns - c, kPer) : 0;  // elements
+    if constexpr (F::kPieces == 1) {
+      Element* const to = tile.row(r) + c;
+      if (vectors) {
+        cp_async(reinterpret_cast<uint4*>(to), source, max(there, 0) * static_cast<int>(sizeof(Element)));
+      } else {
+#pragma unroll
+        for (int n = 0; n < kPer; ++n) to[n] = n < there ? source[n * from.column_stride] : narrow<Element>(0.0f);
+      }
+    } else {
+      unsigned words[F::kPieces];
+      F::split(words, there > 0 ? source[0] : 0, there > 1 ? source[from.column_stride] : 0);
+#pragma unroll
+      for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+    }
+  }
+}
+
 // Row `row` of block `block` of a pool; block -1: nowhere, which counts as zeros.
 struct CachedPlace {
   int block, row;
