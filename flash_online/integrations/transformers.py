@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention, default_scale
+from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
 from ._fused_loss import fuse_loss
 from ._transformers_masks import _NO_BOUND, VisibleKeys, visible_keys
@@ -237,9 +238,24 @@ def _attend_rule(
             mask, options = bias, options | {"scale": scale}
         else:
             mask = bias if mask is None else _with_bias(mask, bias)
+    if mask is None and _is_step(query, key, options) and (visible.lower_right or queries == keys or not (causal or window)):
+        kept = {name: options[name] for name in ("softcap", "sinks", "scale")}
+        out = kvcache_attention(query, key, value, None, causal=causal, window=window, **kept)
+        return out.transpose(1, 2).contiguous()
     alignment = "lower_right" if lower_right else "upper_left"
     out = attention(query, key, value, mask=mask, causal=causal, window=window, alignment=alignment, **options)
     return out.transpose(1, 2).contiguous()
+
+
+_FEW_ROWS = 16  # per key head
+
+
+def _is_step(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
+    """Whether the CPU's kernel for few rows is the faster one: it reads keys where they lie, and the other one copies them."""
+    if query.device.type != "cpu" or torch.is_grad_enabled() or options["dropout_p"]:
+        return False
+    heads, key_heads = query.shape[1], key.shape[1]
+    return key_heads > 0 and query.shape[2] * heads <= _FEW_ROWS * key_heads
 
 
 def _window(visible: VisibleKeys, length: int) -> tuple[int | None, int | None] | None:

@@ -38,6 +38,9 @@ struct CachedPieces {
 #ifdef __CUDACC__
   __device__ __forceinline__ float* part(int64_t row, int64_t piece) const { return parts + (row * most + piece) * pitch; }
   __device__ __forceinline__ float2& state(float* part) const { return *reinterpret_cast<float2*>(part + pitch - 2); }
+  __device__ __forceinline__ const float2& state(const float* part) const {
+    return *reinterpret_cast<const float2*>(part + pitch - 2);
+  }
 #endif
 };
 

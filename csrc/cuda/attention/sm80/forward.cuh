@@ -44,7 +44,8 @@ class ForwardSm80Kernel {
 
   static int shared_bytes(const AttentionProblem& problem) {
     const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
-    return kTile.shared_bytes() + (kCached ? cached_place_bytes(kKeys) : 0) +
+    const int staged_columns = kCached && is_float8(problem.cache.dtype) ? kHeadDim + kHeadDimV : 0;
+    return kTile.shared_bytes() + (kCached ? cached_place_bytes(kKeys) : 0) + kKeys * staged_columns +
            rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
 
@@ -140,12 +141,16 @@ class ForwardSm80Kernel {
     if (kCached) clear_results(problem, head, unused_queries(problem, sequence));
   }
 
-  // The rows of a head's keys, or values, from column `first_column` on. The places of cached ones are behind the tiles.
+  // The rows of a head's keys, or values, from column `first_column` on. The places of cached ones are behind the tiles, and
+  // `staging` bytes behind these what is staged.
   __device__ __forceinline__ static KeyRows rows_of(const AttentionProblem& problem, const ConstView4& view, int64_t batch,
-                                                    const Rows& keys, int64_t head, int64_t columns, int64_t first_column) {
+                                                    const Rows& keys, int64_t head, int64_t columns, int64_t first_column,
+                                                    int staging) {
     if constexpr (kCached) {
       extern __shared__ __align__(16) char shared[];
-      return KeyRows(view, problem.cache, batch, keys, head, columns, first_column, shared + kTile.shared_bytes());
+      char* const places = shared + kTile.shared_bytes();
+      return KeyRows(view, problem.cache, batch, keys, head, columns, first_column, places,
+                     places + cached_place_bytes(kKeys) + staging);
     } else {
       return KeyRows(view, batch, head, keys.begin, columns, first_column);
     }
@@ -334,9 +339,9 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   const int64_t key_head = head / (problem.heads / problem.key_heads),
                 value_head = head / (problem.heads / problem.value_heads);
   const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim);
-  const KeyRows key_rows = rows_of(problem, problem.key, batch, sequence.keys, key_head, problem.head_dim, 0),
+  const KeyRows key_rows = rows_of(problem, problem.key, batch, sequence.keys, key_head, problem.head_dim, 0, 0),
                 value_rows = rows_of(problem, problem.value, batch, sequence.keys, value_head, problem.head_dim_v,
-                                     value_piece * kHeadDimV);
+                                     value_piece * kHeadDimV, kKeys * kHeadDim);
   const HeadMask mask(problem, batch, head);
   auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, batch, head);
   if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, batch, key_head));

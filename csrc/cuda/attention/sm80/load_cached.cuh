@@ -58,6 +58,7 @@ struct CachedPlace {
 
 // What the places of two blocks of `rows` rows take.
 constexpr int cached_place_bytes(int rows) { return 2 * rows * static_cast<int>(sizeof(CachedPlace)); }
+constexpr bool is_float8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
 
 // Eight float8 elements, widened without rounding.
 template <class Element>
@@ -84,13 +85,14 @@ class CachedRows {
  public:
   int columns;
   bool vectors;  // every row starts at a multiple of what a thread loads at once, and its columns are contiguous
+  char* staging;  // where float8 rows of this width wait to be widened, contiguous; null: they are widened as they are loaded
 
   // `keys`: those of the sequence, by their place in the cache.
   __device__ CachedRows(const ConstView4& view, const CacheView& cache, int64_t sequence, const Rows& keys, int64_t head,
-                        int64_t all_columns, int64_t first_column, char* places)
+                        int64_t all_columns, int64_t first_column, char* places, char* staging_)
       : columns(static_cast<int>(all_columns - first_column)),
         cache_(cache),
-        is_float8_(cache.dtype == DType::kFloat8E4M3 || cache.dtype == DType::kFloat8E5M2),
+        is_float8_(cuda::is_float8(cache.dtype)),
         sequence_(sequence),
         first_key_(keys.begin),
         places_(reinterpret_cast<CachedPlace*>(places)) {
@@ -102,6 +104,10 @@ class CachedRows {
     vectors = (view.stride[3] == 1 || all_columns <= 1) && reinterpret_cast<uintptr_t>(data_) % step == 0 &&
               row_stride_ % step == 0 && block_stride_ % step == 0 &&
               (!(is_float8_ || sizeof(Element) == 4) || columns % (is_float8_ ? 8 : 4) == 0);
+    const auto is_multiple = [](int64_t number) { return number % kVectorBytes == 0; };
+    const bool is_staged = is_float8_ && vectors && is_multiple(reinterpret_cast<intptr_t>(data_)) &&
+                           is_multiple(row_stride_) && is_multiple(block_stride_) && is_multiple(columns);
+    staging = is_staged ? staging_ : nullptr;
   }
 
   // Finds the places of the rows from `row` on, a multiple of kRows. Rows outside of `seen` have none: what they hold may not
@@ -197,6 +203,36 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Cac
   }
 }
 
+// Copies float8 rows, which have been located, into their staging memory, and from there into a tile. A thread widens what it
+// has copied itself.
+template <int kRows, int kThreads, int kWidth, class F>
+__device__ __forceinline__ void for_each_staged(F&& f) {
+  constexpr int kChunks = kWidth / kVectorBytes;
+  for (int index = static_cast<int>(threadIdx.x); index < kRows * kChunks; index += kThreads)
+    f(index / kChunks, index % kChunks * kVectorBytes, index * kVectorBytes);
+}
+template <int kWidth, class Element, int kRows, int kThreads>
+__device__ __forceinline__ void stage(const CachedRows<Element, kRows, kThreads>& from, int row) {
+  const CachedPlace* const places = from.places_of(row);
+  for_each_staged<kRows, kThreads, kWidth>([&](int r, int column, int offset) {
+    const CachedPlace place = places[r];
+    const bool there = place.block >= 0 && column < from.columns;
+    cp_async(reinterpret_cast<uint4*>(from.staging + offset), from.at(there ? place : CachedPlace{0, 0}, there ? column : 0),
+             there ? kVectorBytes : 0);
+  });
+}
+template <int kRows, int kThreads, class Element, int kWidth>
+__device__ __forceinline__ void widen_staged(SharedTile<Element, kWidth> tile,
+                                             const CachedRows<Element, kRows, kThreads>& from) {
+  cp_async_wait();
+  for_each_staged<kRows, kThreads, kWidth>([&](int r, int column, int offset) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from.staging + offset);
+    uint4* const to = reinterpret_cast<uint4*>(tile.row(r) + column);
+    to[0] = widen_float8<Element>({bits.x, bits.y}, from.float8());
+    to[1] = widen_float8<Element>({bits.z, bits.w}, from.float8());
+  });
+}
+
 // TilePrefetch's functions over cached rows: elements that pass through registers are loaded once the tile is free.
 template <class Element, TileCopy kCopy>
 struct CachedPrefetch {
@@ -206,10 +242,15 @@ struct CachedPrefetch {
     return Fragments<Element>::kPieces == 1 && from.vectors && !from.is_float8();
   }
   __device__ __forceinline__ void start(Tile tile, const From& from, int row, int rows) const {
-    if (is_asynchronous(from)) load(tile, from, row, rows);
+    if (is_asynchronous(from)) return load(tile, from, row, rows);
+    if constexpr (Fragments<Element>::kPieces == 1)
+      if (from.staging) stage<kCopy.width>(from, row);
   }
   __device__ __forceinline__ void finish(Tile tile, const From& from, int row, int rows) const {
-    if (!is_asynchronous(from)) load(tile, from, row, rows);
+    if (is_asynchronous(from)) return;
+    if constexpr (Fragments<Element>::kPieces == 1)
+      if (from.staging) return widen_staged(tile, from);
+    load(tile, from, row, rows);
   }
 };
 

@@ -54,6 +54,8 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   {.bytes = 2, .head_dim = 192, .variant = kAll,   .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 512, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 192, .variant = kSmall, .head_dim_v = 192, .row_tiles = 1, .warps = 2, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 2, .head_dim = 256, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 512, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 576, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 576, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
