@@ -1,4 +1,4 @@
-"""CUDA graphs over cached keys: lengths, tables and offsets are read by the device, so that a graph serves every step."""
+"""Cached keys on CUDA: graphs, whose lengths and tables the device reads, so that one serves every step; streams side by side."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def test_a_graph_is_replayed_at_other_lengths_and_tables(splits):
         graph.replay()
         assert torch.equal(out, wanted) and all(map(torch.equal, caches, eager)), (now, splits)
         assert not out.isnan().any() and out.any()
+
+
+def test_two_streams_at_once():
+    """Each call has a workspace of its own for the results of its pieces."""
+    caches = [torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    queries = [torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    wanted = [flash_online.kvcache_attention(query, *caches, 3990, num_splits=9, return_lse=True) for query in queries]
+    streams = [torch.cuda.Stream() for _ in queries]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, query in zip(streams, queries, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(flash_online.kvcache_attention(query, *caches, 3990, num_splits=9, return_lse=True))
+        torch.cuda.synchronize()
+        for ours, expected in zip(found, wanted, strict=True):
+            assert all(map(torch.equal, ours, expected))
