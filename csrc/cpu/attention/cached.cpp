@@ -131,7 +131,8 @@ FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t co
 template <int kCount, class K, class A>
 FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& values, int64_t begin, int64_t end,
                                          int64_t pitch, int64_t columns, A* out) {
-  constexpr int kColumns = 2;  // vectors at a time: their sums wait for one another less
+  // Vectors at a time: a sum waits for the sum of the key before, so that as many run side by side as there are registers for.
+  constexpr int kColumns = (kVectorBytes == 64 ? 8 : 4) / kCount;
   int64_t e = 0;
   const auto some_columns = [&]<int n>(std::integral_constant<int, n>) FLASH_ONLINE_LAMBDA_INLINE {
     Vector<A> sum[kCount][n];
@@ -169,24 +170,36 @@ struct CachedItem {
   int64_t n, key_head, rows, begin, end;
 };
 
-// The rows of keys (or values) [first, first + kBlock) of an item: in the pool, or in `copy` where they are not read in place;
-// zeros for those outside of the item.
+// Where the keys of a block lie: row row[k] of block block[k] of the pool, or nowhere, where that is -1.
+struct BlockPlaces {
+  int64_t block[kBlock], row[kBlock];
+};
+
+// Those of keys [first, first + kBlock) of an item; nowhere for those outside of it.
+inline BlockPlaces find_places(const CacheView& cache, const CachedItem& item, int64_t first) {
+  BlockPlaces places;
+  std::fill_n(places.block, kBlock, int64_t{-1});
+  const int64_t begin = std::max(item.begin, first), end = std::min(item.end, first + kBlock);
+  if (begin >= end) return places;
+  const int64_t place = item.sequence.keys.begin + begin;
+  int64_t entry = place / cache.page, row = place - entry * cache.page, block = block_of(cache, item.n, entry);
+  for (int64_t key = begin; key < end; ++key, ++row) {
+    if (row == cache.page) row = 0, block = block_of(cache, item.n, ++entry);
+    places.block[key - first] = block;
+    places.row[key - first] = row;
+  }
+  return places;
+}
+
+// The rows of keys (or values) at these places: in the pool, or in `copy` where they are not read in place; zeros for nowhere.
 template <class C, class K, bool kInPlace, class A>
-void find_rows(const CacheView& cache, const ConstView4& view, const CachedItem& item, int64_t first, int64_t head_dim,
-               const std::byte* zeros, A* copy, BlockRows<K>& to) {
-  int64_t entry = -1;
-  const C* block = nullptr;
+void find_rows(const ConstView4& view, int64_t key_head, const BlockPlaces& places, int64_t head_dim, const std::byte* zeros,
+               A* copy, BlockRows<K>& to) {
+  const C* const head = static_cast<const C*>(view.data) + key_head * view.stride[1];
   for (int64_t k = 0; k < kBlock; ++k) {
-    const int64_t key = first + k, place = item.sequence.keys.begin + key;
     to.row[k] = reinterpret_cast<const K*>(zeros);
-    if (key < item.begin || key >= item.end) continue;
-    if (place / cache.page != entry) {
-      entry = place / cache.page;
-      const int64_t index = block_of(cache, item.n, entry);
-      block = index < 0 ? nullptr : static_cast<const C*>(view.data) + index * view.stride[0] + item.key_head * view.stride[1];
-    }
-    if (!block) continue;
-    const C* const row = block + place % cache.page * view.stride[2];
+    if (places.block[k] < 0) continue;
+    const C* const row = head + places.block[k] * view.stride[0] + places.row[k] * view.stride[2];
     if constexpr (kInPlace) {
       to.row[k] = row;
     } else {
@@ -267,17 +280,19 @@ FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, A& max, A
 
 // Large scores of float inputs are computed again in double, since the exponential turns the absolute error of a score, which
 // grows with the score, into the relative error of a weight. Each query decides for itself, by the keys that it sees.
-// `product` holds the products of a block, `scores` what they became.
-FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores, float scale, const Row& row, int64_t first,
-                                      float max) {
+// `product` holds the products of a block, `scores` what they became: -inf for keys that it does not see.
+FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores, float scale, float max) {
   constexpr float kLarge = 5, kNegligible = -9.2f;  // the logarithm of a weight that does not count
-  float largest = 0;
-  for (int64_t k = 0; k < kBlock; ++k) {
-    const float scaled = std::abs(product[k] * scale), score = std::abs(scores[k]);
-    if (!is_seen(row, first + k) || !(scaled < -lowest<float>())) continue;
-    largest = std::max(largest, std::max(scaled, score < -lowest<float>() ? score : 0.f));
+  const float infinity = -lowest<float>();
+  const auto magnitude = [](Vector<float> x) __attribute__((always_inline)) { return x < 0 ? -x : x; };
+  Vector<float> largest = {};
+  for (int64_t l = 0; l < kBlock; l += kLanes<float>) {
+    const Vector<float> scaled = magnitude(load_vector(product + l) * scale), score = magnitude(load_vector(scores + l));
+    const Vector<float> larger = scaled > score ? scaled : score;
+    largest = maximum(largest, scaled < infinity && score < infinity ? larger : Vector<float>{});
   }
-  return largest > kLarge && largest_of(scores) > max + kNegligible;
+  const float of_all = reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
+  return of_all > kLarge && largest_of(scores) > max + kNegligible;
 }
 
 // query . key k, in double.
@@ -309,7 +324,7 @@ FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const Cac
     float product[kBlock];
     std::copy_n(weights, kBlock, product);
     make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
-    if (needs_double(product, weights, static_cast<A>(scale), row, first, max)) {
+    if (needs_double(product, weights, static_cast<A>(scale), max)) {
       double score[kBlock];
       multiply_keys_in_double(tile.query + r * pitch, columns, keys, score);
       make_scores<A>(problem, item, row, first, scale, score);
@@ -338,24 +353,29 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     edge |= row.begin != tile.rows[0].begin || row.end != tile.rows[0].end;
   }
   begin = std::max(begin, item.begin), end = std::min(end, item.end);
-  for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
-    BlockRows<K> keys, values;
-    find_rows<C, K, kInPlace>(cache, problem.key, item, first, problem.head_dim, tile.zeros, tile.key, keys);
+  const auto find_keys = [&](const BlockPlaces& places, BlockRows<K>& rows) {
+    find_rows<C, K, kInPlace>(problem.key, item.key_head, places, problem.head_dim, tile.zeros, tile.key, rows);
+  };
+  const int64_t first_block = begin / kBlock * kBlock;
+  BlockPlaces places = find_places(cache, item, first_block);
+  BlockRows<K> keys, values;
+  if (first_block < end) find_keys(places, keys);
+  for (int64_t first = first_block; first < end; first += kBlock) {
+    const auto find_values = [&] {
+      find_rows<C, K, kInPlace>(problem.value, item.key_head, places, problem.head_dim_v, tile.zeros, tile.value, values);
+    };
     if constexpr (kInPlace) {
-      find_rows<C, K, kInPlace>(cache, problem.value, item, first, problem.head_dim_v, tile.zeros, tile.value, values);
+      find_values();
       prefetch(values, columns_v);
     }
     in_groups(item.rows, [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
       multiply_keys<count()>(tile.query + r * pitch, pitch, columns, keys, tile.weights + r * kBlock);
     });
     for (int64_t r = 0; r < item.rows; ++r) absorb_block<E>(problem, item, tile, r, first, keys, columns, scale);
-    if constexpr (kInPlace) {
-      BlockRows<K> next;
-      find_rows<C, K, kInPlace>(cache, problem.key, item, first + kBlock, problem.head_dim, tile.zeros, tile.key, next);
-      prefetch(next, columns);
-    } else {
-      find_rows<C, K, kInPlace>(cache, problem.value, item, first, problem.head_dim_v, tile.zeros, tile.value, values);
-    }
+    if constexpr (!kInPlace) find_values();
+    places = find_places(cache, item, first + kBlock);
+    find_keys(places, keys);
+    if constexpr (kInPlace) prefetch(keys, columns);
     // A value that a query does not see must not meet its weight of 0, since it may be NaN.
     const auto multiply = [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
       const int64_t from = std::clamp(std::max(tile.rows[r].begin, item.begin) - first, int64_t{0}, kBlock),
