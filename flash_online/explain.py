@@ -131,6 +131,8 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
+            elif operator.startswith("attention_cached"):
+                kernel += " (sm80)"  # the one that takes cached keys
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(operator, call) for operator, call in record.operators)
