@@ -1,4 +1,4 @@
-"""Cached keys on CUDA: graphs, whose lengths and tables the device reads, so that one serves every step; streams side by side."""
+"""Cached keys on CUDA: graphs, whose lengths and tables the device reads, so that one serves every step; streams at once."""
 
 from __future__ import annotations
 
