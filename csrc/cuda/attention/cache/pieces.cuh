@@ -1,5 +1,6 @@
 // The pieces that the keys of cached sequences are cut into where queries are few (FlashDecoding), and the partial results of
-// the sequences that are cut. A sequence's own length alone decides into how many.
+// the sequences that are cut. A sequence's own length alone decides into how many of the most that a call has: `num_splits`, or
+// what the GPU has room for.
 #pragma once
 
 #include "../../../core/cache.h"
