@@ -1,8 +1,9 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets the numbers that matter, rows.md and attention.md in docs/performance every case, paper.md there the paper's
-tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md whole models, each between its
-two markers. The figures are the records' curves and bars, and those of docs/online_softmax.md, which docs/figures.py draws.
+README.md gets the numbers that matter, rows.md, attention.md and decode.md in docs/performance every case, paper.md there the
+paper's tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md whole models, each
+between its two markers. The figures are the records' curves and bars, and those of docs/online_softmax.md, which
+docs/figures.py draws.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from .machine import RESULTS, ROOT
 from .summary import SCHEMA
-from .tables import attention_page, case_page, family_page, models_page, paper_page, readme_page, training_page
+from .tables import attention_page, case_page, decode_page, family_page, models_page, paper_page, readme_page, training_page
 
 BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
 
@@ -23,6 +24,7 @@ PAGES = {
     ROOT / "README.md": {("attention", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page},
     ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
+    ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},
     ROOT / "docs" / "performance" / "paper.md": {"paper": paper_page},
     ROOT / "docs" / "design" / "family.md": {"family": family_page},
     ROOT / "docs" / "integrations" / "transformers.md": {"models": models_page},
@@ -53,7 +55,8 @@ def draw_figures(folder: Path) -> None:
     from . import figures  # needs matplotlib
 
     for name in figures.FIGURES:
-        figures.draw(name, read(RESULTS / f"{name}.json"), folder)
+        if (path := RESULTS / f"{name}.json").is_file():
+            figures.draw(name, read(path), folder)
     subprocess.run([sys.executable, ROOT / "docs" / "figures.py", "--out", folder], check=True)
 
 

@@ -10,11 +10,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .attention.summary import CUDNN, FA3
+from .decode.summary import DRAWN, FA3_FULL, FLASHINFER
 from .paper.summary import CLAIMS, FASTER, SOFTMAX, TOP_FASTER, measured, speed_up
 from .summary import DIRECTIONS, FLASH, OURS
 
 ATTENTION_COLORS = {OURS: "#3465a4", FA3: "#e08214", CUDNN: "#3a8a4d", FLASH: "#8a8f98"}
 IN_WORDS = {FA3: "FlashAttention-3", CUDNN: "cuDNN, through torch", FLASH: "torch, flash backend"}
+DECODE_COLORS = ATTENTION_COLORS | {FA3_FULL: "#fdb863", FLASHINFER: "#7b4a9e"}
 PAPER_COLORS = {"naive": "#8a8f98", "online": "#e08214", "safe, fused": "#3a8a4d", "online, fused": "#e08214", OURS: "#3465a4"}
 BY_K = ("#7f3b08", "#e08214", "#fdb863", "#8a8f98")
 
@@ -88,6 +90,38 @@ def speed(record: dict):
     return figure
 
 
+def decode(record: dict):
+    """One query, 32 heads on 8 key heads, contiguous caches: microseconds over the length of one sequence, and over the batch
+    at one length. The line below is what the reads alone would take."""
+    members = [r for r in record["results"] if r["family"] == "plain" and (r["sizes"]["H"], r["sizes"]["Hkv"]) == (32, 8)]
+    lone = [r for r in members if r["sizes"]["B"] == 1]
+    by_length = {length: [r for r in members if r["sizes"]["S"] == length] for length in {r["sizes"]["S"] for r in members}}
+    length, batches = max(by_length.items(), key=lambda item: len(item[1]))
+    figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.9), layout="constrained")
+    of_panels = (("S", lone, "one sequence"), ("B", batches, f"{length} keys each"))
+    for axes, (size, of_panel, title) in zip(panels, of_panels, strict=True):
+        of_panel = sorted(of_panel, key=lambda r: r["sizes"][size])
+        for name in DRAWN:
+            points = [(r["sizes"][size], r["providers"][name]["us"]) for r in of_panel if name in r["providers"]]
+            if points:
+                label = IN_WORDS.get(name, name)
+                axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.5, label=label, color=DECODE_COLORS[name])
+        reads = [(r["sizes"][size], 1e-3 * r["bytes"] / r["read"]["gb_per_s"]) for r in of_panel]
+        axes.plot(*zip(*reads, strict=True), color="#22262b", lw=0.8, ls="--", label="reads alone")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.grid(alpha=0.3)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("keys" if size == "S" else "sequences")
+    panels[0].set_ylabel("microseconds")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    facts = f"{members[0]['dtype']}, head dim {members[0]['sizes']['E']}, {record['device']}, torch {record['torch']}"
+    figure.suptitle(f"One query over cached keys, {facts}", fontsize=11)
+    return figure
+
+
 def curve(axes, results: dict, what: str, name: str, label: str, **style) -> None:
     axes.plot(
         list(results), [speed_up(r, what, name) for r in results.values()], marker="o", ms=3, lw=1.5, label=label, **style
@@ -136,7 +170,7 @@ def paper_top(record: dict):
 
 
 # results -> the functions that draw a figure from them, each named as its file
-FIGURES = {"attention": (attention_plain, speed), "paper": (paper_softmax, paper_top)}
+FIGURES = {"attention": (attention_plain, speed), "decode": (decode,), "paper": (paper_softmax, paper_top)}
 
 
 def draw(name: str, record: dict, folder: Path) -> None:

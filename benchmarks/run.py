@@ -20,6 +20,9 @@ from benchmarks.attention import cases as attention_cases  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
 from benchmarks.cuda_peers import CUDA_PEERS  # noqa: E402
+from benchmarks.decode import cases as decode_cases  # noqa: E402
+from benchmarks.decode import measure as decode  # noqa: E402
+from benchmarks.decode import peers as decode_peers  # noqa: E402
 from benchmarks.family import measure as family  # noqa: E402
 from benchmarks.paper import measure as paper  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
@@ -69,6 +72,15 @@ def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         return 0
     path, device = out_of(parser, options, "attention", len(cells)), gpu_unless_quick(parser, options)
     return attention.run(cells, device, facts_of(options, device), path, options.providers)
+
+
+def run_decode(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    cells = decode.chosen(options.cases, options.match, options.quick)
+    if options.list:
+        print("\n".join(f"{c.family:8} {c.kind:22} {c.label}, {str(c.dtype)[6:]}" for c in cells))
+        return 0
+    path, device = out_of(parser, options, "decode", len(cells)), gpu_unless_quick(parser, options)
+    return decode.run(cells, device, facts_of(options, device), path, options.providers)
 
 
 def run_training(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -147,6 +159,10 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command = add("attention", run_attention, "attention on a GPU, cell by cell, beside FA3, cuDNN, torch and FlexAttention")
     add_measuring(command, 0.3)
     add_choice(command, list(attention_cases.CELLS), attention_peers.PEERS)
+    add_fa3(command)
+    command = add("decode", run_decode, "attention over cached keys on a GPU, beside FA3, cuDNN, torch and FlashInfer")
+    add_measuring(command, 0.3)
+    add_choice(command, list(decode_cases.CELLS), decode_peers.PEERS)
     add_fa3(command)
     command = add("training", run_training, "a training step of 12 layers, attention by each provider")
     add_measuring(command, None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from textwrap import wrap
 
 from .attention.summary import CUDNN, DEFAULT, DENSE, EFFICIENT, FA3, GROUPS, MIB, VARLEN, over
+from .decode import summary as decode_summary
 from .family.summary import PROFILED_LENGTH
 from .family.summary import PROVIDERS as FAMILY
 from .paper.summary import (
@@ -326,15 +327,19 @@ def cell_tables(record: dict) -> list[str]:
         results = [r for r in record["results"] if r["family"] == group]
         if not results:
             continue
-        lines += ["", f"### {title}", "", *cell_table(results)]
-        reasons = defaultdict(Counter)
-        for r in results:
-            for name, why in r["unavailable"].items():
-                reasons[why][name] += 1
-        if reasons:
-            lines += ["", "Unavailable, in so many of these cells:", ""]
-        for why, names in reasons.items():
-            lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
+        lines += ["", f"### {title}", "", *cell_table(results), *unavailable_in(results)]
+    return lines
+
+
+def unavailable_in(results: list[dict]) -> list[str]:
+    """A list of the reasons that providers are not in these results."""
+    reasons = defaultdict(Counter)
+    for r in results:
+        for name, why in r["unavailable"].items():
+            reasons[why][name] += 1
+    lines = ["", "Unavailable, in so many of these cells:", ""] if reasons else []
+    for why, names in reasons.items():
+        lines.append(f"- {', '.join(f'{name} ({count})' for name, count in names.items())}: {why}.")
     return lines
 
 
@@ -357,6 +362,62 @@ def attention_page(record: dict) -> list[str]:
     if any(r["family"] == "plain" for r in record["results"]):
         lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](../figures/attention_plain.png)"]
     return lines + cell_tables(record)
+
+
+# --- Cached keys on a GPU -----------------------------------------------------------------------------------------------------
+
+
+def decode_summary_table(record: dict) -> list[str]:
+    peers = list(dict.fromkeys(name for entry in record["summary"] for name in entry["over"]))
+    rows = []
+    for entry in record["summary"]:
+        sides = [*(entry["over"].get(name) for name in peers), entry["over_best"]]
+        worst = entry["over_best"]
+        row = [decode_summary.FAMILIES[entry["family"]], str(entry["cases"]), f"{100 * entry['share']:.0f}"]
+        row += ["-" if side is None else times(side["mean"]) for side in sides]
+        rows.append([*row, "-" if worst is None else f"{times(worst['worst'])} ({worst['worst_case']}; {worst['peer']})"])
+    head = ["times faster", "cells", "of the reads, %", *(f"x {name}" for name in peers), "x the fastest", "the worst cell"]
+    return table(head, rows) if rows else []
+
+
+def decode_cell_table(results: list[dict]) -> list[str]:
+    """Microseconds of every provider, what of the reads' rate ours is, and what was wanted and known before."""
+    names = list(dict.fromkeys(name for r in results for name in r["providers"]))
+    rows = []
+    for r in results:
+        entries = [r["providers"].get(name) for name in names]
+        ours, best = r["providers"].get(OURS), decode_summary.over(r)
+        row = [f"{r['kind']}: {r['case']}", *("-" if e is None else number(e["us"]) for e in entries)]
+        row.append(number(r["bytes"] / 1e6))
+        row += [number(ours["gb_per_s"]), f"{100 * ours['share']:.0f}", number(ours["tflop_per_s"])] if ours else ["-"] * 3
+        row.append(times(best[0]) if best else "-")
+        row.append(" / ".join("-" if us is None else f"{us:g}" for us in (r["wanted_us"], r["known_us"])))
+        rows.append([*row, " / ".join("-" if e is None else f"{e['error']:.0e}".replace("e-0", "e-") for e in entries)])
+    head = ["us per call", *names, "MB", "GB/s", "of the reads, %", "TFLOP/s", "x the fastest", "wanted / known", "error"]
+    return table(head, rows)
+
+
+def decode_page(record: dict) -> list[str]:
+    results = record["results"]
+    lines = [*heading(record), ""]
+    if rates := [r["read"]["gb_per_s"] for r in results]:
+        took = f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds per cell"
+        lines += [f"{took}; reads alone, by {results[0]['read']['by']}: {number(min(rates))} to {number(max(rates))} GB/s.", ""]
+    if record["wrong"]:
+        lines += [f"{record['wrong']} cells of ours were wrong and are not here.", ""]
+    met = sum(target["met"] for target in record["targets"])
+    lines += [f"{met} of {len(record['targets'])} targets are met.", "", *targets_table(record), ""]
+    lines += decode_summary_table(record)
+    if any(r["family"] == "plain" for r in results):
+        lines += ["", "![One query over contiguous caches: time over length and batch, and peers](../figures/decode.png)"]
+    for family, title in decode_summary.FAMILIES.items():
+        if members := [r for r in results if r["family"] == family]:
+            lines += ["", f"### {title}", "", *decode_cell_table(members), *unavailable_in(members)]
+    return lines
+
+
+def decode_terminal_summary(record: dict) -> list[str]:
+    return ["", *decode_summary_table(record), "", *targets_table(record)]
 
 
 # --- The training step --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -45,6 +46,7 @@ def modules(monkeypatch):
         "nvcc",
     )
     names += tuple(f"attention.{name}" for name in ("cases", "summary", "peers", "measure"))
+    names += tuple(f"decode.{name}" for name in ("cases", "summary", "peers", "measure", "read"))
     names += tuple(f"paper.{name}" for name in ("build", "summary", "measure"))
     names += tuple(f"family.{name}" for name in ("summary", "measure", "traffic"))
     return {name: importlib.import_module(f"benchmarks.{name}") for name in names}
@@ -82,6 +84,14 @@ def attention_record(tmp_path_factory):
     pytest.importorskip("tqdm")
     path = tmp_path_factory.mktemp("bench") / "attention.json"
     bench("attention", "--quick", "--seconds", 0, "--rounds", 1, "--out", path, check=True)
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def decode_record(tmp_path_factory):
+    pytest.importorskip("tqdm")
+    path = tmp_path_factory.mktemp("bench") / "decode.json"
+    bench("decode", "--quick", "--seconds", 0, "--rounds", 1, "--out", path, check=True)
     return json.loads(path.read_text())
 
 
@@ -776,6 +786,216 @@ def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_p
     assert (tmp_path / "attention_plain.png").stat().st_size > 10000
 
 
+def test_the_cells_of_cached_keys(modules):
+    cells, summary, peers = (modules[f"decode.{name}"] for name in ("cases", "summary", "peers"))
+    chosen = [cell for family in cells.CELLS.values() for cell in family]
+    assert len({cell.title for cell in chosen}) == len(chosen) and cells.CELLS.keys() == summary.FAMILIES.keys()
+    assert {cell.family for cell in cells.QUICK} == cells.CELLS.keys() == peers.IN_FAMILY.keys()
+    for family, of_family in cells.CELLS.items():
+        assert {cell.family for cell in of_family} == {family}
+    results = [{"family": c.family, "kind": c.kind, "sizes": c.sizes, "options": c.options} for c in chosen]
+    for target in (*summary.FASTER, *summary.BESIDE):  # a target of no cell would never be judged
+        assert any(map(target.members, results)), target
+    for target in summary.BESIDE:  # nor would one of a form that is not measured there
+        members = [c for c, r in zip(chosen, results, strict=True) if target.members(r)]
+        assert members and all(target.other in peers.providers(cell) for cell in members), target
+    (drawn,) = (cell.lengths for cell in chosen if cell.lengths)
+    assert len(drawn) == 64 and 64 <= min(drawn) < 128 and 16384 < max(drawn) <= 32768
+    lone, gpt_oss, mla = (next(c for c in chosen if c.kind == kind) for kind in ("one query", "gpt-oss", "16 heads"))
+    assert lone.bytes_read() == 2 * 4096 * 8 * 128 * 2 and lone.flops() == 4 * 32 * 4096 * 128
+    assert gpt_oss.bytes_read() == 64 * 2 * 128 * 8 * 64 * 2
+    assert mla.bytes_read() == 64 * 4096 * 576 * 2 and mla.flops() == 2 * 64 * 16 * 4096 * (576 + 512)
+    assert cells.Cell("prefill", {"B": 2, "H": 1, "Hkv": 1, "S": 7, "L": 3, "E": 1}).flops() == 2 * 4 * (5 + 6 + 7)
+
+
+def test_sets_of_cached_keys_fill_more_than_a_cache(modules):
+    """In other numbers each, and pools as engines keep them."""
+    cases = modules["decode.cases"]
+    cell = next(c for c in cases.QUICK if c.kind == "page 16")
+    problem = cases.Problem(cell, "cpu", 3 * cell.bytes_read() - 1)
+    first, *others = problem.sets
+    assert len(others) == 2 and not any(torch.equal(first.key_cache, other.key_cache) for other in others)
+    assert first.key_cache.shape == (15, 2, 16, 32) and first.key_cache.transpose(1, 2).is_contiguous()
+    assert sorted(problem.table.flatten().tolist()) == list(range(15)) != problem.table.flatten().tolist()
+    gathered = problem.gathered().sets[1]
+    assert gathered.value_cache.shape == (3, 2, 80, 32) and gathered.value_cache.is_contiguous()
+    assert torch.equal(gathered.key_cache[2, 1, 16:32], others[0].key_cache[problem.table[2, 1], 1])
+    ragged = cases.Problem(next(c for c in cases.QUICK if c.kind == "lengths"), "cpu")
+    assert ragged.lengths.tolist() == [80, 1, 33] and ragged.blocks == 5 + 1 + 3 and ragged.table.shape == (3, 5)
+
+
+def fake_cached_peers():
+    """FlashAttention-3's operator and FlashInfer's wrapper, by their names, arguments and layouts and the plain reference."""
+    from flash_online import reference
+
+    def fwd(q, k, v, *, softmax_scale, is_causal, num_splits, window_size_left=-1, **options):
+        names = {
+            "seqused_k": "cache_seqlens",
+            "page_table": "block_table",
+            "k_descale": "key_scale",
+            "v_descale": "value_scale",
+        }
+        known = {ours: options.pop(theirs) for theirs, ours in names.items() if theirs in options}
+        new = {
+            ours: options.pop(theirs).transpose(1, 2)
+            for theirs, ours in (("k_new", "key"), ("v_new", "value"))
+            if theirs in options
+        }
+        if "rotary_cos" in options:
+            known["rotary"] = (options.pop("rotary_cos"), options.pop("rotary_sin"), options.pop("is_rotary_interleaved"))
+        if "q_v" in options:
+            q, k = torch.cat([options.pop("q_v"), q], -1), torch.cat([v, k], -1)
+        window = (window_size_left, options.pop("window_size_right")) if window_size_left >= 0 else None
+        assert not options and num_splits == 0 and is_causal
+        if k.dtype == torch.float8_e4m3fn:
+            assert q.dtype == k.dtype
+            q = q.bfloat16()
+        lengths = known.pop("cache_seqlens", None)
+        out = reference.kvcache_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), lengths, scale=softmax_scale, window=window, **known, **new
+        )
+        return out.transpose(1, 2), None, None, None
+
+    class Wrapper:
+        def __init__(self, workspace, layout, **_):
+            assert layout == "NHD"
+
+        def plan(self, *arguments, window_left, **types):
+            *self.queries, self.starts, self.pages, self.last, _, _, _, self.page = arguments
+            self.window = None if window_left < 0 else (window_left, 0)
+
+        def run(self, q, caches):
+            counts = self.starts.diff().tolist()
+            table = torch.nn.utils.rnn.pad_sequence(self.pages.split(counts), batch_first=True)
+            lengths = (self.starts.diff() - 1) * self.page + self.last
+            batch = len(counts)
+            dense = q.unflatten(0, (batch, -1)).transpose(1, 2)
+            pools = (t.transpose(1, 2) for t in caches)
+            out = reference.kvcache_attention(dense, *pools, lengths.int(), block_table=table.int(), window=self.window)
+            return out.transpose(1, 2).flatten(0, 1)
+
+    class Prefill(Wrapper):
+        def plan(self, *arguments, causal, **options):
+            assert causal
+            super().plan(*arguments, **options)
+
+    flashinfer = types.ModuleType("flashinfer")
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper, flashinfer.BatchPrefillWithPagedKVCacheWrapper = Wrapper, Prefill
+    return types.SimpleNamespace(fwd=fwd), flashinfer
+
+
+def test_every_provider_of_cached_keys_solves_the_cells_problem(modules, monkeypatch):
+    """The quick cells, with stand-ins for the peers that are not installed."""
+    measure, cases = modules["decode.measure"], modules["decode.cases"]
+    fa3, flashinfer = fake_cached_peers()
+    monkeypatch.setattr(torch.ops, "flash_attn_3", fa3, raising=False)
+    monkeypatch.setattr(modules["attention.peers"], "_load_library", lambda path: None)
+    monkeypatch.setenv(modules["attention.peers"].FA3_VARIABLE, "fa3.so")
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    solved = {}
+    for cell in cases.QUICK:
+        result = measure.measure(cell, "cpu", 0, 1)
+        assert not any(
+            "wrong" in reason or "Error" in reason for name, reason in result["unavailable"].items() if name != "cuDNN"
+        )
+        solved[cell.kind] = result["providers"].keys()
+    ours = "flash_online"
+    assert solved["one query"] - {"cuDNN"} == {ours, "FA3", "FA3, without lengths", "torch flash"}
+    assert solved["page 16"] == solved["lengths"] == {ours, "FA3", "FlashInfer"} and solved["gpt-oss"] == {ours}
+    assert solved["many sequences"] == {ours, f"{ours}, 16-bit caches", "FA3", "FA3, without lengths"}
+    assert solved["16 heads"] == {ours, "FA3"} and solved["one row"] == {ours, f"{ours}, without append", "FA3"}
+    assert solved["in chunks, paged"] == {ours, f"{ours}, contiguous", "FA3", "FlashInfer"}
+    assert solved["a number given"] == {ours, f"{ours}, num_splits None"}
+
+
+def test_wrong_results_over_cached_keys_are_caught(modules, monkeypatch):
+    """Of a peer: it is unavailable. Of ours: the cell is not timed."""
+    measure, peers, cases = (modules[f"decode.{name}"] for name in ("measure", "peers", "cases"))
+    cell = next(cell for cell in cases.QUICK if cell.kind == "one query")
+    flash, ours = peers.PROVIDERS["torch flash"], peers.PROVIDERS["flash_online"]
+
+    def shorter(provider):
+        def make(problem):
+            other = problem.without()
+            other.sets = [cases.Tensors(one.query, one.key_cache[:, :, 1:], one.value_cache[:, :, 1:]) for one in problem.sets]
+            return provider(other)
+
+        return make
+
+    monkeypatch.setitem(peers.PROVIDERS, "torch flash", shorter(flash))
+    result = measure.measure(cell, "cpu", 0, 1)
+    assert "wrong here" in result["unavailable"]["torch flash"] and "torch flash" not in result["providers"]
+    monkeypatch.setitem(peers.PROVIDERS, "flash_online", shorter(ours))
+    with pytest.raises(AssertionError, match="one query .*flash_online, sequence and key head"):
+        measure.measure(cell, "cpu", 0, 1)
+
+
+def decode_result(family, kind, us, *, wanted=None, **sizes):
+    """A result of providers -> microseconds, of calls that read 100 MB beside reads of 4 TB/s."""
+    providers = {
+        name: {"us": taken, "gb_per_s": 1e5 / taken, "share": 25 / taken, "tflop_per_s": 1.0, "error": 1e-3}
+        for name, taken in us.items()
+    }
+    facts = {"family": family, "kind": kind, "case": f"{kind} {sizes}", "sizes": sizes, "options": {}, "dtype": "bfloat16"}
+    facts |= {"wanted_us": wanted, "known_us": None, "bytes": 10**8, "read": {"gb_per_s": 4000.0, "by": "a kernel"}}
+    return facts | {"providers": providers, "unavailable": {"FlashInfer": "not there"}}
+
+
+def test_the_targets_and_means_of_cached_keys(modules):
+    summary = modules["decode.summary"]
+    ours = "flash_online"
+    results = [
+        decode_result(
+            "plain", "one query", {ours: 50.0, "FA3": 100.0, "cuDNN": 60.0}, wanted=49, B=1, H=32, Hkv=8, S=4096, E=128
+        ),
+        decode_result("plain", "one query", {ours: 50.0, "FA3": 25.0}, wanted=50, B=2, H=32, Hkv=8, S=4096, E=128),
+        decode_result("options", "lengths", {ours: 10.0, "FA3": 11.0, "FlashInfer": 9.0}),
+        decode_result("float8", "many sequences", {ours: 50.0, f"{ours}, 16-bit caches": 100.0}),
+        decode_result("append", "one row", {ours: 12.0, f"{ours}, without append": 10.0}, B=1),
+        decode_result("append", "one row", {ours: 12.0, f"{ours}, without append": 10.0}, B=64),
+        decode_result("splits", "a number given", {"FA3": 1.0}),  # without ours nothing is judged
+    ]
+    plain, lengths, *_ = summary.summarize(results)
+    assert plain["share"] == pytest.approx(0.5) and plain["over"]["FA3"]["mean"] == pytest.approx(1.0)
+    assert plain["over_best"]["worst"] == pytest.approx(0.5) and plain["over"]["cuDNN"]["cases"] == 1
+    assert lengths["over_best"]["peer"] == "FlashInfer"
+    found = {target["target"]: target for target in summary.targets(results)}
+    every = found["every cell, x the fastest peer"]
+    assert every["cases"] == 3 and every["worst"] == pytest.approx(0.5) and not every["met"]
+    assert found["lengths, x FA3"]["worst"] == pytest.approx(1.1) and not found["lengths, x FA3"]["met"]
+    judged = {name.split(",")[0]: target["met"] for name, target in found.items()}
+    assert judged["float8 beside 16 bits"] and len(found) == 7
+    appends = [target for name, target in found.items() if name.startswith("an append")]
+    assert [(target["measured"], target["met"]) for target in appends] == [(2.0, False), (2.0, True)]
+    assert [found[r["case"]]["met"] for r in results[:2]] == [False, True]
+    record = {"summary": summary.summarize(results), "targets": summary.targets(results), "results": results, "wrong": 0}
+    record |= {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "took_seconds": 1, "seconds": 1, "rounds": 1}
+    lines = modules["tables"].decode_page(record)
+    assert aligned(lines) and "- FlashInfer (2): not there." in lines and not any("None" in line for line in lines)
+    assert any(line.startswith("| Contiguous caches | 2 | 50 | 1.00 | 1.20 | - | 0.77 | 0.50 (") for line in lines)
+
+
+def test_a_quick_run_of_cached_keys_and_its_page(modules, decode_record, tmp_path):
+    cells = modules["decode.cases"].QUICK
+    assert decode_record["wrong"] == 0 and len(decode_record["results"]) == len(cells)
+    assert {"commit", "torch", "cuda", "device"} <= decode_record.keys()
+    for result, cell in zip(decode_record["results"], cells, strict=True):
+        ours = result["providers"]["flash_online"]
+        assert ours["us"] > 0 and ours["error"] < 0.02 and result["sets"] >= 1
+        assert ours["share"] == pytest.approx(ours["gb_per_s"] / result["read"]["gb_per_s"])
+        assert ours["gb_per_s"] == pytest.approx(1e-3 * cell.bytes_read() / ours["us"])
+    lines = modules["tables"].decode_page(decode_record)
+    text = "\n".join(lines).replace("num_splits None", "")
+    assert aligned(lines) and "None" not in text and "nan" not in text
+    assert all(f"### {title}" in lines for title in modules["decode.summary"].FAMILIES.values())
+    pytest.importorskip("matplotlib")
+    for result in decode_record["results"]:
+        if result["kind"] == "one query":
+            result["sizes"] |= {"B": 1, "H": 32, "Hkv": 8}  # those of the curves
+    importlib.import_module("benchmarks.figures").draw("decode", decode_record, tmp_path)
+    assert (tmp_path / "decode.png").stat().st_size > 10000
+
+
 def test_arguments_are_checked():
     """Each command knows its own flags alone, and a part of the cases never overwrites a committed record."""
 
@@ -791,12 +1011,14 @@ def test_arguments_are_checked():
     assert "needs --out" in refused("rows", "--quick") and "needs --out" in refused("linear", "--quick")
     assert "unrecognized arguments: --match" in refused("training", "--match", "x")
     assert "unrecognized arguments: --device" in refused("paper", "--device", "cuda")
+    assert "invalid choice: 'packed'" in refused("decode", "--cases", "packed")
+    assert "needs --out" in refused("decode", "--providers", "FA3")
     assert "--without-traffic needs --out" in refused("family", "--without-traffic")
     assert "there is no nothing to count bytes with" in refused("family", "--ncu", "nothing")
     assert "no case is chosen" in refused("rows", "--match", "no such case", "--out", "x.json")
     assert "required: command" in refused()
     if not torch.cuda.is_available():
-        assert "needs a CUDA GPU" in refused("attention")
+        assert "needs a CUDA GPU" in refused("attention") and "needs a CUDA GPU" in refused("decode")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -807,6 +1029,19 @@ def test_a_cell_of_attention_on_a_gpu(modules, group, match):
     ours = measure.measure(cell, "cuda", 0, 1)["providers"]["flash_online"]
     assert ours["forward_ms"] > 0 and ours["error"] < 0.02
     assert ("backward_ms" in ours) == (group in ("plain", "packed")) and ("step_ms" in ours) == (group == "host")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["one query", "page 16", "many sequences", "one row"])
+def test_a_cell_of_cached_keys_on_a_gpu(modules, kind):
+    """The quick cells in 16 bits, with as many sets as a benchmark has."""
+    measure, cases = modules["decode.measure"], modules["decode.cases"]
+    cell = next(c for c in cases.QUICK if c.kind == kind)
+    cell = dataclasses.replace(cell, dtype=torch.bfloat16, sizes=cell.sizes | {"S": 1024, "E": 64})
+    result = measure.measure(cell, "cuda", 0, 1)
+    ours = result["providers"]["flash_online"]
+    assert ours["us"] > 0 and ours["error"] < 0.02
+    assert result["sets"] * result["bytes"] >= 3 * torch.cuda.get_device_properties().L2_cache_size
 
 
 def test_the_tables_say_who_was_not_replayed(modules, quick_record):

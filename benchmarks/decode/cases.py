@@ -1,0 +1,306 @@
+"""The cells: what is measured, in eight families, and the tensors of each."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..case import Case
+
+FLOAT8 = torch.float8_e4m3fn
+SHARED = "in the keys"  # where the values of MLA lie: in the first columns
+LOG_UNIFORM = "log-uniform"
+KEY_SCALE, VALUE_SCALE = 0.75, 1.25  # of float8 caches
+POSITIONS = 10000.0  # the base of the rotary embedding
+
+
+@dataclass(frozen=True)
+class Cell(Case):
+    """A problem of attention over cached keys; `kind` says what it is an example of. `sizes` and `options` make the label.
+
+    Sizes: B, H, Hkv, S (keys that a sequence has room for), L (queries, if not 1), E, Ev (if not E). Options: `page`, without
+    which a cache is contiguous; `window` W (a query sees itself and the W - 1 keys before it); `sinks`; `cache` and the name of
+    its dtype; `values` SHARED (the value cache is a view of the key cache); `append` rows, with rotary embedding; `num_splits`;
+    `lengths` how `lengths` were drawn. Caches are full unless `lengths` says how many keys each sequence has.
+
+    `wanted_us` is what a call shall take on an H200 at most, `known_us` what the fastest peer took there in an earlier
+    measurement, of one that cannot run beside ours today among them.
+    """
+
+    kind: str = ""
+    lengths: tuple[int, ...] = ()
+    wanted_us: float | None = None
+    known_us: float | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.sizes["H"] // self.sizes["Hkv"]
+
+    @property
+    def queries(self) -> int:
+        return self.sizes.get("L", 1)
+
+    @property
+    def keys(self) -> list[int]:
+        """How many keys each sequence has, those that are appended included."""
+        return list(self.lengths) or [self.sizes["S"]] * self.sizes["B"]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.sizes.get("Ev", self.sizes["E"])
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return getattr(torch, self.options["cache"]) if "cache" in self.options else self.dtype
+
+    def visible(self, keys: int) -> list[int]:
+        """How many of its sequence's keys each query sees."""
+        window = self.options.get("window", keys)
+        return [max(0, min(keys - self.queries + 1 + n, window)) for n in range(self.queries)]
+
+    def bytes_read(self) -> int:
+        """Keys and values that some query sees, each once; values that lie in the keys are not counted again."""
+        window = self.options.get("window")
+        rows = sum(keys if window is None else min(keys, window + self.queries - 1) for keys in self.keys)
+        width = self.sizes["E"] + (0 if self.options.get("values") == SHARED else self.head_dim_v)
+        return rows * self.sizes["Hkv"] * width * self.cache_dtype.itemsize
+
+    def flops(self) -> int:
+        """Operations of the two matrix products, over pairs of a query and a key that it sees."""
+        pairs = sum(sum(self.visible(keys)) for keys in self.keys)
+        return 2 * self.sizes["H"] * pairs * (self.sizes["E"] + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """One set of a cell's tensors: query [B, H, L, E], caches [B, Hkv, S, E] or pools [blocks, Hkv, page, E], and new rows
+    [B, Hkv, new, E] if the cell appends."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
+class Problem:
+    """A cell's tensors, the same numbers in every run: `sets`, as many as hold `distinct_bytes` of keys and values, so that a
+    call finds none of its own in the L2 cache; and what they share: `lengths` int32 [B], keys before the append; `table` int32
+    [B, entries] in an order of chance; `sinks` [H]; `rotary` (cos, sin); `scales` float32 [B, Hkv], of keys and of values.
+
+    A pool's memory has the order [blocks, page, Hkv, E], which is what engines keep; a contiguous cache is [B, Hkv, S, E].
+    """
+
+    def __init__(self, cell: Cell, device: str, distinct_bytes: int = 0):
+        self.cell, self.device, self.options = cell, device, dict(cell.options)
+        self._generator = torch.Generator(device).manual_seed(0)
+        sizes, append = cell.sizes, cell.options.get("append", 0)
+        self.lengths = torch.tensor([n - append for n in cell.keys], dtype=torch.int32, device=device)
+        self.table, self.blocks = self._make_table() if "page" in self.options else (None, sizes["B"])
+        self.sinks = self._normal(sizes["H"]).float() if self.options.get("sinks") else None
+        self.rotary = self._make_rotary() if append else None
+        self.scales = None
+        if cell.cache_dtype == FLOAT8:
+            shape = (sizes["B"], sizes["Hkv"])
+            self.scales = tuple(torch.full(shape, scale, device=device) for scale in (KEY_SCALE, VALUE_SCALE))
+        count = max(1, math.ceil(distinct_bytes / max(1, cell.bytes_read())))
+        self.sets = [self._make_set() for _ in range(count)]
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.cell.dtype, device=self.device).normal_(generator=self._generator)
+
+    def _make_table(self) -> tuple[Tensor, int]:
+        """The table, whose entries behind a sequence's last page are 0, and how many blocks there are."""
+        page = self.options["page"]
+        counts = [math.ceil(n / page) for n in self.cell.keys]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int()
+        table = torch.zeros(len(counts), math.ceil(self.cell.sizes["S"] / page), dtype=torch.int32)
+        for row, own in zip(table, order.split(counts), strict=True):
+            row[: len(own)] = own
+        return table.to(self.device), sum(counts)
+
+    def _make_rotary(self) -> tuple[Tensor, Tensor]:
+        width = self.cell.sizes["E"] // 2
+        frequencies = POSITIONS ** -(torch.arange(width, device=self.device) / width)
+        angles = torch.arange(self.cell.sizes["S"], device=self.device)[:, None] * frequencies
+        return angles.cos().to(self.cell.dtype), angles.sin().to(self.cell.dtype)
+
+    def _make_set(self) -> Tensors:
+        cell, sizes, page = self.cell, self.cell.sizes, self.options.get("page")
+
+        def cache(width: int) -> Tensor:
+            heads, rows = sizes["Hkv"], page or sizes["S"]
+            shape = (self.blocks, rows, heads, width) if page else (self.blocks, heads, rows, width)
+            made = self._normal(*shape).to(cell.cache_dtype)
+            return made.transpose(1, 2) if page else made
+
+        query, keys = self._normal(sizes["B"], sizes["H"], cell.queries, sizes["E"]), cache(sizes["E"])
+        values = keys[..., : cell.head_dim_v] if self.options.get("values") == SHARED else cache(cell.head_dim_v)
+        if not (append := self.options.get("append")):
+            return Tensors(query, keys, values)
+        new = [self._normal(sizes["B"], sizes["Hkv"], append, width) for width in (sizes["E"], cell.head_dim_v)]
+        return Tensors(query, keys, values, *new)
+
+    # --- The same problem in another form ------------------------------------------------------------------------------------
+
+    def without(self, *names: str) -> Problem:
+        """The same tensors without these options. Without `append` what was appended counts as a part of the cache."""
+        other = copy.copy(self)
+        other.options = {name: value for name, value in self.options.items() if name not in names}
+        if "append" in names:
+            other.rotary, other.lengths = None, self.lengths + self.options.get("append", 0)
+            other.sets = [replace(one, key=None, value=None) for one in self.sets]
+        return other
+
+    def widened(self) -> Problem:
+        """With what float8 caches hold in caches of the query's dtype, each number times its scale."""
+        other = self.without("cache")
+        other.scales = None
+
+        def wide(cache: Tensor, scale: float) -> Tensor:
+            return cache.to(self.cell.dtype).mul_(scale)
+
+        other.sets = [
+            replace(one, key_cache=wide(one.key_cache, KEY_SCALE), value_cache=wide(one.value_cache, VALUE_SCALE))
+            for one in self.sets
+        ]
+        return other
+
+    def gathered(self) -> Problem:
+        """With pages copied into contiguous caches."""
+        other = self.without("page")
+        other.table, rows = None, slice(0, self.cell.sizes["S"])
+
+        def contiguous(pool: Tensor) -> Tensor:
+            return pool[self.table.long()].transpose(1, 2).flatten(2, 3)[:, :, rows].contiguous()
+
+        other.sets = [
+            replace(one, key_cache=contiguous(one.key_cache), value_cache=contiguous(one.value_cache)) for one in self.sets
+        ]
+        return other
+
+    # --- What is checked: the query heads of the first and the last key head, in three sequences of the first set ------------
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """(sequence, key head): of the longest sequence, the first and the last."""
+        keys, heads = self.cell.keys, self.cell.sizes["Hkv"]
+        sequences = dict.fromkeys([keys.index(max(keys)), 0, len(keys) - 1])
+        return [(n, head) for n in sequences for head in dict.fromkeys([0, heads - 1])]
+
+    def part(self, out: Tensor, piece: tuple[int, int]) -> Tensor:
+        """A piece of [B, H, L, Ev], as [1, group, L, Ev]."""
+        (n, head), group = piece, self.cell.group_size
+        return out[n : n + 1, head * group : (head + 1) * group]
+
+    def keys_of(self, cache: Tensor, piece: tuple[int, int]) -> Tensor:
+        """The keys, or values, of a piece: a new contiguous cache [1, 1, S, E]."""
+        n, head = piece
+        if self.table is None:
+            return cache[n : n + 1, head : head + 1].clone()
+        return cache[self.table[n].long(), head].flatten(0, 1)[None, None, : self.cell.sizes["S"]].clone()
+
+
+# --- The cells -------------------------------------------------------------------------------------------------------------
+
+
+def _cell(family: str, kind: str, batch: int, heads: int, key_heads: int, length: int, head_dim: int = 128, **more) -> Cell:
+    """L and Ev of `more` are sizes, `us` is (wanted, known of a peer), `drawn` the lengths; the rest are options."""
+    sizes = {"B": batch, "H": heads, "Hkv": key_heads, "S": length, "E": head_dim}
+    sizes |= {name: more.pop(name) for name in ("L", "Ev") if name in more}
+    wanted, known = more.pop("us", (None, None))
+    lengths = more.pop("drawn", ())
+    return Cell(family, sizes, more, torch.bfloat16, kind, lengths, wanted, known)
+
+
+def _plain() -> list[Cell]:
+    def cell(*sizes: int, us: tuple, kind: str = "one query", **more) -> Cell:
+        return _cell("plain", kind, *sizes, us=us, **more)
+
+    return [
+        cell(1, 32, 8, 4096, us=(9.5, 15)),
+        cell(1, 32, 8, 8192, us=(13.5, 25)),
+        cell(1, 32, 8, 32768, us=(37, 47)),
+        cell(1, 32, 8, 131072, us=(130, 139)),
+        cell(8, 32, 8, 8192, us=(68, 78)),
+        cell(16, 32, 8, 8192, us=(131, 143)),
+        cell(32, 32, 8, 8192, us=(250, 258)),
+        cell(64, 64, 8, 8192, us=(490, 493)),
+        cell(128, 32, 8, 2048, us=(252, 257)),
+        cell(128, 32, 32, 2048, us=(950, 956)),
+        cell(1, 128, 1, 32768, us=(12, 24), kind="128 heads on one"),
+        cell(16, 64, 8, 16384, us=(250, 259), kind="4 queries", L=4),
+    ]
+
+
+def _paged() -> list[Cell]:
+    def cell(*sizes: int, page: int, us: tuple) -> Cell:
+        return _cell("paged", f"page {page}", *sizes, us=us, page=page)
+
+    return [
+        *(cell(1, 32, 8, 8192, page=page, us=(13.5, 25)) for page in (16, 64, 256)),
+        cell(16, 32, 8, 8192, page=16, us=(131, 146)),
+        cell(16, 32, 8, 8192, page=1, us=(140, None)),
+        cell(64, 64, 8, 8192, page=16, us=(500, 547)),
+        *(cell(64, 32, 8, 4096, page=page, us=(255, known)) for page, known in ((16, 278), (64, 277), (256, 273))),
+    ]
+
+
+def _options() -> list[Cell]:
+    numbers, batch, least, most = random.Random(0), 64, 64, 32768
+    drawn = tuple(round(math.exp(numbers.uniform(math.log(least), math.log(most)))) for _ in range(batch))
+    return [
+        _cell("options", "gpt-oss", 64, 64, 8, 8192, 64, window=128, sinks=True, page=16, us=(10, None)),
+        _cell("options", "lengths", batch, 32, 8, most, lengths=LOG_UNIFORM, page=16, drawn=drawn),
+        _cell("options", "head dim 64", 16, 32, 8, 4096, 64, page=16, us=(38, None)),
+        _cell("options", "head dim 256", 8, 16, 8, 16384, 256, page=64, us=(256, None)),
+        _cell("options", "head dims 192 and 128", 8, 16, 16, 8192, 192, Ev=128),
+    ]
+
+
+def _others() -> dict[str, list[Cell]]:
+    float8, prefill = {"cache": str(FLOAT8)[6:]}, {"L": 256}
+    of_float8 = [
+        _cell("float8", "one sequence", 1, 32, 4, length, **float8, us=us)
+        for length, us in ((4096, (8, 46)), (16384, (10, 48)), (65536, (23, 58)))
+    ]
+    return {
+        "float8": [*of_float8, _cell("float8", "many sequences", 64, 32, 8, 8192, **float8)],
+        "MLA": [_cell("MLA", "16 heads", 64, 16, 1, 4096, 576, Ev=512, page=64, values=SHARED, us=(80, None))],
+        "prefill": [
+            _cell("prefill", "in chunks, contiguous", 16, 32, 8, 8192, **prefill),
+            _cell("prefill", "in chunks, paged", 16, 32, 8, 8192, page=16, **prefill),
+        ],
+        "append": [_cell("append", "one row", batch, 32, 8, 8192, page=16, append=1) for batch in (1, 64)],
+        "splits": [
+            _cell("splits", "a number given", 32, 32, 8, 8192, num_splits=4),
+            _cell("splits", "a number given", 1, 32, 8, 32768, num_splits=16),
+        ],
+    }
+
+
+CELLS = {"plain": _plain(), "paged": _paged(), "options": _options()} | _others()
+
+
+def _quick(family: str, kind: str, heads: int, key_heads: int, dtype: torch.dtype = torch.float32, **more) -> Cell:
+    return replace(_cell(family, kind, 3, heads, key_heads, 80, more.pop("E", 32), **more), dtype=dtype)
+
+
+# Seconds for all of them, on any device: does the benchmark itself work?
+QUICK = [
+    _quick("plain", "one query", 8, 2, us=(100000.0, 200000.0)),
+    _quick("plain", "4 queries", 8, 2, L=4),
+    _quick("paged", "page 16", 8, 2, page=16),
+    _quick("options", "gpt-oss", 8, 2, window=9, sinks=True, page=16),
+    _quick("options", "lengths", 8, 2, lengths=LOG_UNIFORM, page=16, drawn=(80, 1, 33)),
+    _quick("float8", "many sequences", 8, 2, torch.bfloat16, cache=str(FLOAT8)[6:]),
+    _quick("MLA", "16 heads", 4, 1, E=40, Ev=32, page=16, values=SHARED),
+    _quick("prefill", "in chunks, paged", 8, 2, page=16, L=20),
+    _quick("append", "one row", 8, 2, page=16, append=1),
+    _quick("splits", "a number given", 8, 2, num_splits=2),
+]

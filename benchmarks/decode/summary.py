@@ -1,0 +1,148 @@
+"""The summary of a run of attention over cached keys, and its targets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..attention.summary import CUDNN, FA3
+from ..summary import FLASH, OURS, geometric_mean
+
+FA3_FULL, FLASHINFER = "FA3, without lengths", "FlashInfer"
+# Our function called in another way. These are no peers, but targets compare with them.
+PLAIN, ANY_SPLITS = f"{OURS}, without append", f"{OURS}, num_splits None"
+CONTIGUOUS, WIDE = f"{OURS}, contiguous", f"{OURS}, 16-bit caches"
+FAMILIES = {
+    "plain": "Contiguous caches",
+    "paged": "Pages",
+    "options": "Windows, sinks, lengths, head dims",
+    "float8": "float8 caches",
+    "MLA": "Values in the keys",
+    "prefill": "Prefill in chunks",
+    "append": "Append, with rotary embedding",
+    "splits": "A number of splits",
+}
+DRAWN = (OURS, FA3, FA3_FULL, CUDNN, FLASH, FLASHINFER)  # of the figure
+
+
+def over(result: dict, peers: Iterable[str] | None = None) -> tuple[float, str] | None:
+    """How many times faster ours is than the fastest of these peers (none given: of all), and its name."""
+    entries = result["providers"]
+    named = peers or [name for name in entries if not name.startswith(OURS)]
+    peer_times = {name: entries[name]["us"] for name in named if name in entries}
+    if not peer_times or OURS not in entries:
+        return None
+    best = min(peer_times, key=peer_times.get)
+    return peer_times[best] / entries[OURS]["us"], best
+
+
+def summarize(results: list[dict]) -> list[dict]:
+    """An entry for each family: geometric means of our share of the reads' rate and of the times by which ours is faster than
+    each peer and than the fastest of all, with the worst cell."""
+    families = defaultdict(list)
+    for result in results:
+        if OURS in result["providers"]:
+            families[result["family"]].append(result)
+    summary = []
+    for family, members in families.items():
+        entry = {"family": family, "cases": len(members), "over": {}}
+        entry["share"] = geometric_mean(m["providers"][OURS]["share"] for m in members)
+        for name in dict.fromkeys(n for m in members for n in m["providers"] if not n.startswith(OURS)):
+            entry["over"][name] = _over(members, [name])
+        entry["over_best"] = _over(members, None)
+        summary.append(entry)
+    return summary
+
+
+def _over(members: list[dict], peers: list[str] | None) -> dict | None:
+    found = [(*ratio, m["case"]) for m in members if (ratio := over(m, peers))]
+    if not found:
+        return None
+    worst, peer, case = min(found)
+    mean = geometric_mean(ratio for ratio, *_ in found)
+    return {"mean": mean, "worst": worst, "worst_case": case, "peer": peer, "cases": len(found)}
+
+
+# --- Targets -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Faster:
+    """How many times faster than the fastest of `peers` (none given: of all) ours has to be in every member that has one."""
+
+    name: str
+    members: Callable[[dict], bool]
+    peers: tuple[str, ...]
+    each: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a call may cost beside the same problem in another form: at most `times` its time, or at most `us` more."""
+
+    name: str
+    members: Callable[[dict], bool]
+    other: str
+    times: float | None = None
+    us: float | None = None
+
+
+def _of(family: str, kind: str | None = None, **sizes: int) -> Callable[[dict], bool]:
+    """Whether a result is of this family and, if they are given, of this kind and these sizes."""
+    return lambda r: (
+        r["family"] == family and kind in (None, r["kind"]) and all(r["sizes"].get(n) == s for n, s in sizes.items())
+    )
+
+
+FASTER = (
+    Faster("every cell", lambda r: True, (), 1.0),
+    Faster("lengths", _of("options", "lengths"), (FA3,), 1.15),
+    Faster("prefill in chunks", _of("prefill"), (FA3,), 1.1),
+)
+BESIDE = (
+    Beside("float8 beside 16 bits", _of("float8", "many sequences"), WIDE, times=0.55),
+    Beside("pages beside a contiguous cache", _of("prefill", "in chunks, paged"), CONTIGUOUS, times=1.05),
+    Beside("an append", _of("append", B=1), PLAIN, us=1.5),
+    Beside("an append", _of("append", B=64), PLAIN, us=3.0),
+    Beside("num_splits 4", _of("splits", B=32), ANY_SPLITS, times=1.05),
+    Beside("num_splits 16", _of("splits", B=1), ANY_SPLITS, times=1.15),
+)
+
+
+def targets(results: list[dict]) -> list[dict]:
+    """Each target with what this run measured, and whether it is met. Those in microseconds are of an H200."""
+    found = []
+    for target in FASTER:
+        ratios = [(*ratio, r["case"]) for r in results if target.members(r) and (ratio := over(r, target.peers or None))]
+        if ratios:
+            worst, peer, case = min(ratios)
+            found.append(
+                {
+                    "target": f"{target.name}, x {' and '.join(target.peers) or 'the fastest peer'}",
+                    "least": None,
+                    "least_each": target.each,
+                    "cases": len(ratios),
+                    "mean": geometric_mean(ratio for ratio, *_ in ratios),
+                    "worst": worst,
+                    "worst_case": f"{case}; {peer}",
+                    "met": worst >= target.each,
+                }
+            )
+    for target in BESIDE:
+        for result in filter(target.members, results):
+            ours, other = (result["providers"].get(name, {}).get("us") for name in (OURS, target.other))
+            if ours is not None and other is not None:
+                name = f"{target.name}, {result['case']}"
+                if target.times is not None:
+                    found.append(_at_most(name, ours / other, target.times, "times"))
+                else:
+                    found.append(_at_most(name, ours - other, target.us, "us"))
+    for result in results:
+        if result["wanted_us"] is not None and OURS in result["providers"]:
+            found.append(_at_most(result["case"], result["providers"][OURS]["us"], result["wanted_us"], "us"))
+    return found
+
+
+def _at_most(name: str, measured: float, most: float, unit: str) -> dict:
+    return {"target": name, "most": most, "unit": unit, "measured": measured, "met": measured <= most}
