@@ -270,8 +270,6 @@ def _others() -> dict[str, list[Cell]]:
         for length, us in ((4096, (8, 46)), (16384, (10, 48)), (65536, (23, 58)))
     ]
     return {
-        "float8": [*of_float8, _cell("float8", "many sequences", 64, 32, 8, 8192, **float8)],
-        "MLA": [_cell("MLA", "16 heads", 64, 16, 1, 4096, 576, Ev=512, page=64, values=SHARED, us=(80, None))],
         "prefill": [
             _cell("prefill", "in chunks, contiguous", 16, 32, 8, 8192, **prefill),
             _cell("prefill", "in chunks, paged", 16, 32, 8, 8192, page=16, **prefill),
@@ -281,6 +279,8 @@ def _others() -> dict[str, list[Cell]]:
             _cell("splits", "a number given", 32, 32, 8, 8192, num_splits=4),
             _cell("splits", "a number given", 1, 32, 8, 32768, num_splits=16),
         ],
+        "float8": [*of_float8, _cell("float8", "many sequences", 64, 32, 8, 8192, **float8)],
+        "MLA": [_cell("MLA", "16 heads", 64, 16, 1, 4096, 576, Ev=512, page=64, values=SHARED, us=(80, None))],
     }
 
 

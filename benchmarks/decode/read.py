@@ -31,5 +31,5 @@ def _kernel():
     """The kernel of read.cu, compiled by torch's NVRTC; None where this torch has no such function, or it fails."""
     try:
         return torch.cuda._compile_kernel(SOURCE.read_text(), "read_only")
-    except (AttributeError, RuntimeError, OSError):
+    except (AttributeError, ImportError, OSError, RuntimeError):
         return None

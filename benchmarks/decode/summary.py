@@ -17,11 +17,11 @@ FAMILIES = {
     "plain": "Contiguous caches",
     "paged": "Pages",
     "options": "Windows, sinks, lengths, head dims",
-    "float8": "float8 caches",
-    "MLA": "Values in the keys",
     "prefill": "Prefill in chunks",
     "append": "Append, with rotary embedding",
     "splits": "A number of splits",
+    "float8": "float8 caches",
+    "MLA": "Values in the keys",
 }
 DRAWN = (OURS, FA3, FA3_FULL, CUDNN, FLASH, FLASHINFER)  # of the figure
 
