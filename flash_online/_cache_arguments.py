@@ -82,8 +82,9 @@ class RotaryEmbedding(NamedTuple):
 
 def are_plain(function: str, tensors: tuple) -> bool:
     """Whether kernels of `function` take these tensors as they are, and at once: dense, of one floating dtype, on one device
-    with kernels, without a gradient; torch.func and Dynamo are off. It asks what the checks of the long way ask, in a tenth of
-    their time, and does not raise."""
+    with kernels, without a gradient; torch.func and Dynamo are off. It asks what the checks of the long way ask, in a fraction
+    of their time, and does not raise.
+    """
     if is_compiling() or eager_transforms_active():
         return False
     first, grads = tensors[0], _is_grad_enabled()
@@ -114,6 +115,13 @@ def are_plain_numbers(numbers, like: Tensor, rank: int, dtype: torch.dtype = tor
     if numbers.get_device() != index or index < 0 and not numbers.is_cpu:
         return False
     return numbers.dim() == rank and (numbers.stride()[-1] == 1 or numbers.shape[-1] <= 1)
+
+
+def is_plain_place(lengths: Tensor, table: Tensor | None, like: Tensor, batch: int, rows: int) -> bool:
+    """Whether the operators take the lengths of `batch` sequences, and their table or a cache of `rows` rows, as they are."""
+    if not (are_plain_numbers(lengths, like, 1) and lengths.shape[0] == batch):
+        return False
+    return rows == batch if table is None else are_plain_numbers(table, like, 2) and table.shape[0] == batch
 
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
