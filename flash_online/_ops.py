@@ -370,6 +370,17 @@ _register("attention_cached", _attention_cached_fake, _no_vmap("attention_cached
 _register("attention_cached_", _attention_cached_in_place_fake, _no_vmap("attention_cached_"), _attention_cached_in_place_flops)
 
 
+def _attention_decode_fake(query, key_cache, value_cache, *rest):
+    return _empty_in_order([*query.shape[:-1], value_cache.shape[-1]], query)
+
+
+def _attention_decode_flops(query, key_cache, value_cache, lengths, block_table, *rest, **kwargs):
+    return _attention_cached_flops(query, key_cache, value_cache, lengths, None, None, block_table)
+
+
+_register("attention_decode", _attention_decode_fake, _no_vmap("attention_decode"), _attention_decode_flops)
+
+
 def _cache_append_fake(key_cache, value_cache, key, value, query, *rest):
     if query is None:
         return key_cache.new_empty([0], dtype=(key if key is not None else key_cache).dtype)

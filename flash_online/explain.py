@@ -131,7 +131,7 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
-            elif operator.startswith("attention_cached"):
+            elif operator in _CACHED:
                 kernel += " (sm80)"  # the one that takes cached keys
     if device == "cpu":
         kernel, refused = _cpu_kernel()
@@ -164,6 +164,7 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
 
 
 _ATTENTION = ("attention_forward", "attention_inference", "attention_varlen_forward")
+_CACHED = ("attention_cached", "attention_cached_", "attention_decode")
 
 
 def _bind(schema, args, kwargs) -> SimpleNamespace:
@@ -294,7 +295,7 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     unknown: there is no introspection module, or it depends on numbers in tensors."""
     introspect = _introspection()
     # Over cached keys the partial results are as many as the lengths make them, and these the device alone knows.
-    if introspect is None or operator in ("attention_merge", "attention_cached", "attention_cached_", "cache_append_"):
+    if introspect is None or operator in (*_CACHED, "attention_merge", "cache_append_"):
         return 0
     threads = torch.get_num_threads()
     if operator not in _ATTENTION:

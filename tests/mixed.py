@@ -30,6 +30,7 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
     x, loss = torch.randn(6, 9), torch.randn(6)
     classes = {"target": torch.arange(6), "weight": torch.rand(9)}
     topk = {"grad": torch.randn(6, 3), "probabilities": torch.rand(6, 3), "indices": torch.zeros(6, 3, dtype=torch.int64)}
+    decode = {"query": query, "key_cache": key, "value_cache": value}
     parts = {"outs": [torch.randn(6, 8) for _ in range(3)], "lses": [torch.randn(6) for _ in range(3)]}
     return {
         "attention_forward": {**dense, **extras, "rng": rng},
@@ -37,6 +38,7 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
         "attention_backward": {**grads, **dense, **extras, "rng": rng, **results},
         "attention_varlen_forward": {**packed, **packed_extras},
         "attention_varlen_backward": {**packed_grads, **packed, **packed_extras, **packed_results},
+        "attention_decode": {**decode, "block_table": torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)},
         "attention_merge": parts,
         "attention_merge_backward": {"grad_out": torch.randn(6, 8), "grad_lse": torch.randn(6), **parts},
         "softmax_backward": {"grad": x.clone(), "output": x},
@@ -54,7 +56,7 @@ OPTIONS = {
     "window_left": -1, "window_right": 0, "lower_right": False, "scale": 0.125, "softcap": 0.0, "dropout_p": 0.5,
     "causal": True, "max_seqlen_q": 12, "max_seqlen_k": 12, "mask_grad": False, "deterministic": False, "dim": 1, "log": False,
     "input_dtype": torch.float32, "dtype": torch.float32, "ignore_index": -100, "label_smoothing": 0.0, "target_grad": False,
-    "forward": True, "mean": True, "renormalize": False,
+    "forward": True, "mean": True, "renormalize": False, "splits": 2,
 }  # fmt: skip
 FIRST = ("query", "input", "outs")  # the tensors that the others must be beside
 CALLS = _calls()

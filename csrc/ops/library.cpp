@@ -62,6 +62,11 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
       "SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> Tensor lse");
+  // attention_cached's out alone, for a step of decoding without new keys and options: causal, lower_right, each query
+  // [sequences, heads, length, head_dim] over its sequence's keys [0, lengths[n]).
+  m.def(
+      "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? block_table, "
+      "SymInt window_left, float scale, SymInt splits) -> Tensor out");
   // Writes new keys and values into the caches of attention_cached, behind each sequence's length, or at slots (int64, rows of
   // the pool): key [sequences, key heads, new, head_dim], or with new_starts or slots packed. Float8 caches hold rows divided
   // by their scale. cosines, sines [positions, width / 2]: keys and `query` are rotated (pairs of columns are halves, or

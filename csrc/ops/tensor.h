@@ -73,6 +73,20 @@ inline const char* name_of(ScalarType type) {
   }
 }
 
+// A tensor's size in a dimension, and its dtype, for an error message: as with Shape, a check that holds does not ask for them.
+struct Size {
+  const Tensor& tensor;
+  int64_t dim;
+};
+struct NameOfDtype {
+  const Tensor& tensor;
+};
+
+inline std::ostream& operator<<(std::ostream& stream, const Size& size) { return stream << size.tensor.size(size.dim); }
+inline std::ostream& operator<<(std::ostream& stream, const NameOfDtype& name) {
+  return stream << name_of(name.tensor.scalar_type());
+}
+
 // The devices. Every operator is a template over a struct that derives from one of these and runs its kernels there. It is
 // registered once per dispatch key: which device a call is for is the dispatcher's answer.
 struct Cpu {
@@ -126,12 +140,13 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
 // first; dimensions of stride 0 or equal stride keep their order. flash_online/_ops.py repeats this rule for fake tensors.
 inline std::vector<int64_t> dense_strides_in_order(const std::vector<int64_t>& sizes, const Tensor& order_of) {
   const int64_t rank = static_cast<int64_t>(sizes.size());
+  const auto given = order_of.strides();
   std::vector<int64_t> order(rank);
   for (int64_t i = 0; i < rank; ++i) order[i] = i;
   // This is an insertion sort because the comparison is not a strict weak order: stride 0 equals every other.
   for (int64_t i = 1; i < rank; ++i)
     for (int64_t j = i; j > 0; --j) {
-      const int64_t outer = order_of.stride(order[j - 1]), inner = order_of.stride(order[j]);
+      const int64_t outer = given[order[j - 1]], inner = given[order[j]];
       if (outer == 0 || inner == 0 || outer >= inner) break;
       std::swap(order[j - 1], order[j]);
     }

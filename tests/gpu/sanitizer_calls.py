@@ -138,6 +138,18 @@ def cached(lengths=(300, 0, 77), head_dim=64, page=16, dtype=torch.bfloat16, cac
     return call
 
 
+def decode(page, **options):
+    """A step of decoding alone, whose lse nobody wants."""
+
+    def call():
+        pools = [randn(60, 2, page, 64, grad=False) for _ in range(2)]
+        table = torch.randperm(60, device="cuda").view(3, 20).to(torch.int32)
+        lengths = torch.tensor((20 * page, 0, page + 1), dtype=torch.int32, device="cuda")
+        return flash_online.kvcache_attention(randn(3, 8, 1, 64, grad=False), *pools, lengths, block_table=table, **options)
+
+    return call
+
+
 def appended_at_slots():
     caches = [randn(5, 2, 16, 64, grad=False) for _ in range(2)]
     slots = torch.tensor([3, -1, 79, 80, 17, 2**40], device="cuda")
@@ -153,6 +165,8 @@ CACHED = {
     "float32": cached(dtype=torch.float32, window=(100, 0)),
     "latent keys": cached(lengths=(70, 5), head_dim=576),
     "slots": appended_at_slots,
+    "decode": decode(1),
+    "decode in pieces": decode(16, num_splits=3, window=(200, 0)),
 }
 
 

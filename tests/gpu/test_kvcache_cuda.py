@@ -37,6 +37,34 @@ def test_a_graph_is_replayed_at_other_lengths_and_tables(splits):
         assert not out.isnan().any() and out.any()
 
 
+@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_graph_of_a_step_alone(page, splits):
+    """attention_decode, which writes no lse: the bits of the call that does, whatever the lengths are at the replay."""
+    query = torch.randn(3, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    shape = (3, 2, 912, 64) if page is None else (200, 2, page, 64)
+    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
+    table = None if page is None else torch.zeros(3, 57, dtype=torch.int32, device="cuda")
+    options = {"block_table": table, "num_splits": splits, "window": (500, 0)}
+
+    def step(**more):
+        return flash_online.kvcache_attention(query, *caches, lengths, **options, **more)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for now in ((0, 0, 0), (5, 911, 300), (912, 17, 16), (-3, 2**31 - 1, 450)):
+        lengths.copy_(torch.tensor(now, dtype=torch.int32))
+        if table is not None:
+            table.copy_(torch.randperm(200)[: table.numel()].view(table.shape))
+        graph.replay()
+        wanted, _ = step(return_lse=True)
+        assert torch.equal(out, wanted) and torch.equal(out, step()), (now, splits)
+        assert not out.isnan().any() and out.any() == any(n > 0 for n in now)
+
+
 def test_two_streams_at_once():
     """Each call has a workspace of its own for the results of its pieces."""
     caches = [torch.randn(2, 2, 4000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]

@@ -261,6 +261,7 @@ def test_opcheck(cache_device, test):
     for op, arguments in (
         (ops.attention_cached, attend),
         (ops.attention_cached_, (torch.empty_like(attend[0]), *attend)),
+        (ops.attention_decode, (*attend[:4], attend[6], -1, 0.25, 0)),
         (ops.cache_append_, append),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=test)

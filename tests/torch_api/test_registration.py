@@ -159,6 +159,7 @@ def cached_calls(dtype, layout):
     yield RAW.attention_cached, attend
     yield RAW.attention_cached, (*packed, 0, 2, -1, 0, True, 0.5, 0.0, 0)
     yield RAW.attention_cached_, (torch.empty(2, 4, 3, 8, dtype=dtype), *attend)
+    yield RAW.attention_decode, (query, key, value, lengths, table, 2, 0.5, 2)
     angles = torch.rand(9, 2, dtype=dtype)
     where = (lengths, None, None, table, None, None, None)
     yield RAW.cache_append_, (key, value, new, new.clone(), query, *where, angles, angles.clone(), None, None, None, True, True)

@@ -1,4 +1,5 @@
-// attention_cached, its twin that writes into a given output, and cache_append_.
+// attention_cached, its twin that writes into a given output, attention_decode, which has few of its options, and
+// cache_append_.
 #include "cached.h"
 
 #include "pass.h"
@@ -29,7 +30,7 @@ struct CachedOnCuda : Cuda {
 };
 
 template <class Device>
-void attend(const CachedInputs& in, const CachedOptions& options, const Tensor& out, const Tensor& lse) {
+void attend(const CachedInputs& in, const CachedOptions& options, const Tensor& out, const Tensor* lse) {
   const AttentionProblem problem = cached_problem<Device>(in, options, out, lse);
   if (problem.heads > 0 && (problem.batch > 0 || problem.query_starts)) Device::attend(problem, in.query);
 }
@@ -50,7 +51,7 @@ std::tuple<Tensor, Tensor> attention_cached(const Tensor& query, const Tensor& k
   check_cached<Device>(in, options);
   const Tensor out = empty_in_order(cached_out_sizes(in), query.scalar_type(), query),
                lse = empty(cached_lse_sizes(in), accumulator_of(query.scalar_type()), query);
-  attend<Device>(in, options, out, lse);
+  attend<Device>(in, options, out, &lse);
   return {out, lse};
 }
 
@@ -72,8 +73,29 @@ Tensor attention_cached_(const Tensor& out, const Tensor& query, const Tensor& k
         name_of(out.scalar_type()));
   check_device(out, "out", query, "query");
   const Tensor lse = empty(cached_lse_sizes(in), accumulator_of(query.scalar_type()), query);
-  attend<Device>(in, options, out, lse);
+  attend<Device>(in, options, out, &lse);
   return lse;
+}
+
+template <class Device>
+Tensor attention_decode(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        const std::optional<Tensor>& lengths, const std::optional<Tensor>& block_table, int64_t window_left,
+                        double scale, int64_t splits) {
+  const std::optional<Tensor> none;
+  const CachedInputs in{query, key_cache, value_cache, lengths, none, none, block_table,
+                        none,  none,      none,        none,    none, none, none};
+  const CachedOptions options{.new_keys = 0,
+                              .max_queries = 0,  // of packed ones
+                              .window_left = window_left,
+                              .window_right = 0,
+                              .lower_right = true,
+                              .scale = scale,
+                              .softcap = 0,
+                              .splits = splits};
+  check_cached<Device>(in, options);
+  const Tensor out = empty_in_order(cached_out_sizes(in), query.scalar_type(), query);
+  attend<Device>(in, options, out, nullptr);
+  return out;
 }
 
 template <class Device>
@@ -99,6 +121,7 @@ template <class Device, class Library>
 void add_cached(Library& m) {
   m.impl("attention_cached", TORCH_BOX(&attention_cached<Device>));
   m.impl("attention_cached_", TORCH_BOX(&attention_cached_<Device>));
+  m.impl("attention_decode", TORCH_BOX(&attention_decode<Device>));
   m.impl("cache_append_", TORCH_BOX(&cache_append_<Device>));
 }
 

@@ -32,7 +32,7 @@ inline void check_numbers(const std::optional<Tensor>& tensor, const char* name,
   if (!tensor) return;
   check_device(*tensor, name, like, "the cache");
   check(tensor->scalar_type() == type, name, ": dtype must be ", torch::headeronly::toString(type), ", got ",
-        name_of(tensor->scalar_type()));
+        NameOfDtype{*tensor});
   check(tensor->dim() == 1 && tensor->is_contiguous() && (count < 0 || tensor->size(0) == count), name, ": expected [", count,
         "], contiguous, got ", shape_of(*tensor));
 }
@@ -45,8 +45,9 @@ inline bool is_float8(ScalarType type) { return type == ScalarType::Float8_e4m3f
 
 // The element type of a cache, beside queries or new rows of `type`.
 inline DType cache_dtype_of(const Tensor& cache, ScalarType type) {
-  if (cache.scalar_type() == ScalarType::Float8_e4m3fn) return DType::kFloat8E4M3;
-  if (cache.scalar_type() == ScalarType::Float8_e5m2) return DType::kFloat8E5M2;
+  const ScalarType cache_type = cache.scalar_type();
+  if (cache_type == ScalarType::Float8_e4m3fn) return DType::kFloat8E4M3;
+  if (cache_type == ScalarType::Float8_e5m2) return DType::kFloat8E5M2;
   return dtype_of(type);
 }
 
@@ -60,11 +61,12 @@ inline void check_pool(const Tensor& key, const Tensor& value, ScalarType type, 
   check(key.dim() == 4, "key_cache: expected [blocks, heads, page, head_dim], got ", shape_of(key));
   check(value.dim() == 4, "value_cache: expected [blocks, heads, page, head_dim], got ", shape_of(value));
   for (int64_t i = 0; i < 3; ++i)
-    check(value.size(i) == key.size(i), "value_cache: dimension ", i, " is ", value.size(i), ", expected key_cache's ",
-          key.size(i));
-  check(value.scalar_type() == key.scalar_type(), "value_cache: dtype must be key_cache's");
+    check(value.size(i) == key.size(i), "value_cache: dimension ", i, " is ", Size{value, i}, ", expected key_cache's ",
+          Size{key, i});
+  const ScalarType cache_type = key.scalar_type();
+  check(value.scalar_type() == cache_type, "value_cache: dtype must be key_cache's");
   const bool narrow = type == ScalarType::Half || type == ScalarType::BFloat16;
-  check(key.scalar_type() == type || (narrow && is_float8(key.scalar_type())), "key_cache: dtype ", name_of(key.scalar_type()),
+  check(cache_type == type || (narrow && is_float8(cache_type)), "key_cache: dtype ", name_of(cache_type),
         ", expected query's ", name_of(type), ", or float8 beside 16 bits");
   check_numbers(lengths, "cache_seqlens", batch, key);
   check_numbers(left, "leftpad", batch, key);
@@ -73,9 +75,9 @@ inline void check_pool(const Tensor& key, const Tensor& value, ScalarType type, 
     check_device(*table, "block_table", key, "key_cache");
     check(table->scalar_type() == ScalarType::Int && table->dim() == 2 && (table->size(1) <= 1 || table->stride(1) == 1),
           "block_table: expected int32 [sequences, entries] with columns side by side, got ", shape_of(*table));
-    check(rows.has_value() || table->size(0) == batch, "block_table: ", table->size(0), " rows, expected ", batch);
+    check(rows.has_value() || table->size(0) == batch, "block_table: ", Size{*table, 0}, " rows, expected ", batch);
   } else if (by_sequence) {
-    check(rows.has_value() || key.size(0) == batch, "key_cache: ", key.size(0), " sequences, expected ", batch);
+    check(rows.has_value() || key.size(0) == batch, "key_cache: ", Size{key, 0}, " sequences, expected ", batch);
   }
   for (const auto* scale : {&key_scale, &value_scale}) {
     if (!*scale) continue;
@@ -121,11 +123,12 @@ template <class View>
 View view_of(const Tensor& tensor, bool packed) {
   View view;
   view.data = tensor.data_ptr();
+  const auto strides = tensor.strides();
   if (packed) {
     const int64_t order[] = {1, 0, 2};
-    for (int64_t i = 0; i < 3; ++i) view.stride[i + 1] = tensor.stride(order[i]);
+    for (int64_t i = 0; i < 3; ++i) view.stride[i + 1] = strides[order[i]];
   } else {
-    for (int64_t i = 0; i < 4; ++i) view.stride[i] = tensor.stride(i);
+    for (int64_t i = 0; i < 4; ++i) view.stride[i] = strides[i];
   }
   return view;
 }
@@ -162,8 +165,8 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
   check_pool(in.key_cache, in.value_cache, in.query.scalar_type(), batch, true, in.lengths, in.left, in.rows, in.block_table,
              in.key_scale, in.value_scale);
   const int64_t key_heads = in.key_cache.size(1);
-  check(in.key_cache.size(3) == in.query.size(packed ? 2 : 3), "key_cache: width ", in.key_cache.size(3), ", expected query's ",
-        in.query.size(packed ? 2 : 3));
+  check(in.key_cache.size(3) == in.query.size(packed ? 2 : 3), "key_cache: width ", Size{in.key_cache, 3},
+        ", expected query's ", Size{in.query, packed ? 2 : 3});
   check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0, "key_cache: ", key_heads,
         " heads, which does not divide query's ", heads);
   check_numbers(in.query_lengths, "seqused_q", batch, in.query);
@@ -186,8 +189,9 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
   check(options.new_keys >= 0 && options.max_queries >= 0 && options.splits >= 0, "new_keys, max_queries, splits: below 0");
 }
 
+// Without `lse` it is not wanted.
 template <class Device>
-AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& options, const Tensor& out, const Tensor& lse) {
+AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& options, const Tensor& out, const Tensor* lse) {
   const bool packed = in.query_starts.has_value();
   AttentionProblem problem;
   problem.dtype = dtype_of(in.query);
@@ -202,7 +206,7 @@ AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& opt
   problem.key = view_of<ConstView4>(in.key_cache, false);
   problem.value = view_of<ConstView4>(in.value_cache, false);
   problem.out = view_of<MutableView4>(out, packed);
-  problem.lse = lse.data_ptr();
+  if (lse) problem.lse = lse->data_ptr();
   problem.lse_stride[0] = packed ? 0 : problem.heads * problem.queries;
   problem.lse_stride[1] = packed ? problem.total_queries : problem.queries;
   problem.cache = cache_view_of(in.key_cache, in.query.scalar_type(), in.lengths, in.left, in.rows, in.block_table,

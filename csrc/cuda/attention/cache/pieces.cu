@@ -81,7 +81,7 @@ __device__ void merge_row(const MergePiecesArguments& arguments, int64_t n, int6
   const int64_t key_head = head / (problem.heads / problem.key_heads);
   const float scale =
       factor * state.inverse_sum_or_zero() * scale_of(problem.cache.value_scale, problem.cache.value_scale_stride, n, key_head);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && problem.lse) {
     const double lse = OnlineSoftmax<double, Binary>{state.max, state.sum}.lse() * kLn2;
     static_cast<float*>(problem.lse)[index] = sinks && is_empty ? sinks[head] : static_cast<float>(lse);
   }

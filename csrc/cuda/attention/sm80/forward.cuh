@@ -124,7 +124,7 @@ class ForwardSm80Kernel {
   // Clears packed rows of one head that have no result: out is 0 there, lse is -inf.
   __device__ __forceinline__ static void clear_results(const AttentionProblem& problem, int64_t head, const Rows& rows) {
     clear_rows<Element, kThreads>(problem.out, head, problem.head_dim_v, rows);
-    for (int64_t n = threadIdx.x; n < rows.count; n += kThreads) {
+    for (int64_t n = threadIdx.x; problem.lse && n < rows.count; n += kThreads) {
       const int64_t index = head * problem.lse_stride[1] + rows.begin + n;
       static_cast<float*>(problem.lse)[index] = lowest<float>();
       if (problem.lse_low) static_cast<float*>(problem.lse_low)[index] = 0;
