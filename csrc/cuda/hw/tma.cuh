@@ -26,8 +26,9 @@ __device__ __forceinline__ unsigned swizzle128(int row, const int& chunk) { retu
 enum class TmaElement { kHalf, kBFloat16 };
 
 // The map of a tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements that is copied in boxes of
-// [box_planes][box_rows][kBoxColumns]. stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples of 16. The
-// encoder is looked up in the driver at run time, so that the library also loads where there is no driver to link to.
+// [box_planes][box_rows][kBoxColumns]. stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples
+// of 16. The encoder is looked up in the driver at run time, so that the library also loads where there is no driver to link
+// to.
 inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
                                    uint32_t box_rows, uint32_t box_planes = 1) {
   static const auto encode = [] {

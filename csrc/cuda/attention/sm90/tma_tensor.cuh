@@ -39,7 +39,8 @@ inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int
   };
   return {make_tensor_map(view.data, element,
                           {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
-                          {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows), static_cast<uint32_t>(box_heads)),
+                          {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows),
+                          static_cast<uint32_t>(box_heads)),
           static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
 }
 

@@ -7,8 +7,8 @@
 
 namespace flash_online::cuda {
 
-// The query heads that share keys become rows of a tile, query by query, as many as a power of two allows: 2^shift of them. They
-// must lie side by side in a box, and ALiBi is one head's.
+// The query heads that share keys become rows of a tile, query by query, as many as a power of two allows: 2^shift of them.
+// They must lie side by side in a box, and ALiBi is one head's.
 inline int cached_group_shift(const AttentionProblem& p) {
   constexpr int kMost = 6;  // 64 rows, those of a warpgroup
   if (p.alibi_slopes || p.query.stride[1] == 0) return 0;
@@ -25,9 +25,7 @@ inline TileList cached_sm90_tiles(const AttentionProblem& p, int rows) {
 }
 
 // The keys of a TMA box: a box lies in one page, and begins at a multiple of its size.
-inline int64_t cached_box_rows(const CacheView& cache, int64_t keys) {
-  return cache.table ? std::gcd(cache.page, keys) : keys;
-}
+inline int64_t cached_box_rows(const CacheView& cache, int64_t keys) { return cache.table ? std::gcd(cache.page, keys) : keys; }
 
 // The index in kForwardSm90Plain of the entry for problems of this head dim, from `entry` on.
 constexpr int cached_sm90_entry(int head_dim, int entry = 0) {

@@ -83,7 +83,8 @@ struct ForwardSm90Arguments {
   bool lower_right;  // packed: the Visibility of a sequence has the offset keys - queries
 };
 
-// What a kernel over cached keys is told besides. The maps of key and value are those of a pool [blocks, heads, page, head_dim].
+// What a kernel over cached keys is told besides. The maps of key and value are those of a pool [blocks, heads, page,
+// head_dim].
 struct CachedSm90Arguments : ForwardSm90Arguments {
   CachedTileList cached;
 };
@@ -285,17 +286,21 @@ struct ForwardSm90Kernel {
   __device__ static void load_values(const Arguments& a, Shared& shared);
   __device__ static void clear_value_tails(Shared& shared, int lane);
   __device__ static void clear_padding_rows(const Arguments& a, int lane);
+  struct CachedBlocks;
   struct CachedProducer;
+  __device__ static void load_cached_values(const Arguments& a, Shared& shared, int lane);
   __device__ static void clear_unseen_values(Shared& shared, int lane);
   __device__ static void clear_unused_rows(const Arguments& a, int lane);
   __device__ static void generate_dropout(const Arguments& a, Shared& shared, int warp, int lane);
   struct MathWarpgroup;
 
   // Parts of the above.
+  __device__ __forceinline__ static void set_sequence(WorkTile& tile, const PackedSequence& sequence,
+                                                      const Visibility& visible);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
   __device__ static void make_mask_map(const Arguments& a, WorkTile& tile, int lane);
-  __device__ __forceinline__ static void load_value_block(const Arguments& a, ValueBuffer& buffer, int row, int head,
-                                                          int batch, uint64_t* barrier);
+  __device__ __forceinline__ static void load_value_block(const Arguments& a, ValueBuffer& buffer, int row, int head, int batch,
+                                                          uint64_t* barrier);
 };
 
 }  // namespace flash_online::cuda

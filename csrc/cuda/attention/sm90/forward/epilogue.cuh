@@ -30,8 +30,9 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
   own.max = second ? softmax[1].max : softmax[0].max;
   own.sum = second ? softmax[1].sum : softmax[0].sum;
   const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
-  const int row = kCached ? tile.first_query + query_of_row(a, row_of_tile)
-                          : tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
+  const int row = kCached
+                      ? tile.first_query + query_of_row(a, row_of_tile)
+                      : tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
   if (lane % 4 < 2 && column_part == 0 && row < queries(a, tile) && a.lse) {
     const int64_t at = (kPacked && !kCached ? 0 : tile.batch * a.lse_stride[0]) +
                        head_of_row(a, tile, row_of_tile) * a.lse_stride[1] + query_begin(tile) + row;
@@ -39,7 +40,8 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
     const float high = own.lse();
     float lse = high * kLn2, low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, own.lse_low() * kLn2);
-    if (a.scores.sinks && (second ? is_empty[1] : is_empty[0])) lse = a.scores.sinks[head_of_row(a, tile, row_of_tile)], low = 0;
+    if (a.scores.sinks && (second ? is_empty[1] : is_empty[0]))
+      lse = a.scores.sinks[head_of_row(a, tile, row_of_tile)], low = 0;
     if constexpr (kFloatMask)
       if (own.max == a.scores.lowest * a.scores.scale) lse = kLowestBFloat16, low = log2f(own.sum) * kLn2;
     a.lse[at] = lse;
@@ -48,8 +50,8 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
   __syncwarp();
 }
 
-// The warp's rows from its buffer, where the rows of a tile are those of several heads. The last rows of a sequence are stored by
-// the lanes.
+// The warp's rows from its buffer, where the rows of a tile are those of several heads. The last rows of a sequence are stored
+// by the lanes.
 template <class T, class Variant>
 template <class Buffer>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_cached_rows(const WorkTile& tile,

@@ -21,7 +21,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(con
   const int dropout_warps = kHasDropout && a.dropout.rng ? kTile.dropout_warps : 0;
   for (int i = 0; i < kWorkTiles; ++i) {
     mbarrier_init(&shared.tile_full[i], 1);
-    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + (kPacked || kSplitValues ? 2 : 1));
+    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + (kCached ? 3 : kPacked || kSplitValues ? 2 : 1));
   }
   for (int i = 0; i < kQueryStages; ++i) {
     mbarrier_init(&shared.query_full[i], 1);
@@ -60,7 +60,10 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& s
       if (warp == 2 && lane == 0) load_values(a, shared);
     if constexpr (kCached) {
       if (warp == 2) clear_unseen_values(shared, lane);
-      if (warp == 3) clear_unused_rows(a, lane);
+      if (warp == 3) {
+        clear_unused_rows(a, lane);
+        load_cached_values(a, shared, lane);
+      }
     } else if constexpr (kPacked) {
       if (warp == 2) clear_value_tails(shared, lane);
       if (warp == 3) clear_padding_rows(a, lane);

@@ -141,8 +141,8 @@ void set_order(ForwardSm90Arguments& a, const AttentionProblem& p, int64_t eleme
     a.schedule.row_tiles = static_cast<int>(row_tiles);
     a.packed = make_varlen_tile_list(p, a.q_heads_per_key_head, tile_counter);
   } else {
-    a.schedule = TileSchedule::make(p, row_tiles, kTile.queries(), kTile.section_rounds, a.q_heads_per_key_head,
-                                    element_bytes, ctas);
+    a.schedule =
+        TileSchedule::make(p, row_tiles, kTile.queries(), kTile.section_rounds, a.q_heads_per_key_head, element_bytes, ctas);
   }
 }
 

@@ -88,6 +88,14 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
 }
 
 template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(WorkTile& tile, const PackedSequence& sequence,
+                                                                            const Visibility& visible) {
+  const KeyRange seen = keys_of_any(visible, 0, sequence.queries, sequence.keys);
+  tile.seen = {static_cast<int>(seen.begin), static_cast<int>(seen.end)};
+  tile.sequence = sequence;
+}
+
+template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a, Shared& shared, int lane) {
   PipelineState<kWorkTiles> state;
   Scheduler scheduler = [&] {
@@ -141,6 +149,10 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
     if (end <= begin) begin = 0, end = 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
     WorkTile& tile = shared.tile[state.stage];
+    if constexpr (kCached) {
+      // Right away: there are too few registers to keep all that a sequence is until the end.
+      if (lane == 0) set_sequence(tile, {query_begin, key_begin, queries, keys, static_cast<int>(visible.offset)}, visible);
+    }
     if (lane < kRowBlocks) {
       // A warpgroup past the last query processes one block all the same, so that it needs no code of its own.
       const int first_row = lane * kRowsPerWarpgroup, last_row = min(first_row + kRowsPerWarpgroup, rows) - 1;
@@ -158,16 +170,12 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       tile.band_end = band_end;
       tile.begin = begin;
       tile.end = end;
-      if constexpr (kPacked)
+      if constexpr (kPacked && !kCached)
         tile.sequence = {.query_begin = query_begin,
                          .key_begin = key_begin,
                          .queries = queries,
                          .keys = keys,
                          .offset = static_cast<int>(visible.offset)};
-      if constexpr (kCached) {
-        const KeyRange seen = keys_of_any(visible, 0, queries, keys);
-        tile.seen = {.begin = static_cast<int>(seen.begin), .end = static_cast<int>(seen.end)};
-      }
     }
     if constexpr (kHasOptions)
       if (more && lane == 0 && a.scores.alibi_slopes)
@@ -188,9 +196,9 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
 // ---- the producer warp: one thread of it loads queries, keys, values and tiles of a float mask
 
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::load_value_block(const Arguments& a,
-                                                                                ValueBuffer& buffer, int row, int head,
-                                                                                int batch, uint64_t* barrier) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::load_value_block(const Arguments& a, ValueBuffer& buffer,
+                                                                                int row, int head, int batch,
+                                                                                uint64_t* barrier) {
   arrive_expect_tx(barrier, sizeof(ValueBuffer));
 #pragma unroll
   for (int box = 0; box < kHeadDimVBoxes; ++box)
@@ -419,8 +427,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const Argument
 // ---- the dropout warps: which weights are kept. Their bits come with the keys.
 
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const Arguments& a, Shared& shared, int warp,
-                                                                int lane) {
+__device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const Arguments& a, Shared& shared, int warp, int lane) {
   if (!a.dropout.rng) return;
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kStages> key;
