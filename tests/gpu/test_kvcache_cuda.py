@@ -92,6 +92,19 @@ def test_rows_of_a_prefill_have_the_same_bits_alone_packed_and_in_pages(dtype, h
     assert torch.equal(found[0].view(batch, queries, heads, head_dim).transpose(1, 2), wanted[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (9, None)}, {"softcap": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_step_by_step_is_the_prefill_in_16_bits(dtype, options):
+    query, key, value = (torch.randn(2, heads, 40, 64, device="cuda", dtype=dtype) for heads in (6, 2, 2))
+    caches = [torch.full((2, 2, 56, 64), torch.nan, device="cuda", dtype=dtype) for _ in range(2)]
+    options = options | {"num_splits": 1}
+    whole = flash_online.kvcache_attention(query, *(c.clone() for c in caches), 0, key=key, value=value, **options)
+    for i in range(40):
+        new = {"key": key[:, :, i : i + 1], "value": value[:, :, i : i + 1]}
+        step = flash_online.kvcache_attention(query[:, :, i : i + 1], *caches, i, **new, **options)
+        assert torch.equal(step, whole[:, :, i : i + 1]), i
+
+
 def test_a_graph_of_prefills_is_replayed_at_other_lengths():
     query = torch.randn(3, 8, 150, 64, device="cuda", dtype=torch.bfloat16)
     caches = [torch.randn(3, 2, 1344, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]

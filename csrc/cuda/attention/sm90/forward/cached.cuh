@@ -33,13 +33,16 @@ constexpr int cached_sm90_entry(int head_dim, int entry = 0) {
   return entry;
 }
 
-// Why the Hopper kernel leaves a problem to the general one: queries are too few for its tiles.
-inline const char* too_few_queries(const AttentionProblem& p, int tile_rows) {
+// Why the Hopper kernel leaves a problem to the general one, which cuts keys into pieces: there are too few tiles for the GPU.
+// One that has few rows of queries for each key has nothing to do but load keys, and pieces pay sooner. Where one piece is
+// asked for, the choice depends on neither the queries nor the batch: a row has the bits that it has in any other call.
+inline const char* too_few_tiles(const AttentionProblem& p, int tile_rows) {
   constexpr int64_t kFewRows = 32, kManyKeys = 2048;
-  if (p.queries * (p.heads / p.key_heads) <= kFewRows) return "so few queries that loading keys is all there is to do";
-  // One piece was asked for: what is chosen must not depend on the batch.
-  if (p.cache.splits == 1 || p.keys < kManyKeys) return nullptr;
-  return 4 * cached_sm90_tiles(p, tile_rows).count() < sm_count() ? "few queries: the general kernel splits keys" : nullptr;
+  if (p.cache.splits == 1) return nullptr;
+  const bool few_rows = p.queries * (p.heads / p.key_heads) <= kFewRows;
+  if (!few_rows && p.keys < kManyKeys) return nullptr;
+  const int64_t tiles = cached_sm90_tiles(p, tile_rows).count(), enough = sm_count() / (few_rows ? 2 : 6);
+  return tiles < enough ? "few queries: the general kernel cuts keys into pieces" : nullptr;
 }
 
 inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, int head_dim) {
@@ -51,7 +54,7 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
   if (p.head_dim == 0 || p.head_dim_v == 0) return "a head dim of 0";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "a head dim that is no multiple of 8";
   if (p.keys == 0 || cache.blocks == 0) return "there are no keys";
-  if (cache.splits > 1) return "num_splits: the general kernel splits keys";
+  if (cache.splits > 1) return "num_splits: the general kernel cuts keys into pieces";
   if (cache.table && cache.page % 8 != 0) return "pages that are no multiple of 8 keys";
   if (cache.table && cache.left) return "leftpad beside a block_table";
   const int64_t batch = p.query_starts ? 1 : p.batch, queries = p.query_starts ? p.total_queries : p.queries,
@@ -70,7 +73,7 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
     return "value_cache's rows are not whole multiples of 16 bytes apart";
   if (!is_tma_compatible(p.out.data, p.out.stride, batch, p.heads, queries, p.head_dim_v))
     return "the result's rows are not whole multiples of 16 bytes apart";
-  return too_few_queries(p, kForwardSm90Plain[cached_sm90_entry(head_dim)].queries());
+  return too_few_tiles(p, kForwardSm90Plain[cached_sm90_entry(head_dim)].queries());
 }
 
 // Whether CTAs claim their tiles from a counter: see forward_sm90_is_dynamic().

@@ -48,7 +48,7 @@ struct CachedTileList : VarlenTileList {
 };
 
 // For tiles of kTileRows rows. All lanes of a warp call it, and get the same answers. List: one of the above.
-template <int kTileRows, class List>
+template <int kTileRows, class List = VarlenTileList>
 class VarlenTileScheduler {
  public:
   static constexpr int kChunk = 4 * kWarpSize;  // sequences
