@@ -17,7 +17,7 @@ template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(const Arguments& a, Shared& shared) {
   constexpr int kMathWarps = 4 * kTile.warpgroups;
   // Warps that wait for the tiles besides the math warps: dropout warps, the producer, and a second producer (split values) or
-  // the warp that clears tails (packed).
+  // the warp that clears tails (packed), or both (cached keys).
   const int dropout_warps = kHasDropout && a.dropout.rng ? kTile.dropout_warps : 0;
   for (int i = 0; i < kWorkTiles; ++i) {
     mbarrier_init(&shared.tile_full[i], 1);
@@ -45,8 +45,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& s
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) init_barriers(a, shared);
   __syncthreads();
-  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences and split values need; then come the math
-  // warpgroups, and after them the dropout warps.
+  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys and split values need; then come the
+  // math warpgroups, and after them the dropout warps.
   constexpr int kFirstDropoutWarp = 4 * (1 + kTile.warpgroups);
   if (warp < 4) {
     reg_dealloc<kTile.producer_registers>();
