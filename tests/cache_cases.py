@@ -530,6 +530,59 @@ def random_cached(seed: int, device: str = "cpu") -> CachedProblem:
     )
 
 
+def random_prefill(seed: int) -> CachedProblem:
+    """A random problem with so many queries that kernels for many rows take it."""
+    choose = random.Random(seed)
+    count, page = choose.choice([1, 2, 3, 4]), choose.choice([None, 8, 16, 16, 24, 32, 48, 64, 128, 256])
+    capacity = choose.choice([40, 130, 300, 700, 1500])
+    group = choose.choice([(1, 1), (2, 2), (4, 2), (6, 2), (5, 1), (8, 1), (32, 1), (64, 1)])
+    head_dim = choose.choice([8, 64, 64, 96, 128, 128, 128, 192, 256])
+    head_dims = (head_dim, choose.choice([head_dim, head_dim, head_dim, 8, 64, 128]))
+    joined = choose.choice(["", "", "side by side", "latent"] if head_dims[1] <= head_dim else ["", "side by side"])
+    queries = [1, 7, 33, 64, 65, 130] + ([] if group[0] > 8 else [200, 300])
+    lengths = [
+        (choose.choice([0, 1, capacity, choose.randrange(capacity + 1), choose.randrange(capacity + 1), capacity + 9]),
+         choose.choice([0, 1, 5, 17]), choose.choice(queries))
+        for _ in range(count)
+    ]  # fmt: skip
+    lengths[0] = (*lengths[0][:2], max(lengths[0][2], 33))
+    options: dict = {"num_splits": choose.choice([0, 1, 1, 1])}
+    if choose.random() < 0.35:
+        options["causal"] = False
+    if choose.random() < 0.4:
+        bounds = [None, 0, 1, 30, 100, 300]
+        options["window"] = (choose.choice(bounds), choose.choice(bounds))
+    if choose.random() < 0.25:
+        options["softcap"] = choose.choice([0.5, 2.0, 30.0])
+    leftpad = tuple(choose.choice([0, 1, 3, capacity // 2, capacity + 1]) for _ in lengths)
+    return CachedProblem(
+        dtype=choose.choice([torch.float16, torch.bfloat16]),
+        heads=group,
+        head_dims=head_dims,
+        lengths=tuple(lengths),
+        capacity=capacity,
+        page=page,
+        append=choose.random() < 0.3,
+        packed=(choose.random() < 0.5, choose.random() < 0.3),
+        spare_rows=(choose.choice([0, 1, 5, 100]), 0),
+        give_longest=choose.random() < 0.8,
+        count=choose.choice(["tensor"] * 5 + ["int", "none"]),
+        leftpad=leftpad if page is None and choose.random() < 0.4 else None,
+        batch_idx=choose.random() < 0.3,
+        spare_blocks=choose.choice([0, 1, 4]),
+        holes=choose.choice([0.0, 0.0, 0.2]),
+        shared_pages=choose.random() < 0.3,
+        order=choose.choice(["HND", "NHD"]),
+        joined=joined,
+        gap=choose.choice([0, 0, 8]),
+        options=options,
+        alibi=choose.choice([0, 0, 0, 1, 2]),
+        sinks=choose.random() < 0.25,
+        size=choose.choice([1.0, 1.0, 0.1, 3.0]),
+        seed=seed,
+    )
+
+
 def _random_options(choose: random.Random) -> dict:
     options: dict = {}
     if choose.random() < 0.4:

@@ -23,6 +23,14 @@ struct AttentionForwardSm90 {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
+// sm90/forward/cached.cuh: the same over cached keys, for many queries.
+template <int kHeadDim>
+struct AttentionCachedSm90 {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
 // sm90/backward.
 template <int kHeadDim>
 struct AttentionBackwardSm90 {

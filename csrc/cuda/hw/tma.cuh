@@ -26,10 +26,11 @@ __device__ __forceinline__ unsigned swizzle128(int row, const int& chunk) { retu
 enum class TmaElement { kHalf, kBFloat16 };
 
 // The map of a tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements that is copied in boxes of
-// [box_rows][kBoxColumns]. stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples of 16. The
-// encoder is looked up in the driver at run time, so that the library also loads where there is no driver to link to.
+// [box_planes][box_rows][kBoxColumns]. stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples
+// of 16. The encoder is looked up in the driver at run time, so that the library also loads where there is no driver to link
+// to.
 inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
-                                   uint32_t box_rows) {
+                                   uint32_t box_rows, uint32_t box_planes = 1) {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -40,7 +41,7 @@ inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const u
   }();
   CUtensorMap map;
   const cuuint64_t sizes[4] = {size[0], size[1], size[2], size[3]}, strides[3] = {stride[0], stride[1], stride[2]};
-  const cuuint32_t box[4] = {kBoxColumns, box_rows, 1, 1}, step[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {kBoxColumns, box_rows, box_planes, 1}, step[4] = {1, 1, 1, 1};
   const auto type = element == TmaElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto make = [&] {
     return encode(&map, type, 4, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,

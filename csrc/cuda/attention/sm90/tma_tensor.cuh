@@ -31,7 +31,7 @@ struct TmaTensor {
 
 // A tensor of `heads` heads in a call of `batch` and `call_heads`. `rows` counts those of all packed sequences together.
 inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int64_t batch, int64_t call_heads, int64_t heads,
-                                 int64_t rows, int64_t width, int box_rows) {
+                                 int64_t rows, int64_t width, int box_rows, int box_heads = 1) {
   constexpr uint64_t kAnyStride = 16, kElementBytes = 2;
   const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(view.stride[i] == 0 ? 1 : n); };
   const auto step = [&](int i, int64_t n) {
@@ -39,7 +39,8 @@ inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int
   };
   return {make_tensor_map(view.data, element,
                           {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
-                          {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows)),
+                          {step(2, rows), step(1, heads), step(0, batch)}, static_cast<uint32_t>(box_rows),
+                          static_cast<uint32_t>(box_heads)),
           static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../../../core/cache.h"
 #include "../../../../core/mask.h"
 #include "../../../../core/problem.h"
 #include "../../../hw/launch.h"
@@ -82,12 +83,21 @@ struct ForwardSm90Arguments {
   bool lower_right;  // packed: the Visibility of a sequence has the offset keys - queries
 };
 
-// Variant: a ForwardSm90Variant.
+// What a kernel over cached keys is told besides. The maps of key and value are those of a pool [blocks, heads, page,
+// head_dim].
+struct CachedSm90Arguments : ForwardSm90Arguments {
+  CachedTileList cached;
+};
+
+// Variant: a ForwardSm90Variant. What packed sequences have, cached keys have too.
 template <class T, class Variant>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90Tile kTile = Variant::kTile;
-  static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked;
+  static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked,
+                        kCached = Variant::kCached;
+  using Arguments = std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>;
   static constexpr bool kMasked = kHasOptions && !kPacked;  // there may be a mask, and then a mask map
+  static constexpr bool kHasDropout = kTile.dropout_warps > 0;
   static constexpr bool kSplitValues = kTile.split_values;
   static_assert(!kSplitValues || (!kHasOptions && !kPacked));
 
@@ -144,12 +154,15 @@ struct ForwardSm90Kernel {
   };
 
   struct Empty {};
+  struct Nothing {};  // beside an Empty, which must have an address of its own
 
-  using Scheduler = std::conditional_t<kPacked, VarlenTileScheduler<kTile.queries()>, TileScheduler>;
+  using TileListOfVariant = std::conditional_t<kCached, CachedTileList, VarlenTileList>;
+  using VarlenScheduler = VarlenTileScheduler<kTile.queries(), TileListOfVariant>;
+  using Scheduler = std::conditional_t<kPacked, VarlenScheduler, TileScheduler>;
   struct VarlenShared {
     uint64_t value_loaded[kStages];  // barriers of values whose tail has yet to be cleared
     uint64_t tile_wanted;  // barrier of the producer warp's wish for the next tile, where tiles are claimed
-    typename VarlenTileScheduler<kTile.queries()>::Shared scheduler;
+    typename VarlenScheduler::Shared scheduler;
   };
 
   // What the mask does to the blocks of a work tile: one bit for each 2^shift of them.
@@ -167,10 +180,14 @@ struct ForwardSm90Kernel {
     int queries, keys;
     int offset;  // of its Visibility
   };
+  struct SeenKeys {
+    int begin, end;  // keys outside of these no query of the sequence sees: nothing of them may be read
+  };
   // What a CTA computes at a time. Ranges of keys count blocks.
   struct WorkTile {
     int batch, head, first_query;  // packed: batch is the sequence, first_query counts within it; batch -1: no more tiles
     [[no_unique_address]] std::conditional_t<kPacked, PackedSequence, Empty> sequence;
+    [[no_unique_address]] std::conditional_t<kCached, SeenKeys, Nothing> seen;
     int band_begin, band_end;  // band_of the first query, in keys
     int begin, end;  // blocks that any query sees
     struct {
@@ -187,7 +204,7 @@ struct ForwardSm90Kernel {
     ValueBuffer value[kStages];
     [[no_unique_address]] std::conditional_t<kFloatMask, MaskBuffers, Empty> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, OutBuffer, Empty> out;
-    [[no_unique_address]] std::conditional_t<kHasOptions, DropoutBits, Empty> dropout;
+    [[no_unique_address]] std::conditional_t<kHasDropout, DropoutBits, Empty> dropout;
     WorkTile tile[kWorkTiles];
     uint64_t tile_full[kWorkTiles], tile_empty[kWorkTiles];
     uint64_t query_full[kQueryStages], query_empty[kQueryStages];
@@ -202,6 +219,28 @@ struct ForwardSm90Kernel {
   static constexpr int kVoteBarrier = 1, kPingPongBarrier = 1 + kTile.warpgroups;
   static_assert(kPingPongBarrier + kTile.warpgroups <= 16);
 
+  // What row `row` of a tile is: over cached keys the queries of several heads lie side by side.
+  __device__ __forceinline__ static int query_of_row(const Arguments& a, int row) {
+    if constexpr (kCached) return row >> a.cached.group_shift;
+    return row;
+  }
+  __device__ __forceinline__ static int first_head(const Arguments& a, const WorkTile& tile) {
+    if constexpr (kCached) return tile.head << a.cached.group_shift;
+    return tile.head;
+  }
+  __device__ __forceinline__ static int head_of_row(const Arguments& a, const WorkTile& tile, int row) {
+    if constexpr (kCached) return first_head(a, tile) + (row & ((1 << a.cached.group_shift) - 1));
+    return tile.head;
+  }
+  // Over cached keys the maps of queries and results have the dimensions [batch, query, head, column], so that a box is as many
+  // rows of a tile. Packed rows have batch index 0.
+  __device__ __forceinline__ static TmaCoord cached_row_at(int box, int head, int query, int batch) {
+    return {box * kBoxColumns, head, query, batch};
+  }
+  __device__ __forceinline__ static int out_batch(const Arguments& a, const WorkTile& tile) {
+    return a.cached.problem.query_starts ? 0 : tile.batch;
+  }
+
   // What dense problems have in the arguments, and packed ones for each sequence.
   __device__ __forceinline__ static int query_begin(const WorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.query_begin;
@@ -211,13 +250,17 @@ struct ForwardSm90Kernel {
     if constexpr (kPacked) return tile.sequence.key_begin;
     return 0;
   }
-  __device__ __forceinline__ static int queries(const ForwardSm90Arguments& a, const WorkTile& tile) {
+  __device__ __forceinline__ static int queries(const Arguments& a, const WorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.queries;
     return a.queries;
   }
-  __device__ __forceinline__ static int keys(const ForwardSm90Arguments& a, const WorkTile& tile) {
+  __device__ __forceinline__ static int keys(const Arguments& a, const WorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.keys;
     return a.keys;
+  }
+  // Whether a block of keys has some that no query of the sequence sees.
+  __device__ __forceinline__ static bool has_unseen_keys(const SeenKeys& seen, int block) {
+    return block * kKeys < seen.begin || (block + 1) * kKeys > seen.end;
   }
 
   // The first block from `block` on that is loaded; `end` if there is none.
@@ -235,21 +278,29 @@ struct ForwardSm90Kernel {
     return block;
   }
 
-  __device__ __forceinline__ static void init_barriers(const ForwardSm90Arguments& a, Shared& shared);
+  __device__ __forceinline__ static void init_barriers(const Arguments& a, Shared& shared);
   // The warps of a CTA: see run().
-  __device__ static void run(const ForwardSm90Arguments& a, Shared& shared);
+  __device__ static void run(const Arguments& a, Shared& shared);
   struct Producer;
-  __device__ static void schedule_tiles(const ForwardSm90Arguments& a, Shared& shared, int lane);
-  __device__ static void load_values(const ForwardSm90Arguments& a, Shared& shared);
+  __device__ static void schedule_tiles(const Arguments& a, Shared& shared, int lane);
+  __device__ static void load_values(const Arguments& a, Shared& shared);
   __device__ static void clear_value_tails(Shared& shared, int lane);
-  __device__ static void clear_padding_rows(const ForwardSm90Arguments& a, int lane);
-  __device__ static void generate_dropout(const ForwardSm90Arguments& a, Shared& shared, int warp, int lane);
+  __device__ static void clear_padding_rows(const Arguments& a, int lane);
+  struct CachedBlocks;
+  struct CachedProducer;
+  __device__ static void load_cached_values(const Arguments& a, Shared& shared, int lane);
+  __device__ static void clear_unseen_values(Shared& shared, int lane);
+  __device__ static void clear_unused_rows(const Arguments& a, int lane);
+  __device__ static void generate_dropout(const Arguments& a, Shared& shared, int warp, int lane);
   struct MathWarpgroup;
 
   // Parts of the above.
-  __device__ static void make_mask_map(const ForwardSm90Arguments& a, WorkTile& tile, int lane);
-  __device__ __forceinline__ static void load_value_block(const ForwardSm90Arguments& a, ValueBuffer& buffer, int row, int head,
-                                                          int batch, uint64_t* barrier);
+  __device__ __forceinline__ static void set_sequence(WorkTile& tile, const PackedSequence& sequence,
+                                                      const Visibility& visible);
+  __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
+  __device__ static void make_mask_map(const Arguments& a, WorkTile& tile, int lane);
+  __device__ __forceinline__ static void load_value_block(const Arguments& a, ValueBuffer& buffer, int row, int head, int batch,
+                                                          uint64_t* barrier);
 };
 
 }  // namespace flash_online::cuda

@@ -32,7 +32,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
                        kPartSteps = kKeySteps / kParts;
   static_assert(kParts == 1 || (!kSplitValues && !kHasOptions));
 
-  const ForwardSm90Arguments& a;
+  const Arguments& a;
   Shared& shared;
   int row_block;  // which 64 queries of the tile: the index of the warpgroup, or 0 with split values
   int column_part;  // which columns of the values: 0, or with split values the index of the warpgroup
@@ -60,7 +60,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     const unsigned* bits;  // of the lane's rows
   };
   [[no_unique_address]] std::conditional_t<kMasked, MaskPrefetch, Empty> prefetch;
-  [[no_unique_address]] std::conditional_t<kHasOptions, unsigned, Empty> dropout_bits;  // of the block: see dropout_bit()
+  [[no_unique_address]] std::conditional_t<kHasDropout, unsigned, Empty> dropout_bits;  // of the block: see dropout_bit()
   float out[kOutRegisters];
   float score[kScoreRegisters];  // and then the weights
   unsigned weight[kScoreRegisters / 2];  // as pairs of 16 bits: the left operand of P V
@@ -373,12 +373,16 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     // Columns count from the block's first key, or in `from` and `to` from the lane's first one.
     const int first = block * kKeys, lane_first = first + lane % 4 * 2,
               row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
-    const int band_begin = shared.tile[tile_stage].band_begin + row_of_tile,
-              band_end = shared.tile[tile_stage].band_end + row_of_tile;
+    // From where the queries of the warp's rows count.
+    const int first_query = kCached ? 0 : row_of_tile;
+    const auto query = [&](int row) { return kCached ? query_of_row(a, row_of_tile + row) : row; };
+    const int band_begin = shared.tile[tile_stage].band_begin + first_query,
+              band_end = shared.tile[tile_stage].band_end + first_query;
     const int keys = ForwardSm90Kernel::keys(a, shared.tile[tile_stage]);
-    const int all_from = band_begin + 15 - first, all_to = min(band_end, keys) - first;
+    const int all_from = band_begin + query(15) - first, all_to = min(band_end + query(0), keys) - first;
     if (cuts_right) {
-      const int to[2] = {min(band_end + lane / 4, keys) - lane_first, min(band_end + lane / 4 + 8, keys) - lane_first};
+      const int to[2] = {min(band_end + query(lane / 4), keys) - lane_first,
+                         min(band_end + query(lane / 4 + 8), keys) - lane_first};
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
         if (16 * step + 16 <= all_to) continue;
@@ -388,7 +392,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       }
     }
     if (cuts_left) {
-      const int from[2] = {band_begin + lane / 4 - lane_first, band_begin + lane / 4 + 8 - lane_first};
+      const int from[2] = {band_begin + query(lane / 4) - lane_first, band_begin + query(lane / 4 + 8) - lane_first};
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
         if (16 * step >= all_from) continue;
@@ -415,7 +419,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   // Fetched while the product of the block's scores runs.
   __device__ __forceinline__ void fetch_dropout_bits() {
-    if constexpr (kHasOptions) {
+    if constexpr (kHasDropout) {
       if (a.dropout.rng) {
         // Of every eight keys of a query the lane has two.
         const auto* const rows =
@@ -597,7 +601,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   // Weights become the left operand of P V, without those that dropout drops.
   __device__ __forceinline__ void pack_weights() {
-    if constexpr (kHasOptions) {
+    if constexpr (kHasDropout) {
       if (a.dropout.rng) {
 #pragma unroll
         for (int i = 0; i < kScoreRegisters; ++i)
@@ -710,6 +714,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   __device__ __forceinline__ void finish_rows(int stage, float (&inverse)[2]);
   __device__ __forceinline__ void store_out(int stage, const float (&inverse)[2]);
   __device__ __forceinline__ void store_out_by_tma(int stage, const float (&inverse)[2]);
+  template <class Buffer>
+  __device__ __forceinline__ void store_cached_rows(const WorkTile& tile, const Buffer& buffer);
   __device__ __forceinline__ void store_out_from_registers(int stage, const float (&inverse)[2]);
 };
 

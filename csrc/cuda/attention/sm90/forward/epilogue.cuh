@@ -17,32 +17,70 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     is_empty[r] = softmax[r].sum == 0;
     float factor = 1;
     if (a.scores.sinks) {
-      const float sink = a.scores.sinks[tile.head] * kLog2E;
+      const float sink = a.scores.sinks[head_of_row(a, tile, kRowsPerWarp * warp + lane / 4 + 8 * r)] * kLog2E;
       factor = softmax[r].raise_max(sink);
       softmax[r].add(softmax[r].weight(sink));
     }
     inverse[r] = softmax[r].sum == 0 ? 0 : factor * reciprocal(softmax[r].sum);
-    if constexpr (kHasOptions) inverse[r] *= a.dropout.keep_scale;
+    if constexpr (kHasDropout) inverse[r] *= a.dropout.keep_scale;
   }
   // Of the four lanes of a quad, the first two write the lse of one row each.
   const bool second = lane % 4 == 1;
   RowSoftmax own;
   own.max = second ? softmax[1].max : softmax[0].max;
   own.sum = second ? softmax[1].sum : softmax[0].sum;
-  const int row = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
+  const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
+  const int row = kCached
+                      ? tile.first_query + query_of_row(a, row_of_tile)
+                      : tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
   if (lane % 4 < 2 && column_part == 0 && row < queries(a, tile) && a.lse) {
-    const int64_t at = (kPacked ? 0 : tile.batch * a.lse_stride[0]) + tile.head * a.lse_stride[1] + query_begin(tile) + row;
+    const int64_t at = (kPacked && !kCached ? 0 : tile.batch * a.lse_stride[0]) +
+                       head_of_row(a, tile, row_of_tile) * a.lse_stride[1] + query_begin(tile) + row;
     // From base 2 to the natural logarithm, in two floats.
     constexpr float kLn2 = 0.693147182464599609375f, kLn2Low = -1.904654323148236017e-9f;
     const float high = own.lse();
     float lse = high * kLn2, low = fmaf(high, kLn2, -lse) + fmaf(high, kLn2Low, own.lse_low() * kLn2);
-    if (a.scores.sinks && (second ? is_empty[1] : is_empty[0])) lse = a.scores.sinks[tile.head], low = 0;
+    if (a.scores.sinks && (second ? is_empty[1] : is_empty[0]))
+      lse = a.scores.sinks[head_of_row(a, tile, row_of_tile)], low = 0;
     if constexpr (kFloatMask)
       if (own.max == a.scores.lowest * a.scores.scale) lse = kLowestBFloat16, low = log2f(own.sum) * kLn2;
     a.lse[at] = lse;
     if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
   }
   __syncwarp();
+}
+
+// The warp's rows from its buffer, where the rows of a tile are those of several heads. The last rows of a sequence are stored
+// by the lanes.
+template <class T, class Variant>
+template <class Buffer>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_cached_rows(const WorkTile& tile,
+                                                                                                const Buffer& buffer) {
+  const int first = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
+  const auto query = [&](int row) { return tile.first_query + query_of_row(a, row); };
+  if (query(first + kRowsPerWarp - 1) < queries(a, tile)) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int box = 0; box < kHeadDimVBoxes; ++box)
+        tma_store(a.out_tma,
+                  cached_row_at(box, head_of_row(a, tile, first), query_begin(tile) + query(first), out_batch(a, tile)),
+                  buffer[box]);
+      tma_store_commit();
+    }
+    return;
+  }
+  __syncwarp();
+  const int chunks = a.head_dim_v / kPerVector<T>;
+  for (int n = lane; n < kRowsPerWarp * chunks; n += kWarpSize) {
+    const int r = n / chunks, chunk = n % chunks;
+    if (query(first + r) >= queries(a, tile)) break;
+    T* const to = static_cast<T*>(a.out) + tile.batch * a.out_stride[0] + head_of_row(a, tile, first + r) * a.out_stride[1] +
+                  (query_begin(tile) + query(first + r)) * a.out_stride[2];
+    *reinterpret_cast<uint4*>(to + chunk * kPerVector<T>) =
+        reinterpret_cast<const uint4*>(buffer[chunk / 8][r])[(chunk ^ r) % 8];  // swizzled
+  }
 }
 
 // Through shared memory. The last rows of a packed sequence are stored by the lanes, since a box would run into the next one.
@@ -62,6 +100,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
       words[i] = Fragments<T>::pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
     stmatrix_x4(words, shared_address(buffer[step / 4]) + matrix_offset(0, step % 4 * 2));
   }
+  if constexpr (kCached) return store_cached_rows(tile, buffer);
   if (const int rows = queries(a, tile) - first; kPacked && rows < kRowsPerWarp) {
     __syncwarp();
     const int chunks = a.head_dim_v / kPerVector<T>;
@@ -98,9 +137,10 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
   };
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first + lane / 4 + 8 * r;
-    T* to = static_cast<T*>(a.out) + (kPacked ? 0 : tile.batch * a.out_stride[0]) + tile.head * a.out_stride[1] +
-            (query_begin(tile) + row) * a.out_stride[2];
+    const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + 8 * r;
+    const int row = kCached ? tile.first_query + query_of_row(a, row_of_tile) : first + lane / 4 + 8 * r;
+    T* to = static_cast<T*>(a.out) + (kPacked && !kCached ? 0 : tile.batch * a.out_stride[0]) +
+            head_of_row(a, tile, row_of_tile) * a.out_stride[1] + (query_begin(tile) + row) * a.out_stride[2];
 #pragma unroll
     for (int i = 0; i < kOutRegisters / 16; ++i) {
       unsigned words[4];

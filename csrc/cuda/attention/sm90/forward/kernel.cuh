@@ -6,6 +6,7 @@
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/setmaxnreg.cuh"
 #include "../../../hw/shared_memory.cuh"
+#include "cached_producer.cuh"
 #include "consumer.cuh"
 #include "epilogue.cuh"
 #include "producer.cuh"
@@ -13,14 +14,14 @@
 namespace flash_online::cuda {
 
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(const ForwardSm90Arguments& a, Shared& shared) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(const Arguments& a, Shared& shared) {
   constexpr int kMathWarps = 4 * kTile.warpgroups;
   // Warps that wait for the tiles besides the math warps: dropout warps, the producer, and a second producer (split values) or
-  // the warp that clears tails (packed).
-  const int dropout_warps = kHasOptions && a.dropout.rng ? kTile.dropout_warps : 0;
+  // the warp that clears tails (packed), or both (cached keys).
+  const int dropout_warps = kHasDropout && a.dropout.rng ? kTile.dropout_warps : 0;
   for (int i = 0; i < kWorkTiles; ++i) {
     mbarrier_init(&shared.tile_full[i], 1);
-    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + (kPacked || kSplitValues ? 2 : 1));
+    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + (kCached ? 3 : kPacked || kSplitValues ? 2 : 1));
   }
   for (int i = 0; i < kQueryStages; ++i) {
     mbarrier_init(&shared.query_full[i], 1);
@@ -40,20 +41,30 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(con
 }
 
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::run(const ForwardSm90Arguments& a, Shared& shared) {
+__device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& shared) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) init_barriers(a, shared);
   __syncthreads();
-  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences and split values need; then come the math
-  // warpgroups, and after them the dropout warps.
+  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys and split values need; then come the
+  // math warpgroups, and after them the dropout warps.
   constexpr int kFirstDropoutWarp = 4 * (1 + kTile.warpgroups);
   if (warp < 4) {
     reg_dealloc<kTile.producer_registers>();
-    if (threadIdx.x == 0) Producer{a, shared}.run();
+    if constexpr (kCached) {
+      if (warp == 0) CachedProducer{a, shared, lane}.run();
+    } else {
+      if (threadIdx.x == 0) Producer{a, shared}.run();
+    }
     if (warp == 1) schedule_tiles(a, shared, lane);
     if constexpr (kSplitValues)
       if (warp == 2 && lane == 0) load_values(a, shared);
-    if constexpr (kPacked) {
+    if constexpr (kCached) {
+      if (warp == 2) clear_unseen_values(shared, lane);
+      if (warp == 3) {
+        clear_unused_rows(a, lane);
+        load_cached_values(a, shared, lane);
+      }
+    } else if constexpr (kPacked) {
       if (warp == 2) clear_value_tails(shared, lane);
       if (warp == 3) clear_padding_rows(a, lane);
     }
@@ -62,7 +73,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const ForwardSm90Arguments& a
     const int index = warp / 4 - 1;
     MathWarpgroup warpgroup{a, shared, kSplitValues ? 0 : index, kSplitValues ? index : 0, warp % 4, lane};
     warpgroup.run();
-  } else if constexpr (kHasOptions) {
+  } else if constexpr (kHasDropout) {
     reg_dealloc<kTile.dropout_registers>();
     generate_dropout(a, shared, warp - kFirstDropoutWarp, lane);
   }
@@ -70,7 +81,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const ForwardSm90Arguments& a
 
 template <class T, class Variant>
 __global__ void __launch_bounds__(Variant::kTile.threads(), Variant::kTile.ctas_per_sm)
-    attention_forward_sm90(const __grid_constant__ ForwardSm90Arguments a) {
+    attention_forward_sm90(const __grid_constant__ typename ForwardSm90Kernel<T, Variant>::Arguments a) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
   using Kernel = ForwardSm90Kernel<T, Variant>;
   extern __shared__ unsigned char dynamic[];

@@ -84,25 +84,38 @@ inline VarlenTileList make_varlen_tile_list(const AttentionProblem& p, int q_hea
           .tile_counter = tile_counter};
 }
 
-// Fills the arguments that kernels without options need too.
+// A problem's tensors as the kernel's TMA reads and writes them.
+struct ForwardSm90Tensors {
+  TmaTensor query, key, value;
+  CUtensorMap out = {};  // where results are staged
+};
+
 template <class Kernel, class T>
-ForwardSm90Arguments make_arguments(const AttentionProblem& p, int64_t ctas, unsigned* tile_counter) {
-  constexpr ForwardSm90Tile kTile = Kernel::kTile;
-  const TmaTensor query = tma_tensor_of<T>(p, p.query, false, p.heads, p.head_dim, Kernel::kRowsPerWarpgroup),
-                  key = tma_tensor_of<T>(p, p.key, true, p.key_heads, p.head_dim, Kernel::kKeys),
-                  value = tma_tensor_of<T>(p, p.value, true, p.value_heads, p.head_dim_v, Kernel::kKeys);
-  ForwardSm90Arguments a{
-      .query_tma = query.map,
-      .key_tma = key.map,
-      .value_tma = value.map,
-      .q_heads_per_query_head = query.q_heads_per_head,
-      .q_heads_per_key_head = key.q_heads_per_head,
-      .q_heads_per_value_head = value.q_heads_per_head,
-      .query_batch_step = query.batch_step,
-      .key_batch_step = key.batch_step,
-      .value_batch_step = value.batch_step,
-      // Packed: 0 if there are padding rows only.
-      .batch = static_cast<int>(Kernel::kPacked ? std::min(p.batch, int64_t{1}) : p.batch),
+ForwardSm90Tensors tensors_of(const AttentionProblem& p) {
+  ForwardSm90Tensors tensors{.query = tma_tensor_of<T>(p, p.query, false, p.heads, p.head_dim, Kernel::kRowsPerWarpgroup),
+                             .key = tma_tensor_of<T>(p, p.key, true, p.key_heads, p.head_dim, Kernel::kKeys),
+                             .value = tma_tensor_of<T>(p, p.value, true, p.value_heads, p.head_dim_v, Kernel::kKeys)};
+  if constexpr (Kernel::kTile.staged_out) {
+    const ConstView4 out{p.out.data, {p.out.stride[0], p.out.stride[1], p.out.stride[2], p.out.stride[3]}};
+    tensors.out = tma_tensor_of<T>(p, out, false, p.heads, p.head_dim_v, Kernel::kRowsPerWarp).map;
+  }
+  return tensors;
+}
+
+// Fills the arguments that kernels without options need too, but for the order of work tiles.
+inline ForwardSm90Arguments make_arguments(const AttentionProblem& p, const ForwardSm90Tensors& tensors) {
+  return {
+      .query_tma = tensors.query.map,
+      .key_tma = tensors.key.map,
+      .value_tma = tensors.value.map,
+      .out_tma = tensors.out,
+      .q_heads_per_query_head = tensors.query.q_heads_per_head,
+      .q_heads_per_key_head = tensors.key.q_heads_per_head,
+      .q_heads_per_value_head = tensors.value.q_heads_per_head,
+      .query_batch_step = tensors.query.batch_step,
+      .key_batch_step = tensors.key.batch_step,
+      .value_batch_step = tensors.value.batch_step,
+      .batch = static_cast<int>(p.query_starts ? std::min(p.batch, int64_t{1}) : p.batch),  // 0 if there are padding rows only
       .heads = static_cast<int>(p.heads),
       .queries = static_cast<int>(p.queries),
       .keys = static_cast<int>(p.keys),
@@ -117,19 +130,20 @@ ForwardSm90Arguments make_arguments(const AttentionProblem& p, int64_t ctas, uns
       .lse_stride = {p.lse_stride[0], p.lse_stride[1]},
       .lower_right = p.lower_right,
   };
-  if constexpr (kTile.staged_out) {
-    const ConstView4 out{p.out.data, {p.out.stride[0], p.out.stride[1], p.out.stride[2], p.out.stride[3]}};
-    a.out_tma = tma_tensor_of<T>(p, out, false, p.heads, p.head_dim_v, Kernel::kRowsPerWarp).map;
-  }
+}
+
+template <class Kernel>
+void set_order(ForwardSm90Arguments& a, const AttentionProblem& p, int64_t element_bytes, int64_t ctas,
+               unsigned* tile_counter) {
+  constexpr ForwardSm90Tile kTile = Kernel::kTile;
   const int64_t row_tiles = TileList::of(p, false, p.heads, kTile.queries()).blocks;
   if constexpr (Kernel::kPacked) {
     a.schedule.row_tiles = static_cast<int>(row_tiles);
     a.packed = make_varlen_tile_list(p, a.q_heads_per_key_head, tile_counter);
   } else {
     a.schedule =
-        TileSchedule::make(p, row_tiles, kTile.queries(), kTile.section_rounds, a.q_heads_per_key_head, sizeof(T), ctas);
+        TileSchedule::make(p, row_tiles, kTile.queries(), kTile.section_rounds, a.q_heads_per_key_head, element_bytes, ctas);
   }
-  return a;
 }
 
 // Fills what kernels with options need besides.
@@ -152,7 +166,8 @@ template <class T, class Variant>
 void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, unsigned* tile_counter, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Variant>;
   const int64_t max_ctas = int64_t{sm_count()} * Kernel::kTile.ctas_per_sm;
-  ForwardSm90Arguments a = make_arguments<Kernel, T>(p, max_ctas, tile_counter);
+  ForwardSm90Arguments a = make_arguments(p, tensors_of<Kernel, T>(p));
+  set_order<Kernel>(a, p, sizeof(T), max_ctas, tile_counter);
   if constexpr (Variant::kHasOptions) add_options<Kernel, T>(a, p, tables);
   if (Variant::kPacked && tile_counter)
     check(cudaMemsetAsync(tile_counter, 0, sizeof(*tile_counter), stream), "cudaMemsetAsync");

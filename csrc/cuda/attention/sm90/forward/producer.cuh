@@ -13,7 +13,7 @@ namespace flash_online::cuda {
 
 // The mask map of a work tile whose other members are set.
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const ForwardSm90Arguments& a, WorkTile& tile, int lane) {
+__device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a, WorkTile& tile, int lane) {
   const uint8_t* const kinds = a.mask.map.kinds + tile.batch * a.mask.map.batch_step + tile.head * a.mask.map.head_step;
   int shift = 0;
   while (tile.end - tile.begin > kMapBits << shift) ++shift;
@@ -88,10 +88,20 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const ForwardSm90Ar
 }
 
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const ForwardSm90Arguments& a, Shared& shared, int lane) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(WorkTile& tile, const PackedSequence& sequence,
+                                                                            const Visibility& visible) {
+  const KeyRange seen = keys_of_any(visible, 0, sequence.queries, sequence.keys);
+  tile.seen = {static_cast<int>(seen.begin), static_cast<int>(seen.end)};
+  tile.sequence = sequence;
+}
+
+template <class T, class Variant>
+__device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a, Shared& shared, int lane) {
   PipelineState<kWorkTiles> state;
   Scheduler scheduler = [&] {
-    if constexpr (kPacked)
+    if constexpr (kCached)
+      return Scheduler(a.cached, shared.packed.scheduler);
+    else if constexpr (kPacked)
       return Scheduler(a.packed, shared.packed.scheduler);
     else
       return Scheduler{};
@@ -105,8 +115,14 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const ForwardSm90A
       next = scheduler.next();
       if (next.batch >= 0 && next.batch != sequence) {
         sequence = next.batch;
-        const Rows query_rows = packed_rows(a.packed.query_starts, sequence, a.queries, a.packed.total_queries),
-                   key_rows = packed_rows(a.packed.key_starts, sequence, a.keys, a.packed.total_keys);
+        Rows query_rows, key_rows;
+        if constexpr (kCached) {
+          const Sequence cached = cached_sequence(a.cached.problem, sequence);
+          query_rows = cached.queries, key_rows = cached.keys;
+        } else {
+          query_rows = packed_rows(a.packed.query_starts, sequence, a.queries, a.packed.total_queries);
+          key_rows = packed_rows(a.packed.key_starts, sequence, a.keys, a.packed.total_keys);
+        }
         query_begin = static_cast<int>(query_rows.begin);
         queries = static_cast<int>(query_rows.count);
         key_begin = static_cast<int>(key_rows.begin);
@@ -119,36 +135,42 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const ForwardSm90A
     Visibility visible = a.visible;
     if (kPacked && a.lower_right) visible.offset = keys - queries;
     constexpr int kBeyondKeys = 1 << 30;
-    const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), queries) - 1;
-    const KeyRange band = band_of(visible, first, kBeyondKeys);
+    int all_rows = queries;
+    if constexpr (kCached) all_rows <<= a.cached.group_shift;
+    const int first = next.row_tile * kTile.queries(), last = min(first + kTile.queries(), all_rows) - 1;
+    const KeyRange band = band_of(visible, query_of_row(a, first), kBeyondKeys);
     const int band_begin = static_cast<int>(band.begin), band_end = static_cast<int>(band.end);
     // The blocks in which the queries between rows r and s of the tile see some key. The whole tile has one block at least, so
     // that it has a result.
-    const auto begin_of = [&](int r) { return max(band_begin + r, 0) / kKeys; };
-    const auto end_of = [&](int s) { return (min(band_end + s, keys) + kKeys - 1) / kKeys; };
+    const auto begin_of = [&](int r) { return max(band_begin + query_of_row(a, r), 0) / kKeys; };
+    const auto end_of = [&](int s) { return (min(band_end + query_of_row(a, s), keys) + kKeys - 1) / kKeys; };
     const int rows = last - first + 1;
     int begin = begin_of(0), end = end_of(rows - 1);
     if (end <= begin) begin = 0, end = 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
     WorkTile& tile = shared.tile[state.stage];
+    if constexpr (kCached) {
+      // Right away: there are too few registers to keep all that a sequence is until the end.
+      if (lane == 0) set_sequence(tile, {query_begin, key_begin, queries, keys, static_cast<int>(visible.offset)}, visible);
+    }
     if (lane < kRowBlocks) {
       // A warpgroup past the last query processes one block all the same, so that it needs no code of its own.
       const int first_row = lane * kRowsPerWarpgroup, last_row = min(first_row + kRowsPerWarpgroup, rows) - 1;
       const int own_begin = first_row < rows ? min(begin_of(first_row), end - 1) : begin;
       tile.row_block[lane].begin = own_begin;
       tile.row_block[lane].end = first_row < rows ? min(max(end_of(last_row), own_begin + 1), end) : own_begin + 1;
-      tile.row_block[lane].whole_begin = (max(band_begin + last_row, 0) + kKeys - 1) / kKeys;
-      tile.row_block[lane].whole_end = min(band_end + first_row, keys) / kKeys;
+      tile.row_block[lane].whole_begin = (max(band_begin + query_of_row(a, last_row), 0) + kKeys - 1) / kKeys;
+      tile.row_block[lane].whole_end = min(band_end + query_of_row(a, first_row), keys) / kKeys;
     }
     if (lane == 0) {
       tile.batch = next.batch;
       tile.head = next.head;
-      tile.first_query = first;
+      tile.first_query = query_of_row(a, first);
       tile.band_begin = band_begin;
       tile.band_end = band_end;
       tile.begin = begin;
       tile.end = end;
-      if constexpr (kPacked)
+      if constexpr (kPacked && !kCached)
         tile.sequence = {.query_begin = query_begin,
                          .key_begin = key_begin,
                          .queries = queries,
@@ -174,9 +196,9 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const ForwardSm90A
 // ---- the producer warp: one thread of it loads queries, keys, values and tiles of a float mask
 
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::load_value_block(const ForwardSm90Arguments& a,
-                                                                                ValueBuffer& buffer, int row, int head,
-                                                                                int batch, uint64_t* barrier) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::load_value_block(const Arguments& a, ValueBuffer& buffer,
+                                                                                int row, int head, int batch,
+                                                                                uint64_t* barrier) {
   arrive_expect_tx(barrier, sizeof(ValueBuffer));
 #pragma unroll
   for (int box = 0; box < kHeadDimVBoxes; ++box)
@@ -185,7 +207,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::load_value_block(
 
 template <class T, class Variant>
 struct ForwardSm90Kernel<T, Variant>::Producer {
-  const ForwardSm90Arguments& a;
+  const Arguments& a;
   Shared& shared;
   static constexpr bool kHoldsTile = kHasOptions || kPacked;  // to the end of the tile, since its members are read until then
   PipelineState<kWorkTiles> next_tile;
@@ -321,7 +343,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
 // and a thread that waits for the one would delay the other.
 
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::load_values(const ForwardSm90Arguments& a, Shared& shared) {
+__device__ void ForwardSm90Kernel<T, Variant>::load_values(const Arguments& a, Shared& shared) {
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kStages> value;
   while (true) {
@@ -375,34 +397,37 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_value_tails(Shared& shared,
   }
 }
 
-// Padding rows, which belong to no sequence, get a result of 0 and an lse of -inf.
+// Rows that belong to no sequence get a result of 0 and an lse of -inf.
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const ForwardSm90Arguments& a, int lane) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::clear_rows(const Arguments& a, const Rows& rows, int lane) {
+  const int begin = static_cast<int>(rows.begin), end = begin + static_cast<int>(rows.count);
 #pragma unroll 1
-  for (int n = static_cast<int>(blockIdx.x); n <= a.packed.sequences; n += static_cast<int>(gridDim.x)) {
-    const Rows rows = padding_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries);
-    const int begin = static_cast<int>(rows.begin), end = begin + static_cast<int>(rows.count);
+  for (int row = begin; row < end; ++row)
 #pragma unroll 1
-    for (int row = begin; row < end; ++row)
-#pragma unroll 1
-      for (int head = 0; head < a.heads; ++head) {
-        T* const out = static_cast<T*>(a.out) + head * a.out_stride[1] + row * a.out_stride[2];
-        const int column = lane * kPerVector<T>;
-        if (column < a.head_dim_v) *reinterpret_cast<uint4*>(out + column) = {};
-        if (lane == 0 && a.lse) {
-          const int64_t at = head * a.lse_stride[1] + row;
-          a.lse[at] = -INFINITY;
-          if (a.lse_low) a.lse_low[at] = 0;
-        }
+    for (int head = 0; head < a.heads; ++head) {
+      T* const out = static_cast<T*>(a.out) + head * a.out_stride[1] + row * a.out_stride[2];
+      const int column = lane * kPerVector<T>;
+      if (column < a.head_dim_v) *reinterpret_cast<uint4*>(out + column) = {};
+      if (lane == 0 && a.lse) {
+        const int64_t at = head * a.lse_stride[1] + row;
+        a.lse[at] = -INFINITY;
+        if (a.lse_low) a.lse_low[at] = 0;
       }
-  }
+    }
+}
+
+// Padding rows.
+template <class T, class Variant>
+__device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const Arguments& a, int lane) {
+#pragma unroll 1
+  for (int n = static_cast<int>(blockIdx.x); n <= a.packed.sequences; n += static_cast<int>(gridDim.x))
+    clear_rows(a, padding_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries), lane);
 }
 
 // ---- the dropout warps: which weights are kept. Their bits come with the keys.
 
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const ForwardSm90Arguments& a, Shared& shared, int warp,
-                                                                int lane) {
+__device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const Arguments& a, Shared& shared, int warp, int lane) {
   if (!a.dropout.rng) return;
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kStages> key;

@@ -168,15 +168,28 @@ constexpr ForwardSm90Tile forward_sm90_variant(const ForwardSm90Tile (&table)[kC
   return table[n];
 }
 
+// A tile over cached keys, from that of packed sequences. There is no dropout: the registers of its warps go to the others.
+constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
+  if (packed.dropout_warps == 0) return packed;
+  packed.dropout_warps = packed.dropout_registers = 0;
+  packed.producer_registers = 56;
+  const int launched = 65536 / packed.threads() / 8 * 8 * (packed.threads() / 128);
+  packed.registers = (launched - packed.producer_registers) / packed.warpgroups / 8 * 8;
+  return packed;
+}
+
 // The tile of a kernel: an entry of kForwardSm90Plain, by index, and what the kernel has.
-template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked>
+template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCached = false>
 struct ForwardSm90Variant {
   static constexpr bool kHasOptions = kFeatures != ForwardSm90Features::kPlain,
-                        kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked;
-  static constexpr ForwardSm90Tile kTile = kFloatMask ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
-                                           : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
-                                           : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
-                                                         : kForwardSm90Plain[kEntry];
+                        kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked || kOfCached,
+                        kCached = kOfCached;
+  static constexpr ForwardSm90Tile kUncached =
+      kFloatMask    ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
+      : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
+      : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
+                    : kForwardSm90Plain[kEntry];
+  static constexpr ForwardSm90Tile kTile = kCached ? forward_sm90_cached(kUncached) : kUncached;
 };
 
 // What every entry promises.
@@ -198,13 +211,14 @@ constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
 }
 
 template <size_t kCount>
-constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount]) {
+constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount], bool cached = false) {
   for (const ForwardSm90Tile& tile : table)
-    if (!forward_sm90_is_valid(tile)) return false;
+    if (!forward_sm90_is_valid(cached && tile.max_queries == 0 ? forward_sm90_cached(tile) : tile)) return false;
   return true;
 }
 static_assert(forward_sm90_are_valid(kForwardSm90Plain) && forward_sm90_are_valid(kForwardSm90Packed) &&
-              forward_sm90_are_valid(kForwardSm90Options) && forward_sm90_are_valid(kForwardSm90FloatMask));
+              forward_sm90_are_valid(kForwardSm90Options) && forward_sm90_are_valid(kForwardSm90FloatMask) &&
+              forward_sm90_are_valid(kForwardSm90Packed, true) && forward_sm90_are_valid(kForwardSm90Options, true));
 
 // Plain entries of the same head dims, dense or packed, give a row the same bits.
 static_assert([] {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "../../../../core/cache.h"
 #include "../../../../core/sequence.h"
 #include "../../../hw/warp.h"
 #include "tile_scheduler.cuh"
@@ -22,10 +23,32 @@ struct VarlenTileList {
   int level_keys;  // sequences are ordered by length in levels of this many keys; 0: they keep their order
   // How many tiles have been claimed beyond the first one of each CTA; null: the order is static.
   unsigned* tile_counter;
+
+  // Of sequence n: its rows in tiles, and its keys.
+  __device__ __forceinline__ int rows(int n) const {
+    return static_cast<int>(packed_rows(query_starts, n, max_queries, total_queries).count);
+  }
+  __device__ __forceinline__ int keys(int n) const {
+    return static_cast<int>(packed_rows(key_starts, n, max_keys, total_keys).count);
+  }
 };
 
-// For tiles of kTileRows queries. All lanes of a warp call it, and get the same answers.
-template <int kTileRows>
+// The same over cached keys. The query heads that share keys count as rows, 2^group_shift of them for each query; `heads` are
+// then as many fewer.
+struct CachedTileList : VarlenTileList {
+  AttentionProblem problem;
+  int group_shift;
+  unsigned page, blocks;  // of the pool
+  int boxes, box_rows;  // a block of keys comes in so many TMA boxes of so many keys each
+
+  __device__ __forceinline__ int rows(int n) const {
+    return static_cast<int>(cached_sequence(problem, n).queries.count) << group_shift;
+  }
+  __device__ __forceinline__ int keys(int n) const { return static_cast<int>(cached_sequence(problem, n).keys.count); }
+};
+
+// For tiles of kTileRows rows. All lanes of a warp call it, and get the same answers. List: one of the above.
+template <int kTileRows, class List = VarlenTileList>
 class VarlenTileScheduler {
  public:
   static constexpr int kChunk = 4 * kWarpSize;  // sequences
@@ -36,7 +59,7 @@ class VarlenTileScheduler {
     uint8_t order[kChunk];  // index of the sequence within the chunk
   };
 
-  __device__ VarlenTileScheduler(const VarlenTileList& list, Shared& shared)
+  __device__ VarlenTileScheduler(const List& list, Shared& shared)
       : list_(list), shared_(shared), lane_(static_cast<int>(threadIdx.x) % kWarpSize), index_(blockIdx.x) {}
 
   // The batch of the tile is the sequence.
@@ -92,14 +115,10 @@ class VarlenTileScheduler {
   __device__ void measure(int n, int& tiles, int& level) const {
     n += first_sequence_;
     tiles = level = 0;
-    if (n < list_.sequences)
-      tiles =
-          (static_cast<int>(packed_rows(list_.query_starts, n, list_.max_queries, list_.total_queries).count) + kTileRows - 1) /
-          kTileRows;
+    if (n < list_.sequences) tiles = (list_.rows(n) + kTileRows - 1) / kTileRows;
     if (list_.level_keys == 0) return;
     level = kWarpSize - 1;
-    if (tiles > 0)
-      level -= static_cast<int>(packed_rows(list_.key_starts, n, list_.max_keys, list_.total_keys).count) / list_.level_keys;
+    if (tiles > 0) level -= list_.keys(n) / list_.level_keys;
   }
 
   // Counts the sequences of the warp, one per lane, in their levels; returns how many of the lane's level were counted before
@@ -148,7 +167,7 @@ class VarlenTileScheduler {
     __syncwarp();
   }
 
-  const VarlenTileList& list_;
+  const List& list_;
   Shared& shared_;
   int lane_;
   unsigned index_;  // of the next tile, among those of all heads
