@@ -12,31 +12,41 @@ namespace flash_online {
 FLASH_ONLINE_HD int64_t capacity_of(const CacheView& cache) { return cache.entries * cache.page; }
 
 // How many keys at the beginning of sequence n nobody sees.
-FLASH_ONLINE_HD int64_t left_of(const CacheView& cache, int64_t n) {
-  return cache.left ? clamp(cache.left[n], 0, capacity_of(cache)) : 0;
+template <class Int = int64_t>
+FLASH_ONLINE_HD Int left_of(const CacheView& cache, int64_t n) {
+  return cache.left ? clamp<Int>(cache.left[n], 0, static_cast<Int>(capacity_of(cache))) : 0;
 }
 
 // How many keys sequence n has before the new ones, its padding on the left counted.
-FLASH_ONLINE_HD int64_t old_keys(const CacheView& cache, int64_t n) {
-  const int64_t capacity = capacity_of(cache);
-  return cache.lengths ? clamp(cache.lengths[n], left_of(cache, n), capacity) : capacity;
+template <class Int = int64_t>
+FLASH_ONLINE_HD Int old_keys(const CacheView& cache, int64_t n) {
+  const Int capacity = static_cast<Int>(capacity_of(cache));
+  return cache.lengths ? clamp<Int>(cache.lengths[n], left_of<Int>(cache, n), capacity) : capacity;
 }
 
 // The keys of sequence n that a query may see, by their place in the cache: from the end of its padding on the left to its
-// length, with its new keys.
+// length, with its new keys. Twice the capacity must fit into Int.
+template <class Int = int64_t>
 FLASH_ONLINE_HD Rows cached_keys(const CacheView& cache, int64_t n) {
-  const int64_t left = left_of(cache, n);
-  const int64_t added =
+  const Int left = left_of<Int>(cache, n), capacity = static_cast<Int>(capacity_of(cache));
+  const int64_t new_keys =
       cache.new_starts ? clamp(int64_t{cache.new_starts[n + 1]} - cache.new_starts[n], 0, cache.new_keys) : cache.new_keys;
-  return {left, clamp(old_keys(cache, n) + added, left, capacity_of(cache)) - left};
+  const Int added = static_cast<Int>(new_keys < capacity ? new_keys : capacity);
+  return {left, clamp<Int>(old_keys<Int>(cache, n) + added, left, capacity) - left};
 }
 
-// The block of the pool in which entry `entry` of sequence n lies; -1 where there is none, whose keys and values count as 0.
-FLASH_ONLINE_HD int64_t block_of(const CacheView& cache, int64_t n, int64_t entry) {
-  const int64_t row = cache.rows ? cache.rows[n] : n;
-  if (cache.table && (row < 0 || row >= cache.table_rows)) return -1;
-  const int64_t block = cache.table ? cache.table[row * cache.table_stride + entry] : row;
+// The row of the table of sequence n, or without a table its block.
+FLASH_ONLINE_HD int64_t cache_row(const CacheView& cache, int64_t n) { return cache.rows ? cache.rows[n] : n; }
+// `block` if the pool has it, else -1: its keys and values count as 0.
+FLASH_ONLINE_HD int64_t checked_block(const CacheView& cache, int64_t block) {
   return block >= 0 && block < cache.blocks ? block : -1;
+}
+
+// The block of the pool in which entry `entry` of sequence n lies; -1 where there is none.
+FLASH_ONLINE_HD int64_t block_of(const CacheView& cache, int64_t n, int64_t entry) {
+  const int64_t row = cache_row(cache, n);
+  if (cache.table && (row < 0 || row >= cache.table_rows)) return -1;
+  return checked_block(cache, cache.table ? cache.table[row * cache.table_stride + entry] : row);
 }
 
 // What the keys, or values, of a head of sequence n are multiplied by: `scales` and their strides are the cache's.
@@ -46,12 +56,15 @@ FLASH_ONLINE_HD float scale_of(const float* scales, const int64_t (&stride)[2], 
 
 // The queries of sequence n, and its keys as cached_keys numbers them, counted from the first one that may be seen. The last
 // query stands at the last key, or the first at the first.
+template <class Int = int64_t>
 FLASH_ONLINE_HD Sequence cached_sequence(const AttentionProblem& problem, int64_t n) {
   const CacheView& cache = problem.cache;
   if (n >= problem.batch) return {{0, 0}, {0, 0}, problem.visible};  // no sequences, only padding rows
-  Sequence sequence{{0, problem.queries}, cached_keys(cache, n), problem.visible};
-  if (problem.query_starts) sequence.queries = packed_rows(problem.query_starts, n, problem.queries, problem.total_queries);
-  if (cache.query_lengths) sequence.queries.count = clamp(cache.query_lengths[n], 0, sequence.queries.count);
+  Sequence sequence{{0, problem.queries}, cached_keys<Int>(cache, n), problem.visible};
+  if (problem.query_starts)
+    sequence.queries = packed_rows<Int>(problem.query_starts, n, problem.queries, problem.total_queries);
+  if (cache.query_lengths)
+    sequence.queries.count = clamp<Int>(cache.query_lengths[n], 0, static_cast<Int>(sequence.queries.count));
   sequence.visible.offset = problem.lower_right ? sequence.keys.count - sequence.queries.count : 0;
   return sequence;
 }
@@ -68,16 +81,20 @@ FLASH_ONLINE_HD Rows unused_queries(const AttentionProblem& problem, int64_t n) 
 constexpr int64_t kKeysPerSplitBlock = 64;
 
 // The pieces of a sequence of `keys` keys: as many as are wanted, if `least` keys are there for each.
-FLASH_ONLINE_HD int64_t pieces_of(int64_t keys, int64_t wanted, int64_t least = kKeysPerSplitBlock) {
-  const int64_t most = ceil_div(keys, least);
-  return clamp(wanted, 1, most > 1 ? most : 1);
+template <class Int = int64_t>
+FLASH_ONLINE_HD Int pieces_of(std::type_identity_t<Int> keys, std::type_identity_t<Int> wanted,
+                              std::type_identity_t<Int> least = kKeysPerSplitBlock) {
+  const Int most = ceil_div(keys, least);
+  return clamp<Int>(wanted, 1, most > 1 ? most : 1);
 }
 
-// Piece `piece` of `pieces`, of `keys` keys: whole blocks but for the last one.
-FLASH_ONLINE_HD Rows piece_of(int64_t keys, int64_t pieces, int64_t piece) {
-  const int64_t blocks = ceil_div(keys, kKeysPerSplitBlock);
-  const int64_t begin = blocks * piece / pieces * kKeysPerSplitBlock,
-                end = clamp(blocks * (piece + 1) / pieces * kKeysPerSplitBlock, 0, keys);
+// Piece `piece` of `pieces`, of `keys` keys: whole blocks but for the last one. keys * pieces / 64 must fit into Int.
+template <class Int = int64_t>
+FLASH_ONLINE_HD Rows piece_of(std::type_identity_t<Int> keys, std::type_identity_t<Int> pieces,
+                              std::type_identity_t<Int> piece) {
+  constexpr Int kBlock = kKeysPerSplitBlock;
+  const Int blocks = ceil_div(keys, kBlock);
+  const Int begin = blocks * piece / pieces * kBlock, end = clamp<Int>(blocks * (piece + 1) / pieces * kBlock, 0, keys);
   return {begin, end - begin};
 }
 

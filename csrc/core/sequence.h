@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "config.h"
 #include "problem.h"
@@ -14,12 +15,18 @@ struct Rows {
   int64_t begin, count;
 };
 
-FLASH_ONLINE_HD int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+// `Int` is the type in which a number is computed; kernels whose numbers fit choose int.
+template <class Int = int64_t>
+FLASH_ONLINE_HD Int clamp(std::type_identity_t<Int> x, std::type_identity_t<Int> low, std::type_identity_t<Int> high) {
+  return x < low ? low : x > high ? high : x;
+}
 
 // The rows of packed sequence n, at most `longest`, in a tensor of `total` rows.
+template <class Int = int64_t>
 FLASH_ONLINE_HD Rows packed_rows(const int32_t* starts, int64_t n, int64_t longest, int64_t total) {
-  const int64_t begin = clamp(starts[n], 0, total), end = clamp(starts[n + 1], begin, total);
-  return {begin, clamp(end - begin, 0, longest)};
+  const Int rows = static_cast<Int>(total), begin = clamp<Int>(starts[n], 0, rows),
+            end = clamp<Int>(starts[n + 1], begin, rows);
+  return {begin, clamp<Int>(end - begin, 0, static_cast<Int>(longest))};
 }
 
 // The padding rows before packed sequence n, which belong to no sequence: those before the first sequence for n = 0, and those

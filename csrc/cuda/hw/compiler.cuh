@@ -10,6 +10,9 @@ namespace flash_online::cuda {
 // kept in registers.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 
+// The value is computed, even if nobody uses it.
+__device__ __forceinline__ void keep(unsigned x) { asm volatile("" ::"r"(x)); }
+
 // A copy of the value whose origin the compiler does not know. From a wgmma descriptor that does not change within a loop, it
 // would otherwise derive one descriptor per step and keep them all in registers.
 __device__ __forceinline__ uint64_t opaque(uint64_t value) {

@@ -86,11 +86,11 @@ inline void allow_early_start(cudaLaunchConfig_t& config, cudaLaunchAttribute& a
 
 // Queues kernel(problem) as a dependent launch, which hides the cost of the launch while the preceding kernel runs.
 template <class Problem>
-void launch_dependent(void (*kernel)(Problem), const Problem& problem, unsigned ctas, unsigned threads, cudaStream_t stream,
+void launch_dependent(void (*kernel)(Problem), const Problem& problem, dim3 ctas, unsigned threads, cudaStream_t stream,
                       unsigned shared_bytes = 0) {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(ctas);
+  config.gridDim = ctas;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

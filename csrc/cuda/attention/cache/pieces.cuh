@@ -35,7 +35,10 @@ struct CachedPieces {
     return most > 1 ? rows_of(problem) * most * pitch * static_cast<int64_t>(sizeof(float)) : 0;
   }
 
-  FLASH_ONLINE_HD int64_t count_of(const Sequence& sequence) const { return pieces_of(sequence.keys.count, most, least_keys); }
+  template <class Int = int64_t>
+  FLASH_ONLINE_HD Int count_of(const Sequence& sequence) const {
+    return pieces_of<Int>(static_cast<Int>(sequence.keys.count), static_cast<Int>(most), static_cast<Int>(least_keys));
+  }
 #ifdef __CUDACC__
   __device__ __forceinline__ float* part(int64_t row, int64_t piece) const { return parts + (row * most + piece) * pitch; }
   __device__ __forceinline__ float2& state(float* part) const { return *reinterpret_cast<float2*>(part + pitch - 2); }

@@ -1,10 +1,9 @@
 // Loads of cached keys and values into tiles in shared memory: every row lies where a table says.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "../../../core/cache.h"
 #include "../../../core/mask.h"
+#include "../cache/float8.cuh"
 #include "load.cuh"
 
 namespace flash_online::cuda {
@@ -58,25 +57,6 @@ struct CachedPlace {
 
 // What the places of two blocks of `rows` rows take.
 constexpr int cached_place_bytes(int rows) { return 2 * rows * static_cast<int>(sizeof(CachedPlace)); }
-constexpr bool is_float8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
-
-// Eight float8 elements, widened without rounding.
-template <class Element>
-__device__ __forceinline__ uint4 widen_float8(uint2 elements, __nv_fp8_interpretation_t kind) {
-  const unsigned pairs[4] = {elements.x & 0xffff, elements.x >> 16, elements.y & 0xffff, elements.y >> 16};
-  unsigned wide[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __half2 pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pairs[i]), kind);
-    if constexpr (std::is_same_v<Element, __half>) {
-      wide[i] = reinterpret_cast<const unsigned&>(pair);
-    } else {
-      const float2 x = __half22float2(pair);
-      wide[i] = Fragments<Element>::pair(x.x, x.y);
-    }
-  }
-  return {wide[0], wide[1], wide[2], wide[3]};
-}
 
 // The rows of a sequence's cached keys, or values, of one head. A block of kRows of them has its places in shared memory, in
 // one of two buffers by turns: locate() may find the next block's while this one's are read.

@@ -1,0 +1,161 @@
+// The decode family as dispatch.cu calls it: what it takes, its workspace, its launches.
+#pragma once
+
+#include <bit>
+
+#include "../../../core/visit.h"
+#include "../../hw/launch.h"
+#include "../kernels.h"
+#include "kernel.cuh"
+
+namespace flash_online::cuda {
+
+constexpr int kDecodeMostRows = 128;  // per sequence and key head
+
+constexpr int64_t decode_rows_of(const AttentionProblem& problem) {
+  return problem.heads / problem.key_heads * problem.queries;
+}
+
+// Calls f(Type<Element>, bool_constant<is float8>, integral_constant<tiles of 16 rows>) for a problem's kernel.
+template <int kHeadDim, class F>
+void visit_decode(const AttentionProblem& problem, F&& f) {
+  const auto with_rows = [&](auto element, auto float8) {
+    if constexpr (kHeadDim <= 128)
+      if (decode_rows_of(problem) > 16) return f(element, float8, std::integral_constant<int, 2>{});
+    return f(element, float8, std::integral_constant<int, 1>{});
+  };
+  const auto with_cache = [&](auto element) {
+    return is_float8(problem.cache.dtype) ? with_rows(element, std::true_type{}) : with_rows(element, std::false_type{});
+  };
+  problem.dtype == DType::kFloat16 ? with_cache(Type<__half>{}) : with_cache(Type<__nv_bfloat16>{});
+}
+
+inline CachedPieces decode_pieces(const AttentionProblem& problem) {
+  return problem.cache.splits > 0 ? CachedPieces::of(problem, 0, 0) : CachedPieces{};
+}
+
+inline DecodeShape decode_shape(const AttentionProblem& problem, int tile_rows, int tile_keys, int warps) {
+  constexpr int64_t kFar = 1 << 29;
+  const auto bound = [](int64_t window) { return static_cast<int>(window < kFar ? window : -1); };
+  const auto log2 = [](int power) { return std::countr_zero(static_cast<unsigned>(power)); };
+  const int row_tiles = static_cast<int>(std::max<int64_t>(ceil_div(decode_rows_of(problem), int64_t{tile_rows}), 1));
+  return {.group = static_cast<int>(problem.heads / problem.key_heads),
+          .tile_rows = tile_rows,
+          .row_tiles = row_tiles,
+          .items = static_cast<int>(problem.key_heads) * row_tiles,
+          .tile_keys_log2 = log2(tile_keys),
+          .warps_log2 = log2(warps),
+          .window_left = bound(problem.visible.left),
+          .window_right = bound(problem.visible.right)};
+}
+
+// The longest that the line of work could be.
+inline int64_t decode_most_units(const AttentionProblem& problem, const DecodeShape& shape) {
+  const int64_t steps = ceil_div(capacity_of(problem.cache), int64_t{1} << (shape.tile_keys_log2 + shape.warps_log2));
+  return problem.batch * shape.items * (steps + std::max<int64_t>(problem.cache.splits, 1));
+}
+
+inline int decode_ctas(const AttentionProblem& problem, const DecodeShape& shape) {
+  return static_cast<int>(std::clamp<int64_t>(decode_most_units(problem, shape), 1, sm_count()));
+}
+
+inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4& view, int64_t width) {
+  const int64_t bytes = is_float8(problem.cache.dtype) ? 1 : 2;
+  const auto vectors = [&](int i) { return static_cast<unsigned>(view.stride[i] * bytes / kVectorBytes); };
+  return {static_cast<const char*>(view.data), view.stride[1] * bytes, vectors(0), vectors(2), static_cast<int>(width * bytes)};
+}
+
+// A kernel's layout, and what follows from it.
+template <int kHeadDim, bool kFloat8, int kRowTiles>
+struct DecodeSetup {
+  static constexpr int kStageBytes = decode_stage_bytes(kHeadDim, kFloat8),
+                       kQueryBytes = decode_query_bytes(kHeadDim, 16 * kRowTiles);
+  DecodeLayout layout;
+  DecodeShape shape{};
+  DecodeSetup(const AttentionProblem& problem, int shared_bytes)
+      : layout(decode_layout(kStageBytes, kQueryBytes, shared_bytes)) {
+    if (layout.warps > 0) shape = decode_shape(problem, 16 * kRowTiles, decode_tile_keys(kHeadDim, kFloat8), layout.warps);
+  }
+  int shared_bytes() const { return decode_shared_bytes(layout, kStageBytes, kQueryBytes); }
+};
+
+template <int kHeadDim>
+const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
+  const AttentionProblem& p = pass.problem;
+  if (p.dtype == DType::kFloat32) return "float32";
+  if (p.cache.splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
+  if (p.cache.splits > 1 && p.query_starts) return "num_splits beside packed queries: the longest sequence must not matter";
+  if (decode_rows_of(p) > kDecodeMostRows) return "more than 128 rows of queries per sequence and key head";
+  if (capacity_of(p.cache) >= int64_t{1} << 29) return "the cache has room for 2^29 keys per sequence or more";
+  const bool float8 = is_float8(p.cache.dtype);
+  const auto is_aligned = [&](const ConstView4& view, int64_t width) {
+    const int64_t size = float8 ? 1 : 2;
+    uintptr_t bits = reinterpret_cast<uintptr_t>(view.data) | static_cast<uintptr_t>(width * size);
+    for (int i = 0; i < 3; ++i) bits |= static_cast<uintptr_t>(view.stride[i] * size);
+    const int64_t last = (p.cache.blocks - 1) * view.stride[0] + (p.cache.page - 1) * view.stride[2];  // of a head, its row
+    return bits % kVectorBytes == 0 && (view.stride[3] == 1 || width <= 1) && view.stride[0] >= 0 && view.stride[2] > 0 &&
+           last * size / kVectorBytes < int64_t{1} << 32;
+  };
+  if (!is_aligned(p.key, p.head_dim) || !is_aligned(p.value, p.head_dim_v))
+    return "the rows of the cache are not multiples of 16 bytes, their columns do not lie side by side, or it has over 64 GiB";
+  if (p.query.stride[3] != 1 ||
+      (reinterpret_cast<uintptr_t>(p.query.data) | static_cast<uintptr_t>(p.query.stride[0] * 2) |
+       static_cast<uintptr_t>(p.query.stride[1] * 2) | static_cast<uintptr_t>(p.query.stride[2] * 2)) %
+              4 !=
+          0)
+    return "the rows of the queries are not multiples of 4 bytes, or their columns do not lie side by side";
+  const char* reason = nullptr;
+  visit_decode<kHeadDim>(
+      p, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
+        const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(p, gpu.shared_bytes);
+        if (setup.layout.warps == 0)
+          reason = "the GPU has too little shared memory for this head dim";
+        else if (decode_most_units(p, setup.shape) >= int64_t{1} << 30)
+          reason = "the caches of all sequences have room for too many keys";
+      });
+  return reason;
+}
+
+template <int kHeadDim>
+int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
+  const AttentionProblem& problem = pass.problem;
+  if (problem.cache.splits > 0) return decode_pieces(problem).bytes(problem);
+  int64_t bytes = 0;
+  visit_decode<kHeadDim>(problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>,
+                                                                   std::integral_constant<int, kRowTiles>) {
+    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+    bytes = DecodeParts::of(problem, setup.shape).bytes(decode_ctas(problem, setup.shape));
+  });
+  return bytes;
+}
+
+template <int kHeadDim>
+void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
+  const AttentionProblem& problem = pass.problem;
+  visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRowTiles>(Type<Element>, std::bool_constant<kFloat8>,
+                                                                                  std::integral_constant<int, kRowTiles>) {
+    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+    DecodeArguments arguments{
+        .problem = problem,
+        .score_mod = ScoreMod(problem),
+        .pieces = decode_pieces(problem),
+        .whole_items = problem.cache.splits > 0,
+        .shape = setup.shape,
+        .keys = decode_pool(problem, problem.key, problem.head_dim),
+        .values = decode_pool(problem, problem.value, problem.head_dim_v),
+        .parts = DecodeParts::of(problem, setup.shape),
+        .stages = setup.layout.stages,
+    };
+    arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
+    (arguments.whole_items ? arguments.pieces.parts : arguments.parts.data) = static_cast<float*>(workspace);
+    const int ctas = decode_ctas(problem, setup.shape);
+    launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles>>(arguments, ctas, setup.layout.warps * kWarpSize,
+                                                                    setup.shared_bytes(), stream, true);
+    if (arguments.whole_items)
+      merge_pieces(problem, arguments.pieces, stream);
+    else
+      merge_parts(problem, arguments.shape, arguments.parts, ctas, stream);
+  });
+}
+
+}  // namespace flash_online::cuda

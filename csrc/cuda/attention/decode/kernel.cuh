@@ -1,0 +1,557 @@
+// Attention of few queries over cached keys, a step of decoding: it takes as long as its keys and values take to arrive, and
+// all is arranged so that they never stop arriving. docs/design/decode.md draws it.
+//
+// One CTA per SM takes an equal share of the line of work (line.cuh). Its warps take tiles of keys by turns, each with all rows
+// of the item: scores, weights and outputs are in the warp's registers, and no warp waits for another one before the end of a
+// part, where the warps merge what they have.
+#pragma once
+
+#include "../../hw/compiler.cuh"
+#include "../../hw/named_barrier.cuh"
+#include "../../hw/pdl.cuh"
+#include "../../mma/gemm.cuh"
+#include "../cache/float8.cuh"
+#include "load.cuh"
+#include "parts.cuh"
+
+namespace flash_online::cuda {
+
+struct DecodeArguments {
+  AttentionProblem problem;
+  ScoreMod score_mod;
+  CachedPieces pieces;  // `parts`: where the keys of a sequence are cut by its own length
+  bool whole_items;  // whether they are, so that no share cuts an item
+  DecodeShape shape;
+  DecodePool keys, values;
+  DecodeParts parts;  // where they are cut by the shares of CTAs
+  int stages;
+};
+
+// Reads a word of each line of the arguments, so that the constants are in the cache by the time that they are needed.
+__device__ __forceinline__ void touch_constants(const DecodeArguments& arguments) {
+  constexpr int kLine = 64;
+  unsigned sum = 0;
+#pragma unroll
+  for (unsigned at = 0; at < sizeof(DecodeArguments) / 4; at += kLine / 4)
+    sum += reinterpret_cast<const unsigned*>(&arguments)[at];
+  keep(sum);
+}
+
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+class DecodeKernel {
+ public:
+  static constexpr int kRows = 16 * kRowTiles, kKeys = decode_tile_keys(kHeadDim, kFloat8);
+  static constexpr int kBoxes = decode_boxes(kHeadDim, kFloat8);
+  using Loads = DecodeLoads<kBoxes, kKeys>;
+  static constexpr int kBoxBytes = Loads::kBoxBytes, kStageBytes = Loads::kStageBytes,
+                       kQueryBytes = decode_query_bytes(kHeadDim, kRows);
+  static_assert(kStageBytes == decode_stage_bytes(kHeadDim, kFloat8));
+
+  __device__ static void run(const DecodeArguments& arguments, char* shared);
+
+ private:
+  using F = Fragments<Element>;
+  using Left = typename F::Left;
+  // float8 values are widened to halves, which hold them exactly; so the weights are halves too.
+  using ValueElement = std::conditional_t<kFloat8, __half, Element>;
+  using Scores = Accumulator<kRowTiles, kKeys / 8>;
+  using Outputs = Accumulator<kRowTiles, kHeadDim / 8>;
+  using RowStates = ScoreState[kRowTiles][2];
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr bool kSharesQueries = decode_shares_queries(kHeadDim, kRows);
+  using QueryTile = SharedTile<Element, kHeadDim>;
+  // A part's queries: a tile in shared memory, or the fragments of a warp in its registers.
+  struct QueryFragments {
+    Left fragments[kSteps][kRowTiles];
+    __device__ __forceinline__ const Left (&step(int n) const)[kRowTiles] { return fragments[n]; }
+  };
+  using Queries = std::conditional_t<kSharesQueries, QueryTile, QueryFragments>;
+
+  // The rows of a part: row r is query r / group of head r % group.
+  struct PartRows {
+    int first, count;  // the first row's number in the sequence; the rows that exist, perhaps none
+    int group, key_head;
+    int n, queries_begin, offset, keys;
+    // Of the lane's rows, or in their place of the last one that exists: the query, and the row past its first.
+    int query[kRowTiles][2], in_group[kRowTiles][2];
+    __device__ __forceinline__ int query_of(int row) const {
+      return static_cast<int>(static_cast<unsigned>(first + row) / static_cast<unsigned>(group));
+    }
+    __device__ __forceinline__ int head(int row, int query) const { return key_head * group + first + row - query * group; }
+  };
+
+  // The first column of those that a lane has in accumulators [i][j][..] of the outputs; the next is kColumnStep behind it.
+  __device__ __forceinline__ static int column_of(int j) {
+    return kFloat8 ? j / 2 * 16 + 4 * lane_in_quad() + j % 2 : 8 * j + 2 * lane_in_quad();
+  }
+  static constexpr int kColumnStep = kFloat8 ? 2 : 1;
+
+  __device__ __forceinline__ static PartRows rows_of_part(const DecodeShape& shape, const DecodeWalk& walk);
+  __device__ __forceinline__ static void load_queries(const DecodeArguments& arguments, const PartRows& rows, Queries& queries);
+  __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, const char* keys,
+                                                       __nv_fp8_interpretation_t kind);
+  __device__ __forceinline__ static void apply_mod(const AttentionProblem& problem, const ScoreMod& score_mod, Scores& scores,
+                                                   const PartRows& rows, int key);
+  __device__ __forceinline__ static void hide(Scores& scores, const DecodeShape& shape, const PartRows& rows, int key);
+  __device__ __forceinline__ static void softmax_step(Scores& scores, Outputs& out, RowStates& states, float scale);
+  __device__ __forceinline__ static void multiply_values(Outputs& out, const Scores& weights, const char* values,
+                                                         __nv_fp8_interpretation_t kind);
+  __device__ __forceinline__ static void finish_part(const DecodeArguments& arguments, const DecodeWalk& walk,
+                                                     const PartRows& rows, char* shared, char* free_stage, Outputs& out,
+                                                     RowStates& states);
+  __device__ __forceinline__ static void store_row(const DecodeArguments& arguments, const DecodeWalk& walk,
+                                                   const PartRows& rows, int r, const ScoreState& state,
+                                                   const float4 (&sum)[(kHeadDim + 127) / 128]);
+};
+
+// ---- queries
+
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ auto DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::rows_of_part(const DecodeShape& shape,
+                                                                                                  const DecodeWalk& walk)
+    -> PartRows {
+  const int2 tile_and_head = shape.tile_and_head(walk.item);
+  PartRows part;
+  part.first = tile_and_head.x * kRows;
+  part.group = shape.group;
+  part.count = max(min(walk.s.queries * part.group - part.first, kRows), 0);
+  part.key_head = tile_and_head.y;
+  part.n = walk.n;
+  part.queries_begin = walk.s.queries_begin;
+  part.offset = walk.s.offset;
+  part.keys = walk.s.keys;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = max(min(16 * i + 8 * half + quad(), part.count - 1), 0);
+      part.query[i][half] = part.query_of(row);
+      part.in_group[i][half] = part.first + row - part.query[i][half] * part.group;
+    }
+  return part;
+}
+
+// Rows that do not exist are copies of the last one that does: nobody looks at their results. Loads are four bytes wide.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::load_queries(
+    const DecodeArguments& arguments, const PartRows& rows, Queries& queries) {
+  const ConstView4& view = arguments.problem.query;
+  const int head_dim = static_cast<int>(arguments.problem.head_dim);
+  const Element* const data = static_cast<const Element*>(view.data) + rows.n * view.stride[0] +
+                              int64_t{rows.key_head * rows.group} * view.stride[1] + rows.queries_begin * view.stride[2];
+  if constexpr (kSharesQueries) {
+    constexpr int kPairs = kHeadDim / 2, kPairsAtOnce = kPairs / kWarpSize;
+    const int lane = cuda::lane(), own = max(min(lane, rows.count - 1), 0), query = rows.query_of(own);
+    const int64_t own_offset = query * view.stride[2] + (rows.first + own - query * rows.group) * view.stride[1];
+    __syncwarp();  // all have read the queries before
+#pragma unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Element* const from = data + __shfl_sync(~0u, own_offset, r);
+#pragma unroll
+      for (int n = 0; n < kPairsAtOnce; ++n) {
+        const int pair = n * kWarpSize + lane, step = pair / 8, in_step = pair % 8;
+        // A lane of a product of float8 keys takes four neighbouring columns (multiply_keys).
+        const int word = kFloat8 ? in_step % 2 * 4 + in_step / 2 : in_step;
+        *reinterpret_cast<unsigned*>(queries.row(r) + 16 * step + 2 * word) =
+            2 * pair < head_dim ? *reinterpret_cast<const unsigned*>(from + 2 * pair) : 0;
+      }
+    }
+    __syncwarp();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half_row = 0; half_row < 2; ++half_row) {
+        const Element* const from = data + rows.query[i][half_row] * view.stride[2] +
+                                    rows.in_group[i][half_row] * view.stride[1] + (kFloat8 ? 4 : 2) * lane_in_quad();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            // Rows are multiples of 16 bytes in the cache, so that all lanes' columns exist, or none does.
+            constexpr int kBetween = kFloat8 ? 2 : 8;
+            const bool there = 16 * step + (kFloat8 ? 0 : 8 * half) < head_dim;
+            queries.fragments[step][i].words[0][2 * half + half_row] =
+                there ? *reinterpret_cast<const unsigned*>(from + 16 * step + kBetween * half) : 0;
+          }
+      }
+  }
+}
+
+// ---- a tile of keys
+
+// Where, in a box, a lane of ldmatrix finds the 16 bytes that it points to, at the box's first columns; chunk c of a row is
+// found by ^ 16 * c, as far as c is even. `right`: whether lanes 16 to 31 point to the next columns, or lanes 8 to 15 and 24
+// to 31.
+__device__ __forceinline__ unsigned matrix_offset(bool right) {
+  const int lane = cuda::lane(), row = right ? lane % 16 : lane / 16 * 8 + lane % 8, chunk = right ? lane / 16 : lane / 8 % 2;
+  return box_offset(row, chunk);
+}
+
+// S = Q K^T. Even and odd steps have sums of their own: half as many products wait for each other, and the tensor cores, which
+// cut off what a sum does not hold, lose less.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::multiply_keys(
+    Scores& scores, const Queries& queries, const char* keys, __nv_fp8_interpretation_t kind) {
+  Scores odd;
+  clear(scores);
+  clear(odd);
+  const unsigned base = kFloat8 ? box_offset(quad(), 0) + 4 * static_cast<unsigned>(lane_in_quad()) : matrix_offset(false);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    typename F::Right right[kKeys / 8];
+    constexpr int kStepsPerBox = kFloat8 ? 8 : 4;
+    const unsigned at = (base ^ (step % kStepsPerBox * (kFloat8 ? 16 : 32))) + step / kStepsPerBox * kBoxBytes;
+    if constexpr (kFloat8) {
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        // The order of the sum is free: a lane's four neighbouring columns are those that it multiplies.
+        const unsigned bytes = *reinterpret_cast<const unsigned*>(keys + at + j * 8 * 128);
+        right[j].words[0][0] = widen_float8_pair<Element>(bytes & 0xffff, kind);
+        right[j].words[0][1] = widen_float8_pair<Element>(bytes >> 16, kind);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; j += 2) {
+        unsigned x[4];
+        ldmatrix_x4(x, shared_address(keys) + at + j * 8 * 128);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) right[j + n / 2].words[0][n % 2] = x[n];
+      }
+    }
+    Scores& sum = step % 2 == 0 ? scores : odd;
+    if constexpr (kSharesQueries) {
+      Left left[kRowTiles];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) F::left_rows(left[i], queries, 16 * i, 16 * step);
+      multiply<Element>(sum, left, right, 0);
+    } else {
+      multiply<Element>(sum, queries.step(step), right, 0);
+    }
+  }
+  for_each(scores, [&](float& x, int i, int j, int e) { x += odd[i][j][e]; });
+}
+
+// Makes scores of products: scale, softcap and ALiBi, whose slopes differ from row to row, since rows are of several heads.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::apply_mod(const AttentionProblem& problem,
+                                                                                               const ScoreMod& score_mod,
+                                                                                               Scores& scores,
+                                                                                               const PartRows& rows, int key) {
+  if (score_mod.cap > 0)
+    for_each(scores, [&](float& x, int, int, int) { x = score_mod.softcapped(x).value; });
+  else
+    for_each(scores, [&](float& x, int, int, int) { score_mod.scale_product(x); });
+  if (!problem.alibi_slopes) return;
+  const float* const slopes = static_cast<const float*>(problem.alibi_slopes) + rows.n * problem.alibi_stride[0];
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = rows.query[i][half] + rows.offset - key;
+      const float slope = kLog2E * slopes[(rows.key_head * rows.group + rows.in_group[i][half]) * problem.alibi_stride[1]];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          scores[i][j][2 * half + e] -= slope * fabsf(static_cast<float>(position - (8 * j + 2 * lane_in_quad() + e)));
+    }
+}
+
+// Hides the keys that a row does not see by position.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::hide(Scores& scores,
+                                                                                          const DecodeShape& shape,
+                                                                                          const PartRows& rows, int key) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = rows.query[i][half] + rows.offset;
+      const int begin = shape.begin_of(position) - key, end = shape.end_of(position, rows.keys) - key;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = 8 * j + 2 * lane_in_quad() + e;
+          float& x = scores[i][j][2 * half + e];
+          x = at >= begin && at < end ? x : lowest<float>();
+        }
+    }
+}
+
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::softmax_step(Scores& scores, Outputs& out,
+                                                                                                  RowStates& states,
+                                                                                                  float scale) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = lowest<float>();
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) most = fmaxf(most, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, most * scale);
+      if (__any_sync(~0u, factor != 1)) {
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 8; ++j) {
+          out[i][j][2 * half] *= factor;
+          out[i][j][2 * half + 1] *= factor;
+        }
+      }
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = scores[i][j][2 * half + e];
+          x = states[i][half].weight_of_product(x, scale);
+          sum += x;
+        }
+      states[i][half].add(sum);
+    }
+}
+
+// O += P V.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::multiply_values(
+    Outputs& out, const Scores& weights, const char* values, __nv_fp8_interpretation_t kind) {
+  using V = Fragments<ValueElement>;
+  const unsigned base = matrix_offset(true);
+  // Sixteen columns of 16 bits, or 32 of 8 bits, at a time.
+  constexpr int kColumnsAtOnce = kFloat8 ? 32 : 16;
+#pragma unroll
+  for (int k = 0; k < kKeys / 16; ++k) {
+    typename V::Left left[kRowTiles];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float (&weight)[4] = weights[i][2 * k + word / 2];
+        left[i].words[0][word] = V::pair(weight[word % 2 * 2], weight[word % 2 * 2 + 1]);
+      }
+#pragma unroll
+    for (int n = 0; n < kHeadDim / kColumnsAtOnce; ++n) {
+      unsigned x[4];
+      ldmatrix_x4_trans(x, shared_address(values) + (base ^ (n % 4 * 32)) + n / 4 * kBoxBytes + k * 16 * 128);
+      typename V::Right right[2];
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+#pragma unroll
+          for (int word = 0; word < 2; ++word) {
+            right[0].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4420), kind);
+            right[1].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4431), kind);
+          }
+          multiply<ValueElement>(out, left, right, 4 * n + 2 * pair);
+        }
+      } else {
+#pragma unroll
+        for (int word = 0; word < 4; ++word) right[word / 2].words[0][word % 2] = x[word];
+        multiply<ValueElement>(out, left, right, 2 * n);
+      }
+    }
+  }
+}
+
+// ---- the end of a part
+
+// Stores a row of the result, by a warp: to the tensors, or to those with which it is merged. A lane has columns [4 * lane, 4 *
+// lane + 4) of each 128.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::store_row(
+    const DecodeArguments& arguments, const DecodeWalk& walk, const PartRows& rows, int r, const ScoreState& state,
+    const float4 (&sum)[(kHeadDim + 127) / 128]) {
+  const AttentionProblem& problem = arguments.problem;
+  const int width = static_cast<int>(problem.head_dim_v), lane = cuda::lane();
+  const bool is_whole = walk.begins_item && walk.ends_item;
+  const int query = rows.query_of(r);
+  const CachedRow row{rows.n, rows.key_head * rows.group + rows.first + r - query * rows.group, rows.key_head,
+                      rows.queries_begin + query};
+  if (!is_whole || walk.s.pieces > 1) {
+    const DecodeParts& parts = arguments.parts;
+    const int pitch = is_whole ? static_cast<int>(arguments.pieces.pitch) : parts.pitch;
+    float* const to = is_whole ? arguments.pieces.part(lse_index(problem, row), walk.piece)
+                               : parts.part(static_cast<int>(blockIdx.x), walk.begins_item) + r * pitch;
+    if (lane == 0) *reinterpret_cast<float2*>(to + pitch - 2) = {state.max, state.sum};
+#pragma unroll
+    for (int n = 0; n < (kHeadDim + 127) / 128; ++n) {
+      const int column = 128 * n + 4 * lane;
+      if (column < width) *reinterpret_cast<float2*>(to + column) = {sum[n].x, sum[n].y};
+      if (column + 2 < width) *reinterpret_cast<float2*>(to + column + 2) = {sum[n].z, sum[n].w};
+    }
+    return;
+  }
+  float* const lse = static_cast<float*>(problem.lse);
+  const float scale = finish_row(problem, row, state, lse && lane == 0 ? lse + lse_index(problem, row) : nullptr);
+  const int64_t column_stride = problem.out.stride[3];
+  Element* const to = out_of<Element>(problem, row);
+  const bool vectors = column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
+#pragma unroll
+  for (int n = 0; n < (kHeadDim + 127) / 128; ++n) {
+    const int column = 128 * n + 4 * lane;
+    const float x[4] = {sum[n].x * scale, sum[n].y * scale, sum[n].z * scale, sum[n].w * scale};
+    if (vectors && column + 4 <= width) {
+      *reinterpret_cast<uint2*>(to + column) = {F::pair(x[0], x[1]), F::pair(x[2], x[3])};
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (column + i < width) to[(column + i) * column_stride] = narrow<Element>(x[i]);
+    }
+  }
+}
+
+// Merges what the warps have, and stores it, eight rows at a time. Outputs go through the stage of each warp's ring that waits
+// for its copies; there every row is turned by eight columns more, so that rows lie in different banks. `shared`: the warps'
+// states, and where these stages are.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::finish_part(
+    const DecodeArguments& arguments, const DecodeWalk& walk, const PartRows& rows, char* shared, char* free_stage,
+    Outputs& out, RowStates& states) {
+  constexpr int kRowsAtOnce = 8, kVectors = (kHeadDim + 127) / 128;
+  static_assert(kRowsAtOnce * kHeadDim * 4 <= kStageBytes);
+  const auto turned = [](int row, int column) {
+    const int at = column + 8 * row;
+    return row * kHeadDim + (at < kHeadDim ? at : at - kHeadDim);
+  };
+  const int lane = cuda::lane(), warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = arguments.shape.warps();
+  const auto states_of = [&](int w) { return reinterpret_cast<float2*>(shared + w * kDecodeWarpBytes); };
+#pragma unroll 1
+  for (int part = 0; part * kRowsAtOnce < rows.count; ++part) {
+    float* const to = reinterpret_cast<float*>(free_stage);
+#pragma unroll
+    for (int p = 0; p < 2 * kRowTiles; ++p) {  // registers have no run-time index
+      if (p != part) continue;
+      ScoreState& own = states[p / 2][p % 2];
+      own.sum += __shfl_xor_sync(~0u, own.sum, 1);
+      own.sum += __shfl_xor_sync(~0u, own.sum, 2);
+      if (lane_in_quad() == 0) states_of(warp)[quad()] = {own.max, own.sum};
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float (&x)[4] = out[p / 2][j];
+        if constexpr (kColumnStep == 1) {
+          *reinterpret_cast<float2*>(to + turned(quad(), column_of(j))) = {x[p % 2 * 2], x[p % 2 * 2 + 1]};
+        } else {
+          to[turned(quad(), column_of(j))] = x[p % 2 * 2];
+          to[turned(quad(), column_of(j) + kColumnStep)] = x[p % 2 * 2 + 1];
+        }
+      }
+    }
+    if (lane == 0) *reinterpret_cast<int*>(states_of(warp) + kRowsAtOnce) = static_cast<int>(free_stage - shared);
+    __syncthreads();
+    const int first = part * kRowsAtOnce, end = min(rows.count - first, kRowsAtOnce);
+    // A lane looks at the state of one warp.
+    const bool is_warp = lane < warps;
+    const float2* const of_warp = states_of(is_warp ? lane : 0);
+    const int offset = *reinterpret_cast<const int*>(of_warp + kRowsAtOnce);
+#pragma unroll 1
+    for (int r = warp; r < end; r += warps) {
+      const float2 one = is_warp ? of_warp[r] : float2{lowest<float>(), 0};
+      ScoreState state{one.x, 0};
+#pragma unroll
+      for (int step = 1; step < kDecodeMostWarps; step *= 2)
+        state.max = fmaxf(state.max, __shfl_xor_sync(~0u, state.max, step));
+      state.max = __shfl_sync(~0u, state.max, 0);
+      const float factor = ScoreState::rescale(one.x, state.max);
+      float4 sum[kVectors] = {};
+#pragma unroll
+      for (int w = 0; w < kDecodeMostWarps; ++w) {
+        if (w >= warps) break;
+        const float share = __shfl_sync(~0u, factor, w);
+        state.sum = fmaf(share, __shfl_sync(~0u, one.y, w), state.sum);
+        const float* const from = reinterpret_cast<const float*>(shared + __shfl_sync(~0u, offset, w));
+#pragma unroll
+        for (int n = 0; n < kVectors; ++n) {
+          const int column = 128 * n + 4 * lane;
+          if (kHeadDim % 128 != 0 && column >= kHeadDim) break;
+          const float4 x = *reinterpret_cast<const float4*>(from + turned(r, column));
+          sum[n] = {fmaf(share, x.x, sum[n].x), fmaf(share, x.y, sum[n].y), fmaf(share, x.z, sum[n].z),
+                    fmaf(share, x.w, sum[n].w)};
+        }
+      }
+      store_row(arguments, walk, rows, first + r, state, sum);
+    }
+    __syncthreads();  // all have read
+  }
+}
+
+// ---- a warp
+
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const DecodeArguments& arguments, char* shared) {
+  const AttentionProblem& problem = arguments.problem;
+  const DecodeShape& shape = arguments.shape;
+  const int warps = shape.warps(), stages = arguments.stages, warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const bool whole_items = arguments.whole_items;
+  // Shared memory: the warps' rings, their queries, and what they exchange.
+  char *const queries_at = shared + warps * stages * kStageBytes, *const exchanged_at = queries_at + warps * kQueryBytes;
+  Loads loads(problem, arguments.pieces, shape, arguments.keys, arguments.values, whole_items,
+              shared + warp * stages * kStageBytes, stages);
+  touch_constants(arguments);
+  grid_dependency_wait();
+  launch_dependents();  // what follows may rely on all before this kernel having ended
+  if (problem.query_starts) clear_rows_without_result<Element>(problem);
+  const DecodeShare share =
+      find_share(problem, arguments.pieces, shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
+  if (share.begin == share.end) return;
+  const __nv_fp8_interpretation_t kind = problem.cache.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
+  DecodeWalk walk(share);
+  int starts = stages - 1;  // tiles that are started before the first one is waited for
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
+    walk.next(problem, arguments.pieces, shape, whole_items);
+    if (walk.done()) break;
+    if (is_first) loads.begin(walk);
+    const PartRows rows = rows_of_part(shape, walk);
+    Queries queries;
+    if constexpr (kSharesQueries) queries.data = reinterpret_cast<Element*>(queries_at + warp * kQueryBytes);
+    bool has_queries = false;
+    ScoreMod score_mod = arguments.score_mod;
+    if (kFloat8) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, walk.n, rows.key_head));
+    const float scale = score_mod.remaining_scale();
+    // The keys that all rows see.
+    const int whole_begin = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset),
+              whole_end = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);
+    Outputs out;
+    RowStates states;
+    clear(out);
+    const int end = rows.count > 0 ? walk.end : 0;
+#pragma unroll 1
+    for (int tile = walk.tile + warp;;) {
+      char* stage = nullptr;
+      if (starts == 0) {
+        if (!has_queries && rows.count > 0) load_queries(arguments, rows, queries);
+        has_queries = true;
+        if (tile >= end) break;
+        stage = loads.wait();
+      }
+      loads.start();
+      if (starts > 0) {
+        --starts;
+        continue;
+      }
+      const int key = tile * kKeys;
+      tile += warps;
+      Scores scores;
+      multiply_keys(scores, queries, stage, kind);
+      if (score_mod.has_score_mod) apply_mod(problem, score_mod, scores, rows, key);
+      if (key < whole_begin || key + kKeys > whole_end) hide(scores, shape, rows, key);
+      softmax_step(scores, out, states, scale);
+      multiply_values(out, scores, stage + kBoxes * kBoxBytes, kind);
+    }
+    finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
+  }
+}
+
+// With 16 rows a thread leaves registers for the CTAs that merge, which so may start before this one ends.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles,
+          class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>>
+__global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 ? 224 : 255)
+    attention_decode(const __grid_constant__ DecodeArguments arguments) {
+  extern __shared__ __align__(128) char shared[];
+  Kernel::run(arguments, shared);
+}
+
+}  // namespace flash_online::cuda

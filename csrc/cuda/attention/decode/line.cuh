@@ -1,0 +1,209 @@
+// The line of work of a decoding step, and how CTAs share it.
+//
+// An item is what one CTA could do by itself: one tile of rows of a key head of a sequence, over all keys that they see, or
+// over a piece of them where the caller wants pieces. The items of all sequences lie behind one another on a line, measured in
+// steps, in which each warp of a CTA takes a tile of keys, and every CTA takes an equal share of the line: an item that reaches
+// over several shares is cut, and its parts are merged. Only the device knows how long sequences are, so each warp adds them up
+// by itself.
+//
+// All numbers have 32 bits: decode.cuh refuses longer lines.
+#pragma once
+
+#include "../../../core/cache.h"
+#include "../../../core/mask.h"
+#include "../../hw/warp.h"
+#include "../cache/pieces.cuh"
+#include "tiles.h"
+
+namespace flash_online::cuda {
+
+// How a call's rows and keys are cut.
+struct DecodeShape {
+  int group;  // query heads per key head: the rows of a key head are theirs side by side, query by query
+  int tile_rows, row_tiles;  // row_tiles: of the longest sequence, per key head
+  int items;  // per piece of a sequence: tiles of rows of all key heads
+  int tile_keys_log2, warps_log2;
+  int window_left, window_right;  // below 0: no bound
+
+  __host__ __device__ constexpr int warps() const { return 1 << warps_log2; }
+  // An item's tile of rows, and its key head.
+  __device__ __forceinline__ int2 tile_and_head(int item) const {
+    if (row_tiles == 1) return {0, item};
+    const int head = static_cast<int>(static_cast<unsigned>(item) / static_cast<unsigned>(row_tiles));
+    return {item - head * row_tiles, head};
+  }
+  // The tile of keys that begins a range of keys, and the one behind its last.
+  __device__ __forceinline__ int first_tile(int begin) const { return begin >> tile_keys_log2; }
+  __device__ __forceinline__ int end_tile(int end) const { return (end + (1 << tile_keys_log2) - 1) >> tile_keys_log2; }
+  // The first key that a query at a position sees, and the one behind the last.
+  __device__ __forceinline__ int begin_of(int position) const { return window_left < 0 ? 0 : max(position - window_left, 0); }
+  __device__ __forceinline__ int end_of(int position, int keys) const {
+    return window_right < 0 ? keys : min(position + window_right + 1, keys);
+  }
+};
+
+// A sequence on the line.
+struct DecodeSequence {
+  int queries_begin, queries;
+  int keys_begin, keys;  // by their place in the cache
+  int offset;  // of the queries' positions
+  int seen_begin, seen_end;  // the keys that some query sees; one empty range stands for all
+  int pieces;
+  int weight;  // steps per item, at least 1: an item that sees nothing has a result too
+
+  __device__ __forceinline__ DecodeSequence of_lane(int lane) const {
+    const auto of = [&](int x) { return __shfl_sync(~0u, x, lane); };
+    return {of(queries_begin), of(queries),  of(keys_begin), of(keys),  of(offset),
+            of(seen_begin),    of(seen_end), of(pieces),     of(weight)};
+  }
+  __device__ __forceinline__ int length(const DecodeShape& shape) const {
+    return queries > 0 ? pieces * shape.items * weight : 0;
+  }
+};
+
+__device__ __forceinline__ DecodeSequence decode_sequence(const AttentionProblem& problem, const CachedPieces& pieces,
+                                                          const DecodeShape& shape, int n) {
+  const Sequence sequence = cached_sequence<int>(problem, n);
+  DecodeSequence s;
+  s.queries_begin = static_cast<int>(sequence.queries.begin);
+  s.queries = static_cast<int>(sequence.queries.count);
+  s.keys_begin = static_cast<int>(sequence.keys.begin);
+  s.keys = static_cast<int>(sequence.keys.count);
+  s.offset = static_cast<int>(sequence.visible.offset);
+  s.seen_begin = shape.begin_of(s.offset);
+  s.seen_end = shape.end_of(s.queries - 1 + s.offset, s.keys);
+  if (s.seen_end <= s.seen_begin) s.seen_begin = s.seen_end = 0;
+  int tiles = shape.end_tile(s.seen_end) - shape.first_tile(s.seen_begin);
+  s.pieces = 1;
+  if (pieces.most > 1) {
+    s.pieces = static_cast<int>(pieces.count_of<unsigned>(sequence));
+    tiles = static_cast<int>(static_cast<unsigned>(tiles + s.pieces - 1) / static_cast<unsigned>(s.pieces));
+  }
+  s.weight = max(tiles + shape.warps() - 1, shape.warps()) >> shape.warps_log2;
+  return s;
+}
+
+// The units [begin, end) of the line that a CTA takes, and the sequence in which they begin.
+struct DecodeShare {
+  int begin, end;  // equal: nothing
+  int size;  // of all shares but the last
+  int sequence, sequence_begin;
+  DecodeSequence s;  // that sequence
+};
+
+// Finds the share of CTA `cta` of `ctas`. A whole warp calls it, and all lanes get the same.
+__device__ __forceinline__ DecodeShare find_share(const AttentionProblem& problem, const CachedPieces& pieces,
+                                                  const DecodeShape& shape, int ctas, int cta) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, sequences = static_cast<int>(problem.batch);
+  DecodeShare share{};
+  int before = 0;  // the line before the chunk of sequences
+  // Over all sequences: first how long the line is, then where the share begins. One chunk does for both.
+#pragma unroll 1
+  for (int chunk = 0;;) {
+    DecodeSequence s{};
+    const bool is_one = sequences == 1;  // then all lanes look at it, and there is nothing to add up
+    if (is_one || chunk + lane < sequences) s = decode_sequence(problem, pieces, shape, is_one ? 0 : chunk + lane);
+    const int own = s.length(shape);
+    int end = own, all = own;
+    if (!is_one) {
+#pragma unroll
+      for (int step = 1; step < kWarpSize; step *= 2) {
+        const int other = __shfl_up_sync(~0u, end, step);
+        if (lane >= step) end += other;
+      }
+      all = before + __shfl_sync(~0u, end, kWarpSize - 1);
+    }
+    if (share.size == 0 && chunk + kWarpSize >= sequences) {
+      share.size = max(static_cast<int>(static_cast<unsigned>(all + ctas - 1) / static_cast<unsigned>(ctas)), 1);
+      share.begin = min(cta * share.size, all);
+      share.end = min(share.begin + share.size, all);
+      if (share.begin == share.end) break;
+      if (is_one) {
+        share.s = s;
+        break;
+      }
+      if (chunk > 0) {
+        chunk = before = 0;
+        continue;
+      }
+    }
+    if (share.size > 0) {
+      const unsigned behind = __ballot_sync(~0u, before + end > share.begin);
+      if (behind != 0) {
+        const int owner = __ffs(static_cast<int>(behind)) - 1;
+        share.sequence = chunk + owner;
+        share.sequence_begin = before + __shfl_sync(~0u, end - own, owner);
+        share.s = s.of_lane(owner);
+        break;
+      }
+    }
+    before = all;
+    chunk += kWarpSize;
+  }
+  return share;
+}
+
+// A walk over the parts of items that a share consists of.
+struct DecodeWalk {
+  int n;  // the sequence
+  int item, piece;  // of the sequence
+  int tile, end;  // the part's tiles of keys
+  bool begins_item, ends_item;
+  DecodeSequence s;
+  int left, units;  // of the share, this part counted; of the part
+
+  __device__ __forceinline__ DecodeWalk() {}
+  // Before the first part: next() goes to it.
+  __device__ __forceinline__ explicit DecodeWalk(const DecodeShare& share)
+      : n(share.sequence), s(share.s), left(share.end - share.begin), units(0), begin_(share.begin - share.sequence_begin) {}
+
+  __device__ __forceinline__ bool done() const { return left <= 0; }
+  __device__ __forceinline__ void next(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+                                       bool whole_items) {
+#pragma unroll 1
+    for (;;) {
+      left -= units;
+      if (left <= 0) return;
+      const bool seeks = begin_ >= 0;
+      bool is_new = false;
+      if (!seeks && ++item == shape.items) {
+        item = 0;
+        if (++piece == s.pieces) piece = 0, ++n, is_new = true;
+      }
+      while (is_new) {
+        s = decode_sequence(problem, pieces, shape, n);
+        if (s.queries > 0) break;
+        ++n;
+      }
+      int skip = 0;
+      if (seeks) {
+        item = static_cast<int>(static_cast<unsigned>(begin_) / static_cast<unsigned>(s.weight));
+        skip = begin_ - item * s.weight;
+        for (piece = 0; item >= shape.items; ++piece) item -= shape.items;
+        begin_ = -1;
+      }
+      if (!whole_items || skip == 0) return enter(shape, skip, whole_items);
+      units = s.weight - skip;  // an item belongs to the share in which it begins
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void enter(const DecodeShape& shape, int skip, bool whole_items) {
+    int begin = s.seen_begin, last = s.seen_end;
+    if (s.pieces > 1) {
+      const Rows own = piece_of<unsigned>(s.keys, s.pieces, piece);
+      begin = max(begin, static_cast<int>(own.begin));
+      last = min(last, static_cast<int>(own.begin + own.count));
+      if (last <= begin) begin = last = 0;
+    }
+    units = whole_items ? s.weight : min(left, s.weight - skip);
+    begins_item = skip == 0;
+    ends_item = whole_items || skip + units == s.weight;
+    tile = shape.first_tile(begin) + skip * shape.warps();
+    end = whole_items ? shape.end_tile(last) : min(tile + units * shape.warps(), shape.end_tile(last));
+  }
+
+  int begin_;  // of the share in its first sequence; -1 once the walk has begun
+};
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,164 @@
+// How a warp loads cached keys and values: tile after tile of its own share, ahead of its computations, into a ring of buffers
+// of its own. No other warp reads them, so that a warp waits for its own copies alone.
+#pragma once
+
+#include "../../hw/cp_async.cuh"
+#include "../../hw/vector.cuh"
+#include "line.cuh"
+
+namespace flash_online::cuda {
+
+// The rows of the pool's keys, or values. Strides count vectors of 16 bytes, and 32 bits hold the vectors of a head.
+struct DecodePool {
+  const char* data;
+  int64_t head_bytes;
+  unsigned block_vectors, row_vectors;
+  int row_bytes;
+};
+
+// The byte offset of chunk `chunk` of row `row` in a box (tiles.h).
+__device__ __forceinline__ unsigned box_offset(int row, int chunk) { return row * 128 + (chunk ^ (row % 8)) * kVectorBytes; }
+
+// Waits until at most `pending` of the groups of copies that this thread has closed are on their way.
+__device__ __forceinline__ void wait_for_groups(int pending) {
+  if (pending == 0)
+    cp_async_wait<0>();
+  else if (pending == 1)
+    cp_async_wait<1>();
+  else
+    cp_async_wait<kDecodeMostStages - 2>();
+}
+
+// kBoxes: of keys, and of values, per tile of kTile keys.
+template <int kBoxes, int kTile>
+class DecodeLoads {
+ public:
+  static_assert(kTile <= kWarpSize);
+  static constexpr int kBoxBytes = kTile * 128, kStageBytes = 2 * kBoxes * kBoxBytes;
+
+  __device__ __forceinline__ DecodeLoads(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+                                         const DecodePool& keys, const DecodePool& values, bool whole_items, char* ring,
+                                         int stages)
+      : problem_(problem),
+        pieces_(pieces),
+        shape_(shape),
+        keys_(keys),
+        values_(values),
+        whole_items_(whole_items),
+        stages_(stages),
+        ring_(ring) {}
+
+  // `walk` has reached the first part.
+  __device__ __forceinline__ void begin(const DecodeWalk& walk) {
+    walk_ = walk;
+    if (walk_.done()) return;
+    enter_part();
+    find_tile();
+  }
+
+  // The stage that is filled next, and that waits until then.
+  __device__ __forceinline__ char* next_stage() const { return ring_ + next_ * kStageBytes; }
+
+  // Starts the copies of the next tile, if there is one.
+  __device__ __forceinline__ void start() {
+    if (!walk_.done()) {
+      start_rows();
+      tile_ += shape_.warps();
+      find_tile();
+    }
+    cp_async_commit();
+    next_ = next_ + 1 == stages_ ? 0 : next_ + 1;
+  }
+
+  // Waits for the oldest tile that was not waited for, and returns its stage.
+  __device__ __forceinline__ char* wait() {
+    wait_for_groups(stages_ - 2);
+    __syncwarp();  // the lanes' copies are there, and all have read the stage that is filled next
+    char* const stage = ring_ + oldest_ * kStageBytes;
+    oldest_ = oldest_ + 1 == stages_ ? 0 : oldest_ + 1;
+    return stage;
+  }
+
+ private:
+  __device__ __forceinline__ void start_rows() {
+    // What a warp asks for at once should be whole lines of 128 bytes, which eight lanes read.
+    constexpr int kLanes = 8, kRowsAtOnce = kWarpSize / kLanes;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunk = lane % kLanes;
+    block_ = static_cast<int>(checked_block(problem_.cache, block_));
+    const unsigned key = vectors_before(keys_), value = vectors_before(values_);
+    const char *const key_data = keys_.data + key_head_ * keys_.head_bytes + chunk * kVectorBytes, *const value_data =
+                                                                                                       values_.data +
+                                                                                                       key_head_ *
+                                                                                                           values_.head_bytes +
+                                                                                                       chunk * kVectorBytes;
+#pragma unroll
+    for (int first = 0; first < kTile; first += kRowsAtOnce) {
+      const int row = first + lane / kLanes;
+      const int hidden = __shfl_sync(~0u, block_, row) >= 0 ? 0 : kBoxes * 128;
+      char* const to = next_stage() + box_offset(row, chunk);
+      copy_row(to, key_data + uint64_t{__shfl_sync(~0u, key, row)} * kVectorBytes,
+               keys_.row_bytes - hidden - chunk * kVectorBytes);
+      copy_row(to + kBoxes * kBoxBytes, value_data + uint64_t{__shfl_sync(~0u, value, row)} * kVectorBytes,
+               values_.row_bytes - hidden - chunk * kVectorBytes);
+    }
+  }
+  // Copies a lane's vector of each box of a row, of which `bytes` are left from the first one on; zeros where none are.
+  __device__ __forceinline__ static void copy_row(char* to, const char* from, int bytes) {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      cp_async(reinterpret_cast<uint4*>(to + box * kBoxBytes), from + box * 128, bytes > box * 128 ? kVectorBytes : 0);
+  }
+  // How far the lane's row lies behind the first of its head, in vectors of 16 bytes. A row that is nowhere, of which nothing
+  // is read, counts as the first.
+  __device__ __forceinline__ unsigned vectors_before(const DecodePool& pool) const {
+    return block_ < 0 ? 0 : static_cast<unsigned>(block_) * pool.block_vectors + static_cast<unsigned>(row_) * pool.row_vectors;
+  }
+
+  __device__ __forceinline__ void enter_part() {
+    const int2 tile_and_head = shape_.tile_and_head(walk_.item);
+    key_head_ = tile_and_head.y;
+    const CacheView& cache = problem_.cache;
+    const int64_t row = cache_row(cache, walk_.n);
+    const bool has_row = !cache.table || (row >= 0 && row < cache.table_rows);
+    table_row_ = cache.table && has_row ? cache.table + row * cache.table_stride : nullptr;
+    only_block_ = has_row && !cache.table ? static_cast<int>(row) : -1;
+    // A shorter sequence than the longest may have no such rows.
+    tile_ = tile_and_head.x * shape_.tile_rows < walk_.s.queries * shape_.group
+                ? walk_.tile + static_cast<int>(threadIdx.x) / kWarpSize
+                : walk_.end;
+  }
+
+  // Finds the warp's next tile, and asks the table where its rows lie: one row per lane. No instruction looks at the answer
+  // before the next start().
+  __device__ __forceinline__ void find_tile() {
+#pragma unroll 1
+    while (tile_ >= walk_.end) {
+      walk_.next(problem_, pieces_, shape_, whole_items_);
+      if (walk_.done()) return;
+      enter_part();
+    }
+    const CacheView& cache = problem_.cache;
+    const int key = tile_ * kTile + static_cast<int>(threadIdx.x) % kTile;
+    const unsigned place = static_cast<unsigned>(walk_.s.keys_begin + key), page = static_cast<unsigned>(cache.page);
+    const unsigned entry = cache.entries == 1 ? 0 : place / page;
+    row_ = static_cast<int>(place - entry * page);
+    block_ = -1;
+    if (key >= walk_.s.seen_begin && key < walk_.s.seen_end) block_ = table_row_ ? table_row_[entry] : only_block_;
+  }
+
+  const AttentionProblem& problem_;
+  const CachedPieces& pieces_;
+  const DecodeShape& shape_;
+  const DecodePool &keys_, &values_;
+  DecodeWalk walk_;
+  bool whole_items_;
+  int stages_;
+  int next_ = 0, oldest_ = 0;  // stages
+  int tile_ = 0, key_head_ = 0;  // the next tile to start
+  int block_ = -1, row_ = 0;  // of the lane's row of that tile, as the table has them
+  const int32_t* table_row_ = nullptr;  // the sequence's; null: all of its keys are in one block
+  int only_block_ = -1;
+  char* ring_;
+};
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,75 @@
+// Where the border of two shares cuts an item, its parts are merged: some CTAs per border, and the borders that cut the same
+// item divide its rows among themselves. All of it is found while the kernel before still runs.
+#include "../../hw/launch.h"
+#include "../../hw/pdl.cuh"
+#include "parts.cuh"
+
+namespace flash_online::cuda {
+
+namespace {
+
+struct MergePartsArguments {
+  AttentionProblem problem;
+  DecodeShape shape;
+  DecodeParts parts;
+  int ctas;
+};
+
+template <class Element, class Merge = RowMerge<Element>>
+__global__ void __launch_bounds__(Merge::kThreads, 8) merge_shares(const __grid_constant__ MergePartsArguments arguments) {
+  __shared__ typename Merge::Shared shared;
+  const AttentionProblem& problem = arguments.problem;
+  const DecodeShape& shape = arguments.shape;
+  const CachedPieces whole{};
+  const int cta = static_cast<int>(blockIdx.x) + 1;  // the one in whose share the border is the first
+  launch_dependents();
+  const DecodeShare share = find_share(problem, whole, shape, arguments.ctas, cta);
+  DecodeSequence s{};
+  int skip = 0, item = 0;  // units of the item before the border; the item's number in the sequence
+  if (share.begin < share.end) {
+    s = share.s;
+    item = (share.begin - share.sequence_begin) / s.weight;
+    skip = share.begin - share.sequence_begin - item * s.weight;
+  }
+  grid_dependency_wait();  // by every CTA: the next kernel may rely on all before this one having ended
+  if (skip == 0) return;
+  const int begin = share.begin - skip, first_cta = begin / share.size,
+            borders = (begin + s.weight - 1) / share.size - first_cta;
+  const DecodeParts& parts = arguments.parts;
+  const int2 tile_and_head = shape.tile_and_head(item);
+  const int first_row = tile_and_head.x * shape.tile_rows, rows = min(s.queries * shape.group - first_row, shape.tile_rows);
+  // Few parts are merged by a warp per row, many by the whole CTA.
+  const bool by_warp = borders < 8;
+  const int turns = by_warp ? Merge::kWarps : 1, turn = by_warp ? static_cast<int>(threadIdx.x) / kWarpSize : 0;
+#pragma unroll 1
+  for (int r = cta - first_cta - 1 + borders * (static_cast<int>(blockIdx.y) * turns + turn); r < rows;
+       r += borders * static_cast<int>(gridDim.y) * turns) {
+    const int row = first_row + r, query = static_cast<int>(static_cast<unsigned>(row) / static_cast<unsigned>(shape.group));
+    const RowParts of_row{parts.part(first_cta, true) + r * parts.pitch, parts.part(first_cta + 1, false) + r * parts.pitch,
+                          2 * parts.size(), parts.pitch - 2, borders + 1};
+    const CachedRow place{share.sequence, tile_and_head.y * shape.group + row - query * shape.group, tile_and_head.y,
+                          s.queries_begin + query};
+    if (by_warp)
+      Merge::merge_by_warp(problem, place, of_row);
+    else
+      Merge::merge(problem, place, of_row, shared);
+  }
+}
+
+}  // namespace
+
+void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, const DecodeParts& parts, int ctas,
+                 CUstream_st* stream) {
+  if (ctas < 2) return;
+  const MergePartsArguments arguments{problem, shape, parts, ctas};
+  constexpr int kThreads = RowMerge<__half>::kThreads, kWarps = RowMerge<__half>::kWarps;
+  // So that a warp has one row where an item is cut once.
+  const int64_t rows = std::min<int64_t>(problem.heads / problem.key_heads * problem.queries, shape.tile_rows);
+  const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(rows, int64_t{kWarps})));
+  if (problem.dtype == DType::kFloat16)
+    launch_dependent(merge_shares<__half>, arguments, grid, kThreads, stream);
+  else
+    launch_dependent(merge_shares<__nv_bfloat16>, arguments, grid, kThreads, stream);
+}
+
+}  // namespace flash_online::cuda
