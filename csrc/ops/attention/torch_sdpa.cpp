@@ -269,7 +269,7 @@ ForwardResults run_paged(StableIValue* stack, std::optional<Tensor> out) {
   check_cached<Cuda>(in, cached);
   if (!out) out = empty_in_order(cached_out_sizes(in), query.scalar_type(), query);
   const Tensor lse = empty(cached_lse_sizes(in), ScalarType::Float, query);
-  const AttentionProblem problem = cached_problem<Cuda>(in, cached, *out, lse);
+  const AttentionProblem problem = cached_problem<Cuda>(in, cached, *out, &lse);
   if (problem.heads > 0) {
     CudaCall call(query);
     const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_cached(problem);
