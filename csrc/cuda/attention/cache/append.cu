@@ -1,10 +1,11 @@
-// New keys and values into a cache on CUDA, rotated and quantised on their way, and queries rotated alike. A warp takes some
-// rows of one head, one after another, and its lanes the columns.
+// New keys and values into a cache on CUDA, rotated and quantised on their way, and queries rotated alike, in one launch. A
+// warp takes some rows of one head, one after another, and its lanes the columns.
 #include <cuda_fp8.h>
 
 #include "../../../core/cache.h"
 #include "../../../core/visit.h"
 #include "../../hw/launch.h"
+#include "../../hw/pdl.cuh"
 #include "../../hw/vector.cuh"
 #include "../attention.h"
 
@@ -14,6 +15,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kRowsPerWarp = 16;  // of a sequence, at most
+constexpr int64_t kLongPage = 0xffffffff;
 
 // An element of a cache: float8 by its bits.
 template <DType kDType>
@@ -108,20 +110,28 @@ __device__ void rotate_query(const AppendProblem& problem, int64_t batch, int64_
                             [&](int64_t column, float x) { to[column] = narrow<Element>(x); });
 }
 
-// Calls f(batch, head, chunk) for the warps' items: `chunks` of each head of each batch index.
+// The CTAs of a launch that do one of its two jobs, counted from `first`.
+struct Ctas {
+  unsigned first, count;
+};
+
+// Calls f(batch, head, chunk) for the warps' items: `chunks` of each head of each batch index. There are fewer than 2^32.
 template <class F>
-__device__ __forceinline__ void for_each_item(int64_t batch, int64_t heads, int64_t chunks, F&& f) {
+__device__ __forceinline__ void for_each_item(const Ctas& ctas, int64_t batch, int64_t heads, int64_t chunks, F&& f) {
   const int64_t items = batch * heads * chunks;
-  for (int64_t item = (blockIdx.x * int64_t{kThreads} + threadIdx.x) / kWarpSize; item < items;
-       item += int64_t{gridDim.x} * kThreads / kWarpSize)
-    f(item / chunks / heads, item / chunks % heads, item % chunks);
+  const unsigned heads_of_batch = static_cast<unsigned>(heads), chunks_of_head = static_cast<unsigned>(chunks);
+  for (int64_t at = ((blockIdx.x - ctas.first) * int64_t{kThreads} + threadIdx.x) / kWarpSize; at < items;
+       at += int64_t{ctas.count} * kThreads / kWarpSize) {
+    const unsigned item = static_cast<unsigned>(at), plane = item / chunks_of_head, n = plane / heads_of_batch;
+    f(int64_t{n}, int64_t{plane - n * heads_of_batch}, int64_t{item - plane * chunks_of_head});
+  }
 }
 
 template <class Element, class Cached>
-__global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ AppendProblem problem) {
+__device__ __forceinline__ void append_rows(const AppendProblem& problem, const Ctas& ctas) {
   const CacheView& cache = problem.cache;
   if (problem.slots) {
-    for_each_item(1, problem.heads, problem.rows, [&](int64_t, int64_t head, int64_t index) {
+    for_each_item(ctas, 1, problem.heads, problem.rows, [&](int64_t, int64_t head, int64_t index) {
       const int64_t slot = problem.slots[index];
       if (slot < 0 || slot >= cache.blocks * cache.page) return;
       store_key_and_value<Element, Cached>(problem, 0, head, index, index, slot / cache.page, slot % cache.page,
@@ -129,25 +139,30 @@ __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ 
     });
     return;
   }
-  for_each_item(problem.batch, problem.heads, ceil_div(cache.new_keys, int64_t{kRowsPerWarp}),
+  for_each_item(ctas, problem.batch, problem.heads, ceil_div(cache.new_keys, int64_t{kRowsPerWarp}),
                 [&](int64_t n, int64_t head, int64_t chunk) {
                   const Rows rows = cache.new_starts ? packed_rows(cache.new_starts, n, cache.new_keys, problem.rows)
                                                      : Rows{0, cache.new_keys};
                   const int64_t old = old_keys(cache, n), room = capacity_of(cache) - old,
                                 end = clamp((chunk + 1) * kRowsPerWarp, 0, rows.count < room ? rows.count : room);
                   for (int64_t i = chunk * kRowsPerWarp; i < end; ++i) {
-                    const int64_t place = old + i, block = block_of(cache, n, place / cache.page);
+                    // Lengths have 32 bits, so that a page of more keys is as good as one of 2^32 - 1.
+                    const int64_t place = old + i;
+                    const unsigned page = static_cast<unsigned>(cache.page < kLongPage ? cache.page : kLongPage),
+                                   entry = static_cast<unsigned>(place) / page;
+                    const int64_t block = block_of(cache, n, entry);
                     if (block < 0) continue;
                     store_key_and_value<Element, Cached>(problem, cache.new_starts ? 0 : n, head, rows.begin + i, n, block,
-                                                         place % cache.page, problem.offsets ? problem.offsets[n] + i : place);
+                                                         place - int64_t{entry} * page,
+                                                         problem.offsets ? problem.offsets[n] + i : place);
                   }
                 });
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads) rotate_queries(const __grid_constant__ AppendProblem problem) {
+__device__ __forceinline__ void rotate_queries(const AppendProblem& problem, const Ctas& ctas) {
   if (problem.slots) {
-    for_each_item(1, problem.query_heads, problem.total_queries, [&](int64_t, int64_t head, int64_t index) {
+    for_each_item(ctas, 1, problem.query_heads, problem.total_queries, [&](int64_t, int64_t head, int64_t index) {
       rotate_query<Element>(problem, 0, head, index, problem.offsets ? problem.offsets[index] : problem.slots[index], true);
     });
     return;
@@ -155,7 +170,7 @@ __global__ void __launch_bounds__(kThreads) rotate_queries(const __grid_constant
   // Of packed queries, batch index n has the padding rows before sequence n too, which stay as they are.
   const bool packed = problem.query_starts;
   for_each_item(
-      problem.batch + packed, problem.query_heads, ceil_div(problem.queries, int64_t{kRowsPerWarp}),
+      ctas, problem.batch + packed, problem.query_heads, ceil_div(problem.queries, int64_t{kRowsPerWarp}),
       [&](int64_t n, int64_t head, int64_t chunk) {
         const int64_t begin = chunk * kRowsPerWarp, end = begin + kRowsPerWarp;
         if (packed) {
@@ -172,28 +187,45 @@ __global__ void __launch_bounds__(kThreads) rotate_queries(const __grid_constant
       });
 }
 
-unsigned ctas_for(int64_t warps) { return grid_for(ceil_div(warps, int64_t{kThreads / kWarpSize}), 16); }
+struct AppendArguments {
+  AppendProblem problem;
+  unsigned append_ctas;  // the others rotate queries
+};
+
+template <class Element, class Cached>
+__global__ void __launch_bounds__(kThreads) append_and_rotate(const __grid_constant__ AppendArguments arguments) {
+  grid_dependency_wait();
+  launch_dependents();  // what follows waits for the end of this kernel
+  const unsigned append_ctas = arguments.append_ctas;
+  if (blockIdx.x < append_ctas)
+    append_rows<Element, Cached>(arguments.problem, {0, append_ctas});
+  else
+    rotate_queries<Element>(arguments.problem, {append_ctas, gridDim.x - append_ctas});
+}
+
+unsigned ctas_for(int64_t warps) {
+  if (warps >= int64_t{1} << 32) throw std::runtime_error("cache_append on CUDA: 2^32 rows or more");
+  return grid_for(ceil_div(warps, int64_t{kThreads / kWarpSize}), 16);
+}
 
 template <class Element>
 void run(const AppendProblem& problem, CUstream_st* stream) {
   const CacheView& cache = problem.cache;
-  const int64_t new_rows = problem.slots ? problem.rows : problem.batch * ceil_div(cache.new_keys, int64_t{kRowsPerWarp});
-  if (problem.key.data && new_rows * problem.heads > 0) {
-    const unsigned ctas = ctas_for(new_rows * problem.heads);
-    if (cache.dtype == problem.dtype) {
-      launch<append_rows<Element, Element>>(problem, ctas, kThreads, 0, stream);
-    } else if constexpr (sizeof(Element) == 2) {  // float8 stands beside 16 bits alone
-      if (cache.dtype == DType::kFloat8E4M3)
-        launch<append_rows<Element, Float8E4M3>>(problem, ctas, kThreads, 0, stream);
-      else
-        launch<append_rows<Element, Float8E5M2>>(problem, ctas, kThreads, 0, stream);
-    }
+  const int64_t new_rows = problem.slots ? problem.rows : problem.batch * ceil_div(cache.new_keys, int64_t{kRowsPerWarp}),
+                queries = problem.slots ? problem.total_queries
+                                        : (problem.batch + (problem.query_starts ? 1 : 0)) *
+                                              ceil_div(problem.queries, int64_t{kRowsPerWarp});
+  const AppendArguments arguments{problem, problem.key.data ? ctas_for(new_rows * problem.heads) : 0};
+  const unsigned ctas = arguments.append_ctas + (problem.query.data ? ctas_for(queries * problem.query_heads) : 0);
+  if (ctas == 0) return;
+  if (cache.dtype == problem.dtype) {
+    launch<append_and_rotate<Element, Element>>(arguments, ctas, kThreads, 0, stream, true);
+  } else if constexpr (sizeof(Element) == 2) {  // float8 stands beside 16 bits alone
+    if (cache.dtype == DType::kFloat8E4M3)
+      launch<append_and_rotate<Element, Float8E4M3>>(arguments, ctas, kThreads, 0, stream, true);
+    else
+      launch<append_and_rotate<Element, Float8E5M2>>(arguments, ctas, kThreads, 0, stream, true);
   }
-  const int64_t queries =
-      problem.slots ? problem.total_queries
-                    : (problem.batch + (problem.query_starts ? 1 : 0)) * ceil_div(problem.queries, int64_t{kRowsPerWarp});
-  if (problem.query.data && queries * problem.query_heads > 0)
-    launch<rotate_queries<Element>>(problem, ctas_for(queries * problem.query_heads), kThreads, 0, stream);
 }
 
 }  // namespace

@@ -49,14 +49,13 @@ inline DecodeShape decode_shape(const AttentionProblem& problem, int tile_rows, 
           .window_right = bound(problem.visible.right)};
 }
 
+// How many steps an item has at most.
+inline int64_t decode_most_steps(const AttentionProblem& problem, const DecodeShape& shape) {
+  return std::max<int64_t>(ceil_div(capacity_of(problem.cache), int64_t{1} << (shape.tile_keys_log2 + shape.warps_log2)), 1);
+}
 // The longest that the line of work could be.
 inline int64_t decode_most_units(const AttentionProblem& problem, const DecodeShape& shape) {
-  const int64_t steps = ceil_div(capacity_of(problem.cache), int64_t{1} << (shape.tile_keys_log2 + shape.warps_log2));
-  return problem.batch * shape.items * (steps + std::max<int64_t>(problem.cache.splits, 1));
-}
-
-inline int decode_ctas(const AttentionProblem& problem, const DecodeShape& shape) {
-  return static_cast<int>(std::clamp<int64_t>(decode_most_units(problem, shape), 1, sm_count()));
+  return problem.batch * shape.items * (decode_most_steps(problem, shape) + std::max<int64_t>(problem.cache.splits, 1) - 1);
 }
 
 inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4& view, int64_t width) {
@@ -72,11 +71,19 @@ struct DecodeSetup {
                        kQueryBytes = decode_query_bytes(kHeadDim, 16 * kRowTiles);
   DecodeLayout layout;
   DecodeShape shape{};
-  DecodeSetup(const AttentionProblem& problem, int shared_bytes)
-      : layout(decode_layout(kStageBytes, kQueryBytes, shared_bytes)) {
+  DecodeSetup(const AttentionProblem& problem, int most_shared_bytes)
+      : layout(decode_layout(has_few_items(problem), kStageBytes, kQueryBytes, most_shared_bytes)) {
     if (layout.warps > 0) shape = decode_shape(problem, 16 * kRowTiles, decode_tile_keys(kHeadDim, kFloat8), layout.warps);
   }
+  // How many warps take turns decides in which order a row is summed: with num_splits it must not depend on the batch.
+  static bool has_few_items(const AttentionProblem& problem) {
+    return problem.cache.splits == 0 && problem.batch * problem.key_heads * 4 <= sm_count();
+  }
   int shared_bytes() const { return decode_shared_bytes(layout, kStageBytes, kQueryBytes); }
+  int ctas(const AttentionProblem& problem) const {
+    return static_cast<int>(
+        std::clamp<int64_t>(decode_most_units(problem, shape), 1, int64_t{sm_count()} * layout.ctas_per_sm));
+  }
 };
 
 template <int kHeadDim>
@@ -124,7 +131,7 @@ int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   visit_decode<kHeadDim>(problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>,
                                                                    std::integral_constant<int, kRowTiles>) {
     const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-    bytes = DecodeParts::of(problem, setup.shape).bytes(decode_ctas(problem, setup.shape));
+    bytes = DecodeParts::of(problem, setup.shape).bytes(setup.ctas(problem));
   });
   return bytes;
 }
@@ -148,12 +155,12 @@ void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CU
     };
     arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
     (arguments.whole_items ? arguments.pieces.parts : arguments.parts.data) = static_cast<float*>(workspace);
-    const int ctas = decode_ctas(problem, setup.shape);
+    const int ctas = setup.ctas(problem);
     launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles>>(arguments, ctas, setup.layout.warps * kWarpSize,
                                                                     setup.shared_bytes(), stream, true);
     if (arguments.whole_items)
       merge_pieces(problem, arguments.pieces, stream);
-    else
+    else if (decode_most_steps(problem, setup.shape) > 1)  // a step is never cut
       merge_parts(problem, arguments.shape, arguments.parts, ctas, stream);
   });
 }

@@ -1,13 +1,12 @@
 // Attention of few queries over cached keys, a step of decoding: it takes as long as its keys and values take to arrive, and
 // all is arranged so that they never stop arriving. docs/design/decode.md draws it.
 //
-// One CTA per SM takes an equal share of the line of work (line.cuh). Its warps take tiles of keys by turns, each with all rows
-// of the item: scores, weights and outputs are in the warp's registers, and no warp waits for another one before the end of a
-// part, where the warps merge what they have.
+// The CTAs, as many as the SMs hold, take equal shares of the line of work (line.cuh). The warps of a CTA take tiles of keys by
+// turns, each with all rows of the item: scores, weights and outputs are in the warp's registers, and no warp waits for another
+// one before the end of a part, where the warps merge what they have.
 #pragma once
 
 #include "../../hw/compiler.cuh"
-#include "../../hw/named_barrier.cuh"
 #include "../../hw/pdl.cuh"
 #include "../../mma/gemm.cuh"
 #include "../cache/float8.cuh"
@@ -140,7 +139,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   const Element* const data = static_cast<const Element*>(view.data) + rows.n * view.stride[0] +
                               int64_t{rows.key_head * rows.group} * view.stride[1] + rows.queries_begin * view.stride[2];
   if constexpr (kSharesQueries) {
-    constexpr int kPairs = kHeadDim / 2, kPairsAtOnce = kPairs / kWarpSize;
+    constexpr int kPairs = kHeadDim / 2;
     const int lane = cuda::lane(), own = max(min(lane, rows.count - 1), 0), query = rows.query_of(own);
     const int64_t own_offset = query * view.stride[2] + (rows.first + own - query * rows.group) * view.stride[1];
     __syncwarp();  // all have read the queries before
@@ -148,8 +147,9 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     for (int r = 0; r < kRows; ++r) {
       const Element* const from = data + __shfl_sync(~0u, own_offset, r);
 #pragma unroll
-      for (int n = 0; n < kPairsAtOnce; ++n) {
-        const int pair = n * kWarpSize + lane, step = pair / 8, in_step = pair % 8;
+      for (int n = 0; n < kPairs; n += kWarpSize) {
+        const int pair = n + lane, step = pair / 8, in_step = pair % 8;
+        if (kPairs % kWarpSize != 0 && pair >= kPairs) break;
         // A lane of a product of float8 keys takes four neighbouring columns (multiply_keys).
         const int word = kFloat8 ? in_step % 2 * 4 + in_step / 2 : in_step;
         *reinterpret_cast<unsigned*>(queries.row(r) + 16 * step + 2 * word) =
@@ -404,18 +404,15 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
 }
 
 // Merges what the warps have, and stores it, eight rows at a time. Outputs go through the stage of each warp's ring that waits
-// for its copies; there every row is turned by eight columns more, so that rows lie in different banks. `shared`: the warps'
-// states, and where these stages are.
+// for its copies; there the groups of eight columns of a row change places, so that four rows lie in different banks. `shared`:
+// the warps' states, and where these stages are.
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
 __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::finish_part(
     const DecodeArguments& arguments, const DecodeWalk& walk, const PartRows& rows, char* shared, char* free_stage,
     Outputs& out, RowStates& states) {
   constexpr int kRowsAtOnce = 8, kVectors = (kHeadDim + 127) / 128;
   static_assert(kRowsAtOnce * kHeadDim * 4 <= kStageBytes);
-  const auto turned = [](int row, int column) {
-    const int at = column + 8 * row;
-    return row * kHeadDim + (at < kHeadDim ? at : at - kHeadDim);
-  };
+  const auto place_of = [](int row, int column) { return row * kHeadDim + (column ^ (row % 4 * 8)); };
   const int lane = cuda::lane(), warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = arguments.shape.warps();
   const auto states_of = [&](int w) { return reinterpret_cast<float2*>(shared + w * kDecodeWarpBytes); };
 #pragma unroll 1
@@ -432,10 +429,10 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       for (int j = 0; j < kHeadDim / 8; ++j) {
         const float (&x)[4] = out[p / 2][j];
         if constexpr (kColumnStep == 1) {
-          *reinterpret_cast<float2*>(to + turned(quad(), column_of(j))) = {x[p % 2 * 2], x[p % 2 * 2 + 1]};
+          *reinterpret_cast<float2*>(to + place_of(quad(), column_of(j))) = {x[p % 2 * 2], x[p % 2 * 2 + 1]};
         } else {
-          to[turned(quad(), column_of(j))] = x[p % 2 * 2];
-          to[turned(quad(), column_of(j) + kColumnStep)] = x[p % 2 * 2 + 1];
+          to[place_of(quad(), column_of(j))] = x[p % 2 * 2];
+          to[place_of(quad(), column_of(j) + kColumnStep)] = x[p % 2 * 2 + 1];
         }
       }
     }
@@ -466,7 +463,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
         for (int n = 0; n < kVectors; ++n) {
           const int column = 128 * n + 4 * lane;
           if (kHeadDim % 128 != 0 && column >= kHeadDim) break;
-          const float4 x = *reinterpret_cast<const float4*>(from + turned(r, column));
+          const float4 x = *reinterpret_cast<const float4*>(from + place_of(r, column));
           sum[n] = {fmaf(share, x.x, sum[n].x), fmaf(share, x.y, sum[n].y), fmaf(share, x.z, sum[n].z),
                     fmaf(share, x.w, sum[n].w)};
         }
@@ -536,8 +533,10 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
       tile += warps;
       Scores scores;
       multiply_keys(scores, queries, stage, kind);
-      if (score_mod.has_score_mod) apply_mod(problem, score_mod, scores, rows, key);
-      if (key < whole_begin || key + kKeys > whole_end) hide(scores, shape, rows, key);
+      if (score_mod.has_score_mod) [[unlikely]]
+        apply_mod(problem, score_mod, scores, rows, key);
+      if (key < whole_begin || key + kKeys > whole_end) [[unlikely]]
+        hide(scores, shape, rows, key);
       softmax_step(scores, out, states, scale);
       multiply_values(out, scores, stage + kBoxes * kBoxBytes, kind);
     }
@@ -545,7 +544,7 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
   }
 }
 
-// With 16 rows a thread leaves registers for the CTAs that merge, which so may start before this one ends.
+// With 16 rows a thread leaves registers for the CTAs that merge, which so may start before these end.
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles,
           class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>>
 __global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 ? 224 : 255)

@@ -65,7 +65,7 @@ void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, cons
   constexpr int kThreads = RowMerge<__half>::kThreads, kWarps = RowMerge<__half>::kWarps;
   // So that a warp has one row where an item is cut once.
   const int64_t rows = std::min<int64_t>(problem.heads / problem.key_heads * problem.queries, shape.tile_rows);
-  const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(rows, int64_t{kWarps})));
+  const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(std::max<int64_t>(rows, 1), int64_t{kWarps})));
   if (problem.dtype == DType::kFloat16)
     launch_dependent(merge_shares<__half>, arguments, grid, kThreads, stream);
   else

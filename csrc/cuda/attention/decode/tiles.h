@@ -8,7 +8,8 @@ constexpr int decode_tile_keys(int head_dim, bool is_float8) { return head_dim *
 constexpr int kDecodeMostWarps = 8, kDecodeMostStages = 4;
 
 struct DecodeLayout {
-  int warps, stages;  // of each warp's ring; 0: there is no room
+  int warps, stages;  // per CTA; of each warp's ring. 0: there is no room
+  int ctas_per_sm;
 };
 
 // A tile of keys, or of values, lies in boxes of rows of 128 bytes. Chunk c of 16 bytes of row r lies at chunk c ^ (r % 8), so
@@ -32,18 +33,27 @@ constexpr int decode_shared_bytes(const DecodeLayout& layout, int stage_bytes, i
 // What should be on its way to an SM: more is read no faster, and less evenly by the SMs.
 constexpr int kDecodeBytesAhead = 64 << 10;
 
-// Eight warps where each has room for two tiles or more, else four; then as many tiles ahead as are of use.
-constexpr DecodeLayout decode_layout(int stage_bytes, int query_bytes, int shared_bytes) {
-  for (int warps = kDecodeMostWarps; warps >= 4; warps /= 2) {
-    const auto fits = [&](int stages) {
-      return decode_shared_bytes({warps, stages}, stage_bytes, query_bytes) <= shared_bytes;
-    };
-    if (!fits(2)) continue;
-    int stages = 2;
-    while (stages < kDecodeMostStages && (stages - 1) * warps * stage_bytes < kDecodeBytesAhead && fits(stages + 1)) ++stages;
-    return {warps, stages};
+// As many stages for `warps` in each of `ctas` CTAs per SM as are of use and as there is room for; {0, 0, 0} where that is less
+// than two. `most`: the shared memory of a CTA that has an SM for itself, which has 1 KiB more; so much more than it asks for
+// is what a CTA takes.
+constexpr DecodeLayout decode_layout_of(int warps, int ctas, int stage_bytes, int query_bytes, int most) {
+  constexpr int kReserved = 1 << 10;
+  int stages = 0;
+  for (int n = 2; n <= kDecodeMostStages; ++n) {
+    const int bytes = decode_shared_bytes({warps, n, ctas}, stage_bytes, query_bytes);
+    if (ctas * (bytes + kReserved) > most + kReserved) break;
+    stages = n;
+    if (ctas * (n - 1) * warps * stage_bytes >= kDecodeBytesAhead) break;
   }
-  return {0, 0};
+  return stages > 0 ? DecodeLayout{warps, stages, ctas} : DecodeLayout{0, 0, 0};
+}
+
+// Two CTAs of four warps per SM, so that one reads while the other one ends an item; where there are `few` items, which are cut
+// into many parts, one of eight; else what there is room for.
+constexpr DecodeLayout decode_layout(bool few, int stage_bytes, int query_bytes, int most) {
+  const auto layout_of = [&](int warps, int ctas) { return decode_layout_of(warps, ctas, stage_bytes, query_bytes, most); };
+  const DecodeLayout first = few ? layout_of(8, 1) : layout_of(4, 2);
+  return first.warps > 0 ? first : layout_of(4, 1);
 }
 
 }  // namespace flash_online::cuda
