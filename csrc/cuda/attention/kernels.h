@@ -62,7 +62,8 @@ struct AttentionCachedSm80 {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
-// decode/decode.cuh: few queries over cached keys of 16 or 8 bits, at the speed of memory, for compute capability 8.0 and above.
+// decode/decode.cuh: few queries over cached keys of 16 or 8 bits, at the speed of memory, for compute capability 8.0 and
+// above.
 template <int kHeadDim>
 struct AttentionDecode {
   static const char* refusal(const ForwardPass& pass, const Gpu& gpu);

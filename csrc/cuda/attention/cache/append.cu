@@ -65,6 +65,7 @@ __device__ __forceinline__ void for_each_rotated(const AppendProblem& problem, c
   int64_t rest = 0;
   if (rotates && problem.cosines) {
     position = clamp(position, 0, problem.positions - 1);
+#pragma unroll 2
     for (int64_t pair = lane; pair < problem.pairs; pair += kWarpSize) {
       const int64_t first = problem.interleaved ? 2 * pair : pair,
                     second = problem.interleaved ? 2 * pair + 1 : pair + problem.pairs;
@@ -75,6 +76,7 @@ __device__ __forceinline__ void for_each_rotated(const AppendProblem& problem, c
     }
     rest = 2 * problem.pairs;
   }
+#pragma unroll 4
   for (int64_t column = rest + lane; column < columns; column += kWarpSize) store(column, widen(row[column]));
 }
 
@@ -89,17 +91,25 @@ __device__ void store_row(const AppendProblem& problem, const Row<const Element>
   });
 }
 
-// Key and value of one new row. `sequence` names the scales.
+// Of one new row the key, or the value: a warp of its own for each, since it waits for memory alone. Where values are a view of
+// the keys, the key's warp writes both, one after the other. `sequence` names the scales.
 template <class Element, class Cached>
-__device__ void store_key_and_value(const AppendProblem& problem, int64_t batch, int64_t head, int64_t index, int64_t sequence,
-                                    int64_t block, int64_t row, int64_t position) {
+__device__ __forceinline__ void store_key_or_value(const AppendProblem& problem, bool is_key, int64_t batch, int64_t head,
+                                                   int64_t index, int64_t sequence, int64_t block, int64_t row,
+                                                   int64_t position) {
   const CacheView& cache = problem.cache;
-  store_row<Element, Cached>(problem, Row<const Element>(problem.key, batch, head, index), problem.key_cache, block, head, row,
-                             problem.head_dim, true, position,
-                             scale_of(cache.key_scale, cache.key_scale_stride, sequence, head));
-  store_row<Element, Cached>(problem, Row<const Element>(problem.value, batch, head, index), problem.value_cache, block, head,
-                             row, problem.head_dim_v, false, position,
-                             scale_of(cache.value_scale, cache.value_scale_stride, sequence, head));
+  const bool is_joined = problem.key_cache.data == problem.value_cache.data;
+  if (is_joined && !is_key) return;
+#pragma unroll 1
+  for (bool writes_key = is_key;; writes_key = false) {
+    const float scale = writes_key ? scale_of(cache.key_scale, cache.key_scale_stride, sequence, head)
+                                   : scale_of(cache.value_scale, cache.value_scale_stride, sequence, head);
+    store_row<Element, Cached>(problem, Row<const Element>(writes_key ? problem.key : problem.value, batch, head, index),
+                               writes_key ? problem.key_cache : problem.value_cache, block, head, row,
+                               writes_key ? problem.head_dim : problem.head_dim_v, writes_key, position, scale);
+    if (!is_joined || !writes_key) return;
+    __syncwarp();
+  }
 }
 
 template <class Element>
@@ -131,16 +141,16 @@ template <class Element, class Cached>
 __device__ __forceinline__ void append_rows(const AppendProblem& problem, const Ctas& ctas) {
   const CacheView& cache = problem.cache;
   if (problem.slots) {
-    for_each_item(ctas, 1, problem.heads, problem.rows, [&](int64_t, int64_t head, int64_t index) {
+    for_each_item(ctas, 1, 2 * problem.heads, problem.rows, [&](int64_t, int64_t half_head, int64_t index) {
       const int64_t slot = problem.slots[index];
       if (slot < 0 || slot >= cache.blocks * cache.page) return;
-      store_key_and_value<Element, Cached>(problem, 0, head, index, index, slot / cache.page, slot % cache.page,
-                                           problem.offsets ? problem.offsets[index] : slot);
+      store_key_or_value<Element, Cached>(problem, half_head % 2 == 0, 0, half_head / 2, index, index, slot / cache.page,
+                                          slot % cache.page, problem.offsets ? problem.offsets[index] : slot);
     });
     return;
   }
-  for_each_item(ctas, problem.batch, problem.heads, ceil_div(cache.new_keys, int64_t{kRowsPerWarp}),
-                [&](int64_t n, int64_t head, int64_t chunk) {
+  for_each_item(ctas, problem.batch, 2 * problem.heads, ceil_div(cache.new_keys, int64_t{kRowsPerWarp}),
+                [&](int64_t n, int64_t half_head, int64_t chunk) {
                   const Rows rows = cache.new_starts ? packed_rows(cache.new_starts, n, cache.new_keys, problem.rows)
                                                      : Rows{0, cache.new_keys};
                   const int64_t old = old_keys(cache, n), room = capacity_of(cache) - old,
@@ -152,9 +162,9 @@ __device__ __forceinline__ void append_rows(const AppendProblem& problem, const 
                                    entry = static_cast<unsigned>(place) / page;
                     const int64_t block = block_of(cache, n, entry);
                     if (block < 0) continue;
-                    store_key_and_value<Element, Cached>(problem, cache.new_starts ? 0 : n, head, rows.begin + i, n, block,
-                                                         place - int64_t{entry} * page,
-                                                         problem.offsets ? problem.offsets[n] + i : place);
+                    store_key_or_value<Element, Cached>(problem, half_head % 2 == 0, cache.new_starts ? 0 : n, half_head / 2,
+                                                        rows.begin + i, n, block, place - int64_t{entry} * page,
+                                                        problem.offsets ? problem.offsets[n] + i : place);
                   }
                 });
 }
@@ -215,7 +225,7 @@ void run(const AppendProblem& problem, CUstream_st* stream) {
                 queries = problem.slots ? problem.total_queries
                                         : (problem.batch + (problem.query_starts ? 1 : 0)) *
                                               ceil_div(problem.queries, int64_t{kRowsPerWarp});
-  const AppendArguments arguments{problem, problem.key.data ? ctas_for(new_rows * problem.heads) : 0};
+  const AppendArguments arguments{problem, problem.key.data ? ctas_for(new_rows * 2 * problem.heads) : 0};
   const unsigned ctas = arguments.append_ctas + (problem.query.data ? ctas_for(queries * problem.query_heads) : 0);
   if (ctas == 0) return;
   if (cache.dtype == problem.dtype) {
