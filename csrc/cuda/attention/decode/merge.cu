@@ -63,9 +63,9 @@ void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, cons
   if (ctas < 2) return;
   const MergePartsArguments arguments{problem, shape, parts, ctas};
   constexpr int kThreads = RowMerge<__half>::kThreads, kWarps = RowMerge<__half>::kWarps;
-  // So that a warp has one row where an item is cut once.
+  // A warp has two rows where an item is cut once. More CTAs would wait for those of the kernel before to leave their SMs.
   const int64_t rows = std::min<int64_t>(problem.heads / problem.key_heads * problem.queries, shape.tile_rows);
-  const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(std::max<int64_t>(rows, 1), int64_t{kWarps})));
+  const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(std::max<int64_t>(rows, 1), int64_t{2 * kWarps})));
   if (problem.dtype == DType::kFloat16)
     launch_dependent(merge_shares<__half>, arguments, grid, kThreads, stream);
   else
