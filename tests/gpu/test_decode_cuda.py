@@ -1,0 +1,445 @@
+"""Steps of decoding on CUDA: the kernel for few queries over cached keys, at the sizes at which something in it changes: a tile of
+16 or 32 keys or rows, a step of eight tiles, a share of a CTA, a chunk of 32 sequences. Whatever no query sees is NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import CachedProblem
+from oracle import to_device
+
+import flash_online
+from flash_online import reference
+from flash_online.testing import assert_close_to_float64
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
+
+DEVICE = "cuda"
+HALF, BFLOAT16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 5000)  # lengths
+FEW = (0, 1, 9, 130, 700)
+
+
+def problem(lengths=FEW, queries=1, **options) -> CachedProblem:
+    """Dense queries, unless `queries` says how many each sequence has; no new keys."""
+    many = queries if isinstance(queries, tuple) else (queries,) * len(lengths)
+    defaults = {
+        "dtype": BFLOAT16,
+        "heads": (8, 2),
+        "head_dims": (64, 64),
+        "lengths": tuple((n, 0, own) for n, own in zip(lengths, many, strict=True)),
+        "capacity": max(lengths) + 3,
+        "page": 16,
+        "append": False,
+        "packed": (isinstance(queries, tuple), False),
+        "order": "NHD",
+    }
+    return CachedProblem(**(defaults | options))
+
+
+def check(**options):
+    problem(**options).check(flash_online.kvcache_attention, DEVICE)
+
+
+def randn(*shape, dtype=BFLOAT16, scale=1.0):
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+
+def integers(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def attend(*arguments, **options):
+    return flash_online.kvcache_attention(*arguments, **options)
+
+
+def check_close(query, caches, lengths, **options):
+    """out and lse of a call on dense tensors, against float64."""
+    out, lse = attend(query, *caches, lengths, **options, return_lse=True)
+    query, *caches, lengths = (to_device(t, "cpu") for t in (query, *caches, lengths))
+    options.pop("num_splits", None)
+    truth, plain, wide = (
+        reference.kvcache_attention(q, *caches, lengths, **options, return_lse=True)
+        for q in (query.double(), query, query.float())
+    )
+    assert_close_to_float64(out.cpu(), plain[0], truth[0], query.dtype, name="out", magnitude=1.0)
+    assert_close_to_float64(lse.cpu(), wide[1], truth[1], torch.float32, name="lse", magnitude=1.0)
+
+
+# --- against float64 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [None, 1, 3, 16, 48, 64, 256])
+def test_lengths_at_every_edge(page, order):
+    check(lengths=EDGES, page=page, order=order, dtype=HALF if page in (3, 64) else BFLOAT16)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 64])
+@pytest.mark.parametrize("page", [None, 16])
+def test_lengths_at_every_edge_in_pieces(page, splits):
+    check(lengths=EDGES, page=page, options={"num_splits": splits})
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_lengths_at_every_edge_in_wide_rows(head_dim):
+    check(lengths=EDGES, heads=(6, 1), head_dims=(head_dim,) * 2, queries=3, page=48)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 65, 129, 1025])
+def test_numbers_of_sequences(count, page):
+    choose = random.Random(count)
+    lengths = tuple(choose.choice([0, 0, 1, 7, 16, 20, 40]) for _ in range(count - 1)) + (150 if count < 100 else 41,)
+    check(lengths=lengths, page=page, heads=(4, 1), head_dims=(16, 16))
+
+
+# Heads of query and key, queries: from 1 to 129 rows per key head, of which the last are too many for this kernel.
+ROWS = [
+    ((1, 1), 1), ((1, 1), 2), ((1, 1), 9), ((5, 1), 1), ((5, 1), 3), ((16, 1), 1), ((32, 8), 4), ((17, 1), 1), ((31, 1), 1),
+    ((6, 2), 9), ((16, 1), 2), ((32, 8), 8), ((11, 1), 3), ((12, 3), 8), ((40, 8), 5), ((40, 8), 7), ((64, 1), 1),
+    ((127, 1), 1), ((128, 1), 1), ((16, 1), 8), ((43, 1), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, queries", ROWS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_of_a_key_head(heads, queries, head_dim):
+    """Sequences of fewer keys than queries among them."""
+    page = {64: 16, 128: 3, 256: None}[head_dim]
+    check(lengths=(0, 1, 5, 130, 300), queries=queries, heads=heads, head_dims=(head_dim,) * 2, page=page)
+
+
+WIDTHS = [(e, e) for e in (8, 16, 24, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256)]
+WIDTHS += [(192, 128), (64, 128), (128, 64), (24, 256), (200, 8)]
+
+
+@pytest.mark.parametrize("head_dims", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+def test_head_dims(dtype, head_dims):
+    for heads, queries in (((8, 2), 1), ((10, 1), 2)):
+        check(lengths=(0, 37, 300), queries=queries, heads=heads, head_dims=head_dims, dtype=dtype)
+
+
+FLOAT8_WIDTHS = [(e, e) for e in (16, 24, 64, 80, 96, 128, 144, 192, 256)] + [(128, 64), (64, 192)]
+
+
+@pytest.mark.parametrize("head_dims", FLOAT8_WIDTHS, ids=str)
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2], ids=str)
+def test_float8(cache_dtype, head_dims):
+    """24 columns are no multiple of 16 bytes: another kernel's."""
+    for dtype, scales, queries in ((BFLOAT16, "all", 1), (HALF, "head", 5), (HALF, None, 1), (BFLOAT16, "one", 9)):
+        check(lengths=(0, 33, 300), queries=queries, dtype=dtype, cache_dtype=cache_dtype, scales=scales, head_dims=head_dims)
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2], ids=str)
+def test_lengths_at_every_edge_of_float8(cache_dtype, splits):
+    more = {"cache_dtype": cache_dtype, "scales": "batch", "options": {"num_splits": splits, "softcap": 5.0}}
+    check(lengths=EDGES, head_dims=(128, 128), heads=(4, 1), page=16, **more)
+
+
+@pytest.mark.parametrize("queries", [1, 60])
+@pytest.mark.parametrize("scales", ["one", "head", "batch", "all"])
+def test_scales_of_16_bits(scales, queries):
+    """The contract does not tie scales to float8. 60 queries run in the kernel for many rows."""
+    check(lengths=FEW, scales=scales, queries=queries)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(0, 0), (1, None), (127, None), (5000, None), (100, 30), (None, 3)], ids=str)
+def test_windows(window, causal):
+    options = {"window": window, "causal": causal}
+    check(lengths=EDGES, heads=(4, 1), queries=3, page=16, options=options)
+    check(lengths=FEW, heads=(8, 1), queries=9, page=None, options=options | {"num_splits": 3})
+
+
+@pytest.mark.parametrize("page", [None, 16, 5])
+@pytest.mark.parametrize("window", [None, (20, None)])
+def test_padding_on_the_left_and_rows_of_the_cache(window, page):
+    left = (0, 1, 3, 100, 17)
+    options = {"window": window}
+    check(lengths=FEW, leftpad=left, batch_idx=True, page=page, queries=2, options=options, alibi=2)
+    check(lengths=FEW, leftpad=(0, 5, 9, 130, 701), page=page, options=options | {"num_splits": 3})
+
+
+@pytest.mark.parametrize("heads, queries", [((8, 2), 1), ((6, 1), 4)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"options": {"softcap": 2.0}},
+        {"options": {"softcap": 30.0}, "alibi": 1},
+        {"alibi": 2},
+        {"sinks": True},
+        {"sinks": True, "alibi": 1, "options": {"softcap": 0.5, "window": (50, None), "num_splits": 2}},
+        {"options": {"scale": 0.0}},
+        {"options": {"scale": -0.5}},
+        {"options": {"scale": 1.0, "causal": False}, "sinks": True},
+    ],
+    ids=str,
+)
+def test_options(more, heads, queries):
+    check(lengths=FEW, heads=heads, queries=queries, **more)
+    check(lengths=(2000, 3), heads=heads, queries=queries, head_dims=(128, 128), **more)
+
+
+@pytest.mark.parametrize("splits", [None, 2, 64])
+@pytest.mark.parametrize("give_longest", [True, False])
+@pytest.mark.parametrize("heads", [(8, 2), (12, 1)])
+def test_packed_queries(heads, give_longest, splits):
+    """Sequences without queries, with more queries than keys, and rows of no sequence, whose results are 0."""
+    more = {"give_longest": give_longest, "spare_rows": (5, 0), "options": {"num_splits": splits}, "head_dims": (128, 128)}
+    check(lengths=(700, 0, 9, 130, 1, 40), queries=(1, 3, 0, 9, 4, 0), heads=heads, **more)
+    check(lengths=(3, 600), queries=(0, 2), heads=heads, page=None, sinks=True, **more)
+
+
+def test_queries_that_do_not_count():
+    """seqused_q, and max_seqlen_q below what a sequence has."""
+    caches = [randn(3, 2, 96, 64) for _ in range(2)]
+    query, lengths, starts = randn(12, 8, 64), integers(90, 3, 17), integers(0, 4, 9, 11)
+    pools, table = [cache.view(3, 2, 6, 16, 64).transpose(1, 2).flatten(0, 1) for cache in caches], integers(*range(18))
+    longest = attend(query, *caches, lengths, cu_seqlens_q=starts, max_seqlen_q=5, return_lse=True)
+    out, lse = attend(query, *caches, lengths, cu_seqlens_q=starts, max_seqlen_q=3, return_lse=True)
+    assert not longest[0][11:].any() and (longest[1][:, 11:] == -torch.inf).all()
+    rest = [3, 7, 8, 11]
+    assert not out[rest].any() and (lse[:, rest] == -torch.inf).all() and not out.isnan().any()
+    used = integers(2, 0, 1)
+    found, lse = flash_online.varlen_attention(
+        query, *(pool.transpose(1, 2) for pool in pools), starts, None, 5, 96,
+        block_table=table.view(3, 6), seqused_k=lengths, seqused_q=used, causal=True, return_lse=True,
+    )  # fmt: skip
+    rest = [2, 3, 4, 5, 6, 7, 8, 10, 11]
+    assert not found[rest].any() and (lse[:, rest] == -torch.inf).all()
+    assert not found.isnan().any() and all(found[row].any() for row in (0, 1, 9))
+
+
+@pytest.mark.parametrize("more", [
+    {"joined": "side by side", "head_dims": (64, 128)},
+    {"joined": "side by side", "order": "HND", "page": None},
+    {"joined": "latent", "head_dims": (128, 64)},
+    {"gap": 8},
+    {"gap": 1},
+    {"layouts": ("transposed", "contiguous", "contiguous")},
+    {"layouts": ("sliced", "contiguous", "contiguous")},
+    {"layouts": ("strided", "contiguous", "contiguous")},
+    {"layouts": ("unaligned", "contiguous", "contiguous")},
+    {"layouts": ("expanded", "contiguous", "contiguous")},
+    {"give_out": True},
+    {"holes": 0.3},
+    {"shared_pages": True, "spare_blocks": 0},
+    {"count": "none"},
+    {"count": "int"},
+], ids=str)  # fmt: skip
+def test_strides_and_tables(more):
+    """Some of them are other kernels': rows of 2 bytes more than a multiple of 16, columns that lie apart."""
+    check(**({"lengths": (130, 0, 61), "queries": 2, "capacity": 160} | more))
+
+
+@pytest.mark.parametrize("lengths", [(-3, 2**31 - 1, 40), (2**31 - 1, -(2**31), 0)])
+def test_lengths_out_of_range(lengths):
+    check(lengths=lengths, capacity=50)
+    check(lengths=lengths, capacity=50, page=None, leftpad=(-9, 60, 2**31 - 1))
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_new_keys_are_appended_first(new):
+    old = (0, 15, 128, 700)
+    made = problem(lengths=old, capacity=720, rotary="interleaved", rotary_width=32, rotary_positions=800)
+    made = replace(made, append=True, lengths=tuple((n, new, new) for n in old))
+    made.check(flash_online.kvcache_attention, DEVICE)
+
+
+@pytest.mark.parametrize("size", [8.0, 30.0])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+def test_large_scores(dtype, size):
+    check(lengths=FEW, dtype=dtype, size=size)
+    check(lengths=FEW, dtype=dtype, size=size, queries=9, head_dims=(128, 128), sinks=True)
+
+
+@pytest.mark.parametrize("splits", [None, 5])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+def test_scores_that_rise_and_fall_along_the_keys(dtype, splits):
+    """The maximum moves in tile after tile, so that outputs are rescaled, and parts of an item differ by all of their weight."""
+    for heads, queries in ((8, 1), (10, 2)):
+        query, key, value = randn(2, heads, queries, 64), randn(2, 2, 3000, 64, dtype=torch.float32), randn(2, 2, 3000, 64)
+        rise = torch.linspace(0.2, 4, 3000, device=DEVICE).square()[:, None]
+        key = torch.stack([key[0] * rise, key[1] * rise.flip(0)])
+        tensors = [t.to(dtype) for t in (query, key, value)]
+        check_close(tensors[0], tensors[1:], integers(3000, 2777), num_splits=splits)
+
+
+@pytest.mark.parametrize("heads, queries, head_dim", [(1, 1, 64), (16, 1, 128), (12, 2, 128), (32, 1, 64), (5, 3, 256)])
+def test_one_item_cut_by_every_share(heads, queries, head_dim):
+    """One sequence and one key head: all CTAs have a part of it, and a whole CTA merges a row."""
+    query, caches = randn(1, heads, queries, head_dim), [randn(1, 1, 60000, head_dim) for _ in range(2)]
+    for length in (60000, 40001):
+        check_close(query, caches, integers(length))
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads, queries", [((8, 2), 1), ((32, 8), 4), ((12, 1), 2), ((64, 1), 2)])
+@pytest.mark.parametrize("lengths", [(20000,), (9000, 0, 12345), (100, 3000, 17, 7777, 1, 5000, 640)], ids=str)
+def test_runs_repeat(lengths, heads, queries):
+    query = randn(len(lengths), heads[0], queries, 128)
+    caches, lengths = [randn(len(lengths), heads[1], max(lengths), 128) for _ in range(2)], integers(*lengths)
+    out, lse = attend(query, *caches, lengths, return_lse=True)
+    assert not out.isnan().any() and torch.equal(out, attend(query, *caches, lengths))
+    for _ in range(20):
+        again = attend(query, *caches, lengths, return_lse=True)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (300, None)}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("heads, queries", [((8, 2), 1), ((12, 1), 3)])
+@pytest.mark.parametrize("splits", [2, 3, 64])
+def test_a_sequence_in_pieces_has_its_bits_in_any_batch_and_pages(splits, heads, queries, options):
+    lengths, capacity, head_dim = (1, 70, 4000, 640, 0, 1337, 12000), 12288, 64
+    options = options | {"num_splits": splits, "return_lse": True}
+    query = randn(len(lengths), heads[0], queries, head_dim)
+    caches = [randn(len(lengths), heads[1], capacity, head_dim) for _ in range(2)]
+    every, lengths = attend(query, *caches, integers(*lengths), **options), integers(*lengths)
+    for n in range(len(lengths)):
+        alone = attend(*(t[n : n + 1] for t in (query, *caches, lengths)), **options)
+        assert all(torch.equal(own[0], of_all[n]) for own, of_all in zip(alone, every, strict=True)), n
+    order = torch.randperm(len(lengths), device=DEVICE)
+    moved = attend(*(t[order] for t in (query, *caches, lengths)), **options)
+    assert all(torch.equal(own, of_all[order]) for own, of_all in zip(moved, every, strict=True))
+    for page in (3, 16, 256):
+        entries = capacity // page
+        places = torch.randperm(len(lengths) * entries, device=DEVICE)
+        pools = [c.view(len(lengths), heads[1], entries, page, -1).transpose(1, 2).flatten(0, 1)[places] for c in caches]
+        table = places.argsort().view(len(lengths), entries).int()
+        found = attend(query, *pools, lengths, block_table=table, **options)
+        assert all(map(torch.equal, found, every)), page
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("cache_dtype", [BFLOAT16, E4M3], ids=str)
+def test_lse_wanted_or_not(cache_dtype, splits):
+    query, caches = randn(5, 8, 1, 128), [randn(5, 2, 3000, 128).to(cache_dtype) for _ in range(2)]
+    for options in ({}, {"window": (100, None)}, {"softcap": 3.0}, {"sinks": torch.zeros(8, device=DEVICE)}):
+        for now in ((3000, 1, 0, 2999, 64), (0, 0, 0, 0, 7)):
+            arguments, options = (query, *caches, integers(*now)), options | {"num_splits": splits}
+            assert torch.equal(attend(*arguments, **options), attend(*arguments, **options, return_lse=True)[0])
+
+
+@pytest.mark.parametrize("cache_dtype", [BFLOAT16, E5M2], ids=str)
+@pytest.mark.parametrize("heads, packed", [((40, 8), False), ((16, 1), True)])
+@pytest.mark.parametrize("splits", [None, 4])
+def test_a_graph_is_replayed_at_other_lengths(splits, heads, packed, cache_dtype):
+    """Lengths, tables and the starts of packed queries: the shares of all CTAs move with them."""
+    batch, entries, head_dim = 35, 40, 128
+    caches = [randn(700, heads[1], 16, head_dim).to(cache_dtype) for _ in range(2)]
+    lengths, table = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in (batch, (batch, entries)))
+    query = randn(batch, heads[0], head_dim) if packed else randn(batch, heads[0], 1, head_dim)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": 3} if packed else {}
+
+    def step():
+        return attend(query, *caches, lengths, block_table=table, num_splits=splits, **options)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for most in (0, 1, 640, 16, 10**6, 300):
+        lengths.copy_(torch.randint(-3, most + 1, (batch,)))
+        table.copy_(torch.randint(0, 700, (batch, entries)))
+        if packed and most != 1:
+            starts.copy_(torch.randint(0, batch + 1, (batch + 1,)).sort().values)
+        graph.replay()
+        assert torch.equal(out, step()) and not out.isnan().any(), most
+
+
+def test_calls_chained_without_a_wait():
+    """Each kernel may start before the one in front of it has ended: the last call's results are those of a call alone."""
+    sizes = [((1, 8, 1), 30000), ((7, 8, 2), 900), ((1, 16, 2), 20000), ((3, 8, 1), 65)]
+    calls = [
+        (randn(*shape, 64), randn(shape[0], 1, keys, 64), randn(shape[0], 1, keys, 64), integers(*[keys - 1] * shape[0]))
+        for shape, keys in sizes
+    ]
+    wanted = []
+    for call in calls:
+        wanted.append(attend(*call, return_lse=True))
+        torch.cuda.synchronize()
+    for _ in range(30):
+        found = [attend(*call, return_lse=True) for call in calls]
+        for ours, expected in zip(found, wanted, strict=True):
+            assert all(map(torch.equal, ours, expected))
+
+
+# --- which calls it takes --------------------------------------------------------------------------------------------------
+
+
+def _calls():
+    """By name: a call, and words of the reason for which the family refuses it; None: it takes it."""
+
+    def call(heads=(8, 2), queries=1, width=64, keys=200, dtype=BFLOAT16, cache_dtype=None, **options):
+        query = randn(2, heads[0], queries, width, dtype=dtype)
+        caches = [randn(2, heads[1], keys, width, dtype=dtype).to(cache_dtype or dtype) for _ in range(2)]
+        return attend(query, *caches, integers(keys, 7), **options)
+
+    def packed(**options):
+        caches = [randn(2, 2, 200, 64) for _ in range(2)]
+        return attend(randn(5, 8, 64), *caches, integers(200, 7), cu_seqlens_q=integers(0, 2, 5), max_seqlen_q=3, **options)
+
+    def columns_apart():
+        caches = [randn(2, 2, 64, 200).transpose(2, 3) for _ in range(2)]
+        return attend(randn(2, 8, 1, 64), *caches, integers(200, 7))
+
+    return {
+        "a step": (call, None),
+        "float16": (lambda: call(dtype=HALF), None),
+        "float8": (lambda: call(cache_dtype=E4M3, width=128), None),
+        "128 rows": (lambda: call(heads=(32, 1), queries=4), None),
+        "pieces": (lambda: call(num_splits=7), None),
+        "packed": (packed, None),
+        "every option": (lambda: call(window=(9, None), softcap=3.0, sinks=torch.zeros(8, device=DEVICE)), None),
+        "129 rows": (lambda: call(heads=(43, 1), queries=3), "128 rows"),
+        "one piece": (lambda: call(num_splits=1), "num_splits=1"),
+        "packed, in pieces": (lambda: packed(num_splits=2), "packed"),
+        "float32": (lambda: call(dtype=torch.float32), "float32"),
+        "rows of 72 bytes": (lambda: call(width=36), "16 bytes"),
+        "rows of 24 bytes": (lambda: call(width=24, cache_dtype=E5M2), "16 bytes"),
+        "columns apart": (columns_apart, "side by side"),
+    }
+
+
+def test_which_calls_the_family_takes():
+    """A process of its own, where FLASH_ONLINE_KERNEL lets no other family run: what it refuses is an error with the reason."""
+    environment = os.environ | {"FLASH_ONLINE_KERNEL": "decode", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, (_, words) in _calls().items():
+        message = found[name]
+        if words is None:
+            assert message is None, (name, message)
+        else:
+            assert message is not None and words in message.partition("decode: ")[2].partition(";")[0], (name, message)
+
+
+def _main():
+    """Makes every call, and prints the errors by name."""
+    errors = {}
+    for name, (call, _) in _calls().items():
+        try:
+            call()
+            torch.cuda.synchronize()
+            errors[name] = None
+        except RuntimeError as error:
+            errors[name] = str(error)
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    _main()
