@@ -506,7 +506,7 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
     if constexpr (kSharesQueries) queries.data = reinterpret_cast<Element*>(queries_at + warp * kQueryBytes);
     bool has_queries = false;
     ScoreMod score_mod = arguments.score_mod;
-    if (kFloat8) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, walk.n, rows.key_head));
+    score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, walk.n, rows.key_head));
     const float scale = score_mod.remaining_scale();
     // The keys that all rows see.
     const int whole_begin = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset),

@@ -51,6 +51,7 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
   if (cache.dtype != p.dtype) return "a cache of float8";
+  if (cache.key_scale || cache.value_scale) return "scales of keys or values";
   if (p.head_dim == 0 || p.head_dim_v == 0) return "a head dim of 0";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "a head dim that is no multiple of 8";
   if (p.keys == 0 || cache.blocks == 0) return "there are no keys";
