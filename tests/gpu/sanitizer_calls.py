@@ -145,7 +145,29 @@ def decode(page, **options):
         pools = [randn(60, 2, page, 64, grad=False) for _ in range(2)]
         table = torch.randperm(60, device="cuda").view(3, 20).to(torch.int32)
         lengths = torch.tensor((20 * page, 0, page + 1), dtype=torch.int32, device="cuda")
-        return flash_online.kvcache_attention(randn(3, 8, 1, 64, grad=False), *pools, lengths, block_table=table, **options)
+        query = randn(3, 8, 1, 64, grad=False)
+        return [flash_online.kvcache_attention(query, *pools, lengths, block_table=table, **options)]
+
+    return call
+
+
+def few_queries(heads=(8, 2), queries=1, head_dim=128, lengths=(700, 0, 33), page=16, cache_dtype=None, starts=None, **options):
+    """One to nine queries over pages, dense or packed from `starts` on: the family for steps of decoding takes them, but for
+    num_splits beside packed queries."""
+
+    def call():
+        entries = max(lengths) // page + 1
+        shape = (len(lengths) * entries, heads[1], page, head_dim)
+        pools = [randn(*shape, grad=False).to(cache_dtype or torch.bfloat16) for _ in range(2)]
+        table = torch.randperm(shape[0], device="cuda").view(len(lengths), entries).to(torch.int32)
+        counts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        made = {name: make() for name, make in options.items() if callable(make)}
+        if starts is None:
+            query = randn(len(lengths), heads[0], queries, head_dim, grad=False)
+        else:
+            query = randn(starts[-1] + 3, heads[0], head_dim, grad=False)
+            made |= {"cu_seqlens_q": torch.tensor(starts, dtype=torch.int32, device="cuda"), "max_seqlen_q": queries}
+        return flash_online.kvcache_attention(query, *pools, counts, block_table=table, return_lse=True, **(options | made))
 
     return call
 
@@ -167,6 +189,28 @@ CACHED = {
     "slots": appended_at_slots,
     "decode": decode(1),
     "decode in pieces": decode(16, num_splits=3, window=(200, 0)),
+    "decode, long": few_queries(lengths=(20000,)),
+    "decode, 32 rows": few_queries(heads=(16, 1), queries=2),
+    "decode, 72 rows": few_queries(queries=9, heads=(8, 1), head_dim=64, page=3),
+    "decode, many sequences": few_queries(lengths=(5, 0, 40) * 25, head_dim=64),
+    **{f"decode, head dim {e}": few_queries(head_dim=e) for e in (40, 96, 192, 256)},
+    "decode, float8": few_queries(cache_dtype=torch.float8_e4m3fn),
+    "decode, float8 with scales": few_queries(
+        cache_dtype=torch.float8_e5m2,
+        queries=5,
+        **{f"{x}_scale": lambda: torch.rand(3, 2, device="cuda") for x in ("key", "value")},
+    ),
+    "decode, window": few_queries(queries=3, window=(100, 0), leftpad=lambda: torch.tensor((9, 1, 40), device="cuda").int()),
+    "decode, all options": few_queries(
+        queries=2,
+        softcap=3.0,
+        alibi_slopes=lambda: torch.rand(8, device="cuda"),
+        sinks=lambda: torch.rand(8, device="cuda"),
+        num_splits=4,
+    ),
+    "decode, packed": few_queries(queries=3, starts=(0, 3, 3, 5)),
+    "decode, packed, float8": few_queries(heads=(12, 1), queries=3, starts=(0, 1, 3, 6), cache_dtype=torch.float8_e4m3fn),
+    "decode, 64 pieces": few_queries(lengths=(9000, 70), num_splits=64),
 }
 
 

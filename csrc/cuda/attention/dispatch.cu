@@ -81,7 +81,7 @@ template <class Pass>
 const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, const Pass& pass, const Gpu& gpu) {
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
   if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
-  if (!family.is_built) return "this build has no kernels for compute capability 9.0";
+  if (!family.is_built) return "this build has none of its kernels";
   if (!instance) return "the head dim is larger than those of this build";
   return instance->refusal(pass, gpu);
 }

@@ -117,6 +117,8 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
         const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(p, gpu.shared_bytes);
         if (setup.layout.warps == 0)
           reason = "the GPU has too little shared memory for this head dim";
+        else if (ceil_div(capacity_of(p.cache), kKeysPerSplitBlock) * decode_pieces(p).most >= int64_t{1} << 31)
+          reason = "num_splits: too many pieces of too many keys";
         else if (decode_most_units(p, setup.shape) >= int64_t{1} << 30)
           reason = "the caches of all sequences have room for too many keys";
       });
