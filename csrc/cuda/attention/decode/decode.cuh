@@ -79,9 +79,8 @@ struct DecodeSetup {
   int shared_bytes() const { return decode_shared_bytes(layout, kStageBytes, kQueryBytes); }
 };
 
-template <int kHeadDim>
-const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
-  const AttentionProblem& p = pass.problem;
+// What no kernel of a step of decoding takes.
+inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.dtype == DType::kFloat32) return "float32";
   if (p.cache.splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
   if (p.cache.splits > 1 && p.query_starts) return "num_splits beside packed queries: the longest sequence must not matter";
@@ -104,7 +103,14 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
               4 !=
           0)
     return "the rows of the queries are not multiples of 4 bytes, or their columns do not lie side by side";
-  const char* reason = nullptr;
+  return nullptr;
+}
+
+template <int kHeadDim>
+const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
+  const AttentionProblem& p = pass.problem;
+  const char* reason = decode_refusal(p);
+  if (reason) return reason;
   visit_decode<kHeadDim>(
       p, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
         const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(p, gpu.shared_bytes);
