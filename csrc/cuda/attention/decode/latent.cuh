@@ -4,8 +4,7 @@
 // A CTA takes its share of the line of work (line.cuh) in tiles of 32 keys, which all of its warps load together into one ring.
 // A row of keys is too wide for one warp: each multiplies eight keys by half of the columns, the sums of both halves go through
 // shared memory to all warps, and every warp makes all weights, the same bits in each, and multiplies them by the values of its
-// own eighth of the columns. So a part ends without an exchange. Between two barriers a warp multiplies the keys of one tile and
-// the values of the tile before: while some warps wait for products, others make weights.
+// own eighth of the columns. So a part ends without an exchange.
 #pragma once
 
 #include "decode.cuh"
@@ -46,13 +45,10 @@ class LatentLoads : public DecodeTiles<kLatentTile, true> {
     next_ = next_ + 1 == stages_ ? 0 : next_ + 1;
   }
 
-  // How many tiles are started before the first one is waited for: one stage is read, and one was read before.
-  __device__ __forceinline__ static int starts(int stages) { return stages - 2; }
-
-  // Waits for the oldest tile that was not waited for, and returns its stage. All warps have then read the one before the last,
-  // which is filled next, and see what they exchanged.
+  // Waits for the oldest tile that was not waited for, and returns its stage. All warps have then read what they exchanged, and
+  // the stage that is filled next.
   __device__ __forceinline__ char* wait() {
-    wait_for_groups(starts(stages_) - 1);
+    wait_for_groups(stages_ - 2);
     __syncthreads();
     char* const stage = ring_ + oldest_ * kStageBytes;
     oldest_ = oldest_ + 1 == stages_ ? 0 : oldest_ + 1;
@@ -72,9 +68,7 @@ class LatentKernel {
   static constexpr int kBoxes = kHeadDim / 64;
   static_assert(kHeadDim % 64 == 0 && kBoxes >= kLatentWarps);
   using Loads = LatentLoads<kBoxes>;
-  // Of two tiles, of both halves.
-  static constexpr int kSumsBytes = 2 * kLatentRows * kLatentTile * static_cast<int>(sizeof(float)),
-                       kExchangedBytes = 2 * kSumsBytes;
+  static constexpr int kExchangedBytes = 2 * kLatentRows * kLatentTile * static_cast<int>(sizeof(float));
 
   __device__ static void run(const DecodeArguments& arguments, char* shared);
 
@@ -91,16 +85,16 @@ class LatentKernel {
   __device__ __forceinline__ static int half() { return warp() / kGroups; }
   __device__ __forceinline__ static int group() { return warp() % kGroups; }
 
-  __device__ __forceinline__ static void multiply_keys(const Queries& queries, const char* keys, char* sums);
-  __device__ __forceinline__ static void read_products(Scores& scores, const char* sums);
+  __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, const char* keys,
+                                                       char* exchanged);
   __device__ __forceinline__ static void finish_part(const DecodeArguments& arguments, const DecodeWalk& walk, const Rows& rows,
                                                      const Outputs& out, const ScoreState (&states)[1][2]);
 };
 
-// The warp's share of S = Q K^T. Neighbouring steps have sums of their own, as in DecodeKernel.
+// S = Q K^T: the warp's share, and then the sums of all warps. Neighbouring steps have sums of their own, as in DecodeKernel.
 template <class Element, int kHeadDim>
-__device__ __forceinline__ void LatentKernel<Element, kHeadDim>::multiply_keys(const Queries& queries, const char* keys,
-                                                                               char* sums_of_warps) {
+__device__ __forceinline__ void LatentKernel<Element, kHeadDim>::multiply_keys(Scores& scores, const Queries& queries,
+                                                                               const char* keys, char* exchanged) {
   constexpr int kSums = 4;
   Accumulator<1, 1> sums[kSums] = {};
   const unsigned base =
@@ -116,14 +110,10 @@ __device__ __forceinline__ void LatentKernel<Element, kHeadDim>::multiply_keys(c
       multiply<Element>(sums[step % kSums], queries[step], right, 0);
     }
   }
+  float4* const at = reinterpret_cast<float4*>(exchanged) + cuda::lane();
   const auto sum = [&](int e) { return (sums[0][0][0][e] + sums[1][0][0][e]) + (sums[2][0][0][e] + sums[3][0][0][e]); };
-  reinterpret_cast<float4*>(sums_of_warps)[threadIdx.x] = {sum(0), sum(1), sum(2), sum(3)};
-}
-
-// All products of a tile, whose shares the warps have exchanged.
-template <class Element, int kHeadDim>
-__device__ __forceinline__ void LatentKernel<Element, kHeadDim>::read_products(Scores& scores, const char* sums) {
-  const float4* const at = reinterpret_cast<const float4*>(sums) + cuda::lane();
+  at[warp() * kWarpSize] = {sum(0), sum(1), sum(2), sum(3)};
+  __syncthreads();
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     const float4 a = at[j * kWarpSize], b = at[(kGroups + j) * kWarpSize];
@@ -194,7 +184,7 @@ __device__ void LatentKernel<Element, kHeadDim>::run(const DecodeArguments& argu
   const ScoreMod& score_mod = arguments.score_mod;
   const float scale = score_mod.remaining_scale();
   DecodeWalk walk(share);
-  int starts = Loads::starts(arguments.stages), turn = 0;
+  int starts = arguments.stages - 1;  // tiles that are started before the first one is waited for
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
     walk.next(problem, arguments.pieces, shape, whole_items);
@@ -210,42 +200,31 @@ __device__ void LatentKernel<Element, kHeadDim>::run(const DecodeArguments& argu
     ScoreState states[1][2];
     clear(out);
     const int end = rows.count > 0 ? walk.end : 0;
-    char* before = nullptr;  // the stage whose keys are multiplied, and whose values are not
 #pragma unroll 1
     for (int tile = walk.tile;;) {
-      const bool fills = starts > 0, has_keys = tile < end;
       char* stage = nullptr;
-      if (!fills) {
+      if (starts == 0) {
         if (!has_queries && rows.count > 0)
           load_query_fragments<Element, false>(queries, problem, rows,
                                                [](int step) { return step / 2 * 64 + 32 * half() + step % 2 * 16; });
         has_queries = true;
-        if (!has_keys && !before) break;
-        if (has_keys)
-          stage = loads.wait();
-        else
-          __syncthreads();
-        if (has_keys) multiply_keys(queries, stage, exchanged + turn * kSumsBytes);
-        turn ^= 1;
+        if (tile >= end) break;
+        stage = loads.wait();
       }
-      if (fills || has_keys) loads.start();
-      if (fills) {
+      loads.start();
+      if (starts > 0) {
         --starts;
         continue;
       }
-      if (before) {
-        const int key = kLatentTile * (tile - 1);
-        Scores scores;
-        read_products(scores, exchanged + turn * kSumsBytes);
-        if (score_mod.has_score_mod) [[unlikely]]
-          apply_mod(problem, score_mod, scores, rows, key);
-        if (key < whole_begin || key + kLatentTile > whole_end) [[unlikely]]
-          hide(scores, shape, rows, key);
-        softmax_step(scores, out, states, scale);
-        multiply_values<Element, false, kLatentBoxBytes>(out, scores, before + warp() * kLatentBoxBytes, __NV_E4M3);
-      }
-      before = stage;
-      ++tile;
+      const int key = kLatentTile * tile++;
+      Scores scores;
+      multiply_keys(scores, queries, stage, exchanged);
+      if (score_mod.has_score_mod) [[unlikely]]
+        apply_mod(problem, score_mod, scores, rows, key);
+      if (key < whole_begin || key + kLatentTile > whole_end) [[unlikely]]
+        hide(scores, shape, rows, key);
+      softmax_step(scores, out, states, scale);
+      multiply_values<Element, false, kLatentBoxBytes>(out, scores, stage + warp() * kLatentBoxBytes, __NV_E4M3);
     }
     finish_part(arguments, walk, rows, out, states);
   }
@@ -269,7 +248,7 @@ struct LatentSetup {
   int ctas;
 
   LatentSetup(const AttentionProblem& problem, int shared_bytes)
-      : stages(std::min((shared_bytes - kExchangedBytes) / kStageBytes, kDecodeMostStages + 1)),
+      : stages(std::min((shared_bytes - kExchangedBytes) / kStageBytes, kDecodeMostStages)),
         shape(decode_shape(problem, kLatentRows, kLatentTile, 1)) {
     // Where there is little to do, a CTA takes several tiles: one costs less than merging a part.
     constexpr int64_t kLeastUnits = 3;
@@ -293,7 +272,7 @@ const char* AttentionDecodeLatent<kHeadDim>::refusal(const ForwardPass& pass, co
   if (!has_latent_values(p)) return "the values are not the first columns of the keys";
   if (p.head_dim_v > 64 * kLatentWarps) return "values of more than 512 columns";
   const LatentSetup<kHeadDim> setup(p, gpu.shared_bytes);
-  if (setup.stages < 3) return "the GPU has too little shared memory for this head dim";
+  if (setup.stages < 2) return "the GPU has too little shared memory for this head dim";
   if (decode_most_units(p, setup.shape) >= int64_t{1} << 30) return "the caches of all sequences have room for too many keys";
   return nullptr;
 }
