@@ -42,7 +42,8 @@ struct DecodePartRow {
   int pitch;
 
   // Row r of the part, which is `row` of the call.
-  __device__ __forceinline__ DecodePartRow(const DecodeArguments& arguments, const DecodeWalk& walk, const CachedRow& row, int r)
+  __device__ __forceinline__ DecodePartRow(const DecodeArguments& arguments, const DecodeWalk& walk, const CachedRow& row,
+                                           int r)
       : data(nullptr), pitch(0) {
     const bool is_whole = walk.begins_item && walk.ends_item;
     if (is_whole && walk.s.pieces == 1) return;

@@ -97,8 +97,7 @@ __device__ __forceinline__ void LatentKernel<Element, kHeadDim>::multiply_keys(S
                                                                                const char* keys, char* exchanged) {
   constexpr int kSums = 4;
   Accumulator<1, 1> sums[kSums] = {};
-  const unsigned base =
-      shared_address(keys) + box_offset(8 * group() + cuda::lane() % 8, 4 * half() + cuda::lane() / 8);
+  const unsigned base = shared_address(keys) + box_offset(8 * group() + cuda::lane() % 8, 4 * half() + cuda::lane() / 8);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     unsigned x[4];

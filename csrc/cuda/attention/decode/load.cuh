@@ -29,8 +29,8 @@ __device__ __forceinline__ void wait_for_groups(int pending) {
     cp_async_wait<kDecodeMostStages - 2>();
 }
 
-// The tiles of kTile keys that a warp loads, or with kOfCta the whole CTA, one after the other, and where the rows of the next one
-// lie: a lane looks for one row, which of a CTA's tile eight threads share.
+// The tiles of kTile keys that a warp loads, or with kOfCta the whole CTA, one after the other, and where the rows of the next
+// one lie: a lane looks for one row, which of a CTA's tile eight threads share.
 template <int kTile, bool kOfCta>
 class DecodeTiles {
  public:

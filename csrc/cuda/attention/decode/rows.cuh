@@ -85,7 +85,8 @@ __device__ __forceinline__ void load_query_fragments(typename Fragments<Element>
 // Makes scores of products: scale, softcap and ALiBi, whose slopes differ from row to row, since rows are of several heads.
 template <int kRowTiles, int kColumns>
 __device__ __forceinline__ void apply_mod(const AttentionProblem& problem, const ScoreMod& score_mod,
-                                          Accumulator<kRowTiles, kColumns>& scores, const DecodeRows<kRowTiles>& rows, int key) {
+                                          Accumulator<kRowTiles, kColumns>& scores, const DecodeRows<kRowTiles>& rows,
+                                          int key) {
   if (score_mod.cap > 0)
     for_each(scores, [&](float& x, int, int, int) { x = score_mod.softcapped(x).value; });
   else
@@ -129,9 +130,8 @@ __device__ __forceinline__ void hide(Accumulator<kRowTiles, kColumns>& scores, c
 
 // Makes weights of scores, and rescales the outputs where a maximum rises. The sums of states are a lane's own.
 template <int kRowTiles, int kColumns, int kOutColumns>
-__device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& scores,
-                                             Accumulator<kRowTiles, kOutColumns>& out, ScoreState (&states)[kRowTiles][2],
-                                             float scale) {
+__device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& scores, Accumulator<kRowTiles, kOutColumns>& out,
+                                             ScoreState (&states)[kRowTiles][2], float scale) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
