@@ -71,6 +71,14 @@ struct AttentionDecode {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
+// decode/latent.cuh: the same where values are the first columns of wide keys (DeepSeek's MLA, absorbed).
+template <int kHeadDim>
+struct AttentionDecodeLatent {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
 // sm80/backward.cuh.
 template <int kHeadDim>
 struct AttentionBackwardSm80 {

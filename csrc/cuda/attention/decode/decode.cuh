@@ -86,14 +86,15 @@ struct DecodeSetup {
   }
 };
 
-template <int kHeadDim>
-const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
-  const AttentionProblem& p = pass.problem;
+// What no kernel of a step of decoding takes.
+inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.dtype == DType::kFloat32) return "float32";
   if (p.cache.splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
   if (p.cache.splits > 1 && p.query_starts) return "num_splits beside packed queries: the longest sequence must not matter";
   if (decode_rows_of(p) > kDecodeMostRows) return "more than 128 rows of queries per sequence and key head";
   if (capacity_of(p.cache) >= int64_t{1} << 29) return "the cache has room for 2^29 keys per sequence or more";
+  if (ceil_div(capacity_of(p.cache), kKeysPerSplitBlock) * decode_pieces(p).most >= int64_t{1} << 31)
+    return "num_splits: too many pieces of too many keys";
   const bool float8 = is_float8(p.cache.dtype);
   const auto is_aligned = [&](const ConstView4& view, int64_t width) {
     const int64_t size = float8 ? 1 : 2;
@@ -111,14 +112,19 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
               4 !=
           0)
     return "the rows of the queries are not multiples of 4 bytes, or their columns do not lie side by side";
-  const char* reason = nullptr;
+  return nullptr;
+}
+
+template <int kHeadDim>
+const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
+  const AttentionProblem& p = pass.problem;
+  const char* reason = decode_refusal(p);
+  if (reason) return reason;
   visit_decode<kHeadDim>(
       p, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
         const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(p, gpu.shared_bytes);
         if (setup.layout.warps == 0)
           reason = "the GPU has too little shared memory for this head dim";
-        else if (ceil_div(capacity_of(p.cache), kKeysPerSplitBlock) * decode_pieces(p).most >= int64_t{1} << 31)
-          reason = "num_splits: too many pieces of too many keys";
         else if (decode_most_units(p, setup.shape) >= int64_t{1} << 30)
           reason = "the caches of all sequences have room for too many keys";
       });

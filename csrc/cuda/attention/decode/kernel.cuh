@@ -8,10 +8,9 @@
 
 #include "../../hw/compiler.cuh"
 #include "../../hw/pdl.cuh"
-#include "../../mma/gemm.cuh"
-#include "../cache/float8.cuh"
 #include "load.cuh"
 #include "parts.cuh"
+#include "rows.cuh"
 
 namespace flash_online::cuda {
 
@@ -36,6 +35,27 @@ __device__ __forceinline__ void touch_constants(const DecodeArguments& arguments
   keep(sum);
 }
 
+// Where a row of a part goes that is to be merged: its outputs, and in the last two floats maximum and sum. Null: it is final.
+struct DecodePartRow {
+  float* data;
+  int pitch;
+
+  // Row r of the part, which is `row` of the call.
+  __device__ __forceinline__ DecodePartRow(const DecodeArguments& arguments, const DecodeWalk& walk, const CachedRow& row,
+                                           int r)
+      : data(nullptr), pitch(0) {
+    const bool is_whole = walk.begins_item && walk.ends_item;
+    if (is_whole && walk.s.pieces == 1) return;
+    const DecodeParts& parts = arguments.parts;
+    pitch = is_whole ? static_cast<int>(arguments.pieces.pitch) : parts.pitch;
+    data = is_whole ? arguments.pieces.part(lse_index(arguments.problem, row), walk.piece)
+                    : parts.part(static_cast<int>(blockIdx.x), walk.begins_item) + r * pitch;
+  }
+  __device__ __forceinline__ void set_state(const ScoreState& state) const {
+    *reinterpret_cast<float2*>(data + pitch - 2) = {state.max, state.sum};
+  }
+};
+
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
 class DecodeKernel {
  public:
@@ -56,6 +76,7 @@ class DecodeKernel {
   using Scores = Accumulator<kRowTiles, kKeys / 8>;
   using Outputs = Accumulator<kRowTiles, kHeadDim / 8>;
   using RowStates = ScoreState[kRowTiles][2];
+  using PartRows = DecodeRows<kRowTiles>;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr bool kSharesQueries = decode_shares_queries(kHeadDim, kRows);
   using QueryTile = SharedTile<Element, kHeadDim>;
@@ -66,35 +87,15 @@ class DecodeKernel {
   };
   using Queries = std::conditional_t<kSharesQueries, QueryTile, QueryFragments>;
 
-  // The rows of a part: row r is query r / group of head r % group.
-  struct PartRows {
-    int first, count;  // the first row's number in the sequence; the rows that exist, perhaps none
-    int group, key_head;
-    int n, queries_begin, offset, keys;
-    // Of the lane's rows, or in their place of the last one that exists: the query, and the row past its first.
-    int query[kRowTiles][2], in_group[kRowTiles][2];
-    __device__ __forceinline__ int query_of(int row) const {
-      return static_cast<int>(static_cast<unsigned>(first + row) / static_cast<unsigned>(group));
-    }
-    __device__ __forceinline__ int head(int row, int query) const { return key_head * group + first + row - query * group; }
-  };
-
   // The first column of those that a lane has in accumulators [i][j][..] of the outputs; the next is kColumnStep behind it.
   __device__ __forceinline__ static int column_of(int j) {
     return kFloat8 ? j / 2 * 16 + 4 * lane_in_quad() + j % 2 : 8 * j + 2 * lane_in_quad();
   }
   static constexpr int kColumnStep = kFloat8 ? 2 : 1;
 
-  __device__ __forceinline__ static PartRows rows_of_part(const DecodeShape& shape, const DecodeWalk& walk);
   __device__ __forceinline__ static void load_queries(const DecodeArguments& arguments, const PartRows& rows, Queries& queries);
   __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, const char* keys,
                                                        __nv_fp8_interpretation_t kind);
-  __device__ __forceinline__ static void apply_mod(const AttentionProblem& problem, const ScoreMod& score_mod, Scores& scores,
-                                                   const PartRows& rows, int key);
-  __device__ __forceinline__ static void hide(Scores& scores, const DecodeShape& shape, const PartRows& rows, int key);
-  __device__ __forceinline__ static void softmax_step(Scores& scores, Outputs& out, RowStates& states, float scale);
-  __device__ __forceinline__ static void multiply_values(Outputs& out, const Scores& weights, const char* values,
-                                                         __nv_fp8_interpretation_t kind);
   __device__ __forceinline__ static void finish_part(const DecodeArguments& arguments, const DecodeWalk& walk,
                                                      const PartRows& rows, char* shared, char* free_stage, Outputs& out,
                                                      RowStates& states);
@@ -106,39 +107,12 @@ class DecodeKernel {
 // ---- queries
 
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ auto DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::rows_of_part(const DecodeShape& shape,
-                                                                                                  const DecodeWalk& walk)
-    -> PartRows {
-  const int2 tile_and_head = shape.tile_and_head(walk.item);
-  PartRows part;
-  part.first = tile_and_head.x * kRows;
-  part.group = shape.group;
-  part.count = max(min(walk.s.queries * part.group - part.first, kRows), 0);
-  part.key_head = tile_and_head.y;
-  part.n = walk.n;
-  part.queries_begin = walk.s.queries_begin;
-  part.offset = walk.s.offset;
-  part.keys = walk.s.keys;
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = max(min(16 * i + 8 * half + quad(), part.count - 1), 0);
-      part.query[i][half] = part.query_of(row);
-      part.in_group[i][half] = part.first + row - part.query[i][half] * part.group;
-    }
-  return part;
-}
-
-// Rows that do not exist are copies of the last one that does: nobody looks at their results. Loads are four bytes wide.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
 __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::load_queries(
     const DecodeArguments& arguments, const PartRows& rows, Queries& queries) {
-  const ConstView4& view = arguments.problem.query;
-  const int head_dim = static_cast<int>(arguments.problem.head_dim);
-  const Element* const data = static_cast<const Element*>(view.data) + rows.n * view.stride[0] +
-                              int64_t{rows.key_head * rows.group} * view.stride[1] + rows.queries_begin * view.stride[2];
   if constexpr (kSharesQueries) {
+    const ConstView4& view = arguments.problem.query;
+    const int head_dim = static_cast<int>(arguments.problem.head_dim);
+    const Element* const data = rows.template queries<Element>(view);
     constexpr int kPairs = kHeadDim / 2;
     const int lane = cuda::lane(), own = max(min(lane, rows.count - 1), 0), query = rows.query_of(own);
     const int64_t own_offset = query * view.stride[2] + (rows.first + own - query * rows.group) * view.stride[1];
@@ -158,35 +132,11 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     }
     __syncwarp();
   } else {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int half_row = 0; half_row < 2; ++half_row) {
-        const Element* const from = data + rows.query[i][half_row] * view.stride[2] +
-                                    rows.in_group[i][half_row] * view.stride[1] + (kFloat8 ? 4 : 2) * lane_in_quad();
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            // Rows are multiples of 16 bytes in the cache, so that all lanes' columns exist, or none does.
-            constexpr int kBetween = kFloat8 ? 2 : 8;
-            const bool there = 16 * step + (kFloat8 ? 0 : 8 * half) < head_dim;
-            queries.fragments[step][i].words[0][2 * half + half_row] =
-                there ? *reinterpret_cast<const unsigned*>(from + 16 * step + kBetween * half) : 0;
-          }
-      }
+    load_query_fragments<Element, kFloat8>(queries.fragments, arguments.problem, rows, [](int step) { return 16 * step; });
   }
 }
 
 // ---- a tile of keys
-
-// Where, in a box, a lane of ldmatrix finds the 16 bytes that it points to, at the box's first columns; chunk c of a row is
-// found by ^ 16 * c, as far as c is even. `right`: whether lanes 16 to 31 point to the next columns, or lanes 8 to 15 and 24
-// to 31.
-__device__ __forceinline__ unsigned matrix_offset(bool right) {
-  const int lane = cuda::lane(), row = right ? lane % 16 : lane / 16 * 8 + lane % 8, chunk = right ? lane / 16 : lane / 8 % 2;
-  return box_offset(row, chunk);
-}
 
 // S = Q K^T. Even and odd steps have sums of their own: half as many products wait for each other, and the tensor cores, which
 // cut off what a sum does not hold, lose less.
@@ -232,130 +182,6 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   for_each(scores, [&](float& x, int i, int j, int e) { x += odd[i][j][e]; });
 }
 
-// Makes scores of products: scale, softcap and ALiBi, whose slopes differ from row to row, since rows are of several heads.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::apply_mod(const AttentionProblem& problem,
-                                                                                               const ScoreMod& score_mod,
-                                                                                               Scores& scores,
-                                                                                               const PartRows& rows, int key) {
-  if (score_mod.cap > 0)
-    for_each(scores, [&](float& x, int, int, int) { x = score_mod.softcapped(x).value; });
-  else
-    for_each(scores, [&](float& x, int, int, int) { score_mod.scale_product(x); });
-  if (!problem.alibi_slopes) return;
-  const float* const slopes = static_cast<const float*>(problem.alibi_slopes) + rows.n * problem.alibi_stride[0];
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int position = rows.query[i][half] + rows.offset - key;
-      const float slope = kLog2E * slopes[(rows.key_head * rows.group + rows.in_group[i][half]) * problem.alibi_stride[1]];
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          scores[i][j][2 * half + e] -= slope * fabsf(static_cast<float>(position - (8 * j + 2 * lane_in_quad() + e)));
-    }
-}
-
-// Hides the keys that a row does not see by position.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::hide(Scores& scores,
-                                                                                          const DecodeShape& shape,
-                                                                                          const PartRows& rows, int key) {
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int position = rows.query[i][half] + rows.offset;
-      const int begin = shape.begin_of(position) - key, end = shape.end_of(position, rows.keys) - key;
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = 8 * j + 2 * lane_in_quad() + e;
-          float& x = scores[i][j][2 * half + e];
-          x = at >= begin && at < end ? x : lowest<float>();
-        }
-    }
-}
-
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::softmax_step(Scores& scores, Outputs& out,
-                                                                                                  RowStates& states,
-                                                                                                  float scale) {
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float most = lowest<float>();
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) most = fmaxf(most, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, most * scale);
-      if (__any_sync(~0u, factor != 1)) {
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
-          out[i][j][2 * half] *= factor;
-          out[i][j][2 * half + 1] *= factor;
-        }
-      }
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = scores[i][j][2 * half + e];
-          x = states[i][half].weight_of_product(x, scale);
-          sum += x;
-        }
-      states[i][half].add(sum);
-    }
-}
-
-// O += P V.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::multiply_values(
-    Outputs& out, const Scores& weights, const char* values, __nv_fp8_interpretation_t kind) {
-  using V = Fragments<ValueElement>;
-  const unsigned base = matrix_offset(true);
-  // Sixteen columns of 16 bits, or 32 of 8 bits, at a time.
-  constexpr int kColumnsAtOnce = kFloat8 ? 32 : 16;
-#pragma unroll
-  for (int k = 0; k < kKeys / 16; ++k) {
-    typename V::Left left[kRowTiles];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const float (&weight)[4] = weights[i][2 * k + word / 2];
-        left[i].words[0][word] = V::pair(weight[word % 2 * 2], weight[word % 2 * 2 + 1]);
-      }
-#pragma unroll
-    for (int n = 0; n < kHeadDim / kColumnsAtOnce; ++n) {
-      unsigned x[4];
-      ldmatrix_x4_trans(x, shared_address(values) + (base ^ (n % 4 * 32)) + n / 4 * kBoxBytes + k * 16 * 128);
-      typename V::Right right[2];
-      if constexpr (kFloat8) {
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-#pragma unroll
-          for (int word = 0; word < 2; ++word) {
-            right[0].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4420), kind);
-            right[1].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4431), kind);
-          }
-          multiply<ValueElement>(out, left, right, 4 * n + 2 * pair);
-        }
-      } else {
-#pragma unroll
-        for (int word = 0; word < 4; ++word) right[word / 2].words[0][word % 2] = x[word];
-        multiply<ValueElement>(out, left, right, 2 * n);
-      }
-    }
-  }
-}
-
 // ---- the end of a part
 
 // Stores a row of the result, by a warp: to the tensors, or to those with which it is merged. A lane has columns [4 * lane, 4 *
@@ -366,16 +192,10 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     const float4 (&sum)[(kHeadDim + 127) / 128]) {
   const AttentionProblem& problem = arguments.problem;
   const int width = static_cast<int>(problem.head_dim_v), lane = cuda::lane();
-  const bool is_whole = walk.begins_item && walk.ends_item;
-  const int query = rows.query_of(r);
-  const CachedRow row{rows.n, rows.key_head * rows.group + rows.first + r - query * rows.group, rows.key_head,
-                      rows.queries_begin + query};
-  if (!is_whole || walk.s.pieces > 1) {
-    const DecodeParts& parts = arguments.parts;
-    const int pitch = is_whole ? static_cast<int>(arguments.pieces.pitch) : parts.pitch;
-    float* const to = is_whole ? arguments.pieces.part(lse_index(problem, row), walk.piece)
-                               : parts.part(static_cast<int>(blockIdx.x), walk.begins_item) + r * pitch;
-    if (lane == 0) *reinterpret_cast<float2*>(to + pitch - 2) = {state.max, state.sum};
+  const CachedRow row = rows.place(r);
+  if (const DecodePartRow part(arguments, walk, row, r); part.data) {
+    float* const to = part.data;
+    if (lane == 0) part.set_state(state);
 #pragma unroll
     for (int n = 0; n < (kHeadDim + 127) / 128; ++n) {
       const int column = 128 * n + 4 * lane;
@@ -501,7 +321,7 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
     walk.next(problem, arguments.pieces, shape, whole_items);
     if (walk.done()) break;
     if (is_first) loads.begin(walk);
-    const PartRows rows = rows_of_part(shape, walk);
+    const PartRows rows(shape, walk);
     Queries queries;
     if constexpr (kSharesQueries) queries.data = reinterpret_cast<Element*>(queries_at + warp * kQueryBytes);
     bool has_queries = false;
@@ -538,7 +358,7 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
       if (key < whole_begin || key + kKeys > whole_end) [[unlikely]]
         hide(scores, shape, rows, key);
       softmax_step(scores, out, states, scale);
-      multiply_values(out, scores, stage + kBoxes * kBoxBytes, kind);
+      multiply_values<ValueElement, kFloat8, kBoxBytes>(out, scores, stage + kBoxes * kBoxBytes, kind);
     }
     finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
   }

@@ -29,24 +29,14 @@ __device__ __forceinline__ void wait_for_groups(int pending) {
     cp_async_wait<kDecodeMostStages - 2>();
 }
 
-// kBoxes: of keys, and of values, per tile of kTile keys.
-template <int kBoxes, int kTile>
-class DecodeLoads {
+// The tiles of kTile keys that a warp loads, or with kOfCta the whole CTA, one after the other, and where the rows of the next
+// one lie: a lane looks for one row, which of a CTA's tile eight threads share.
+template <int kTile, bool kOfCta>
+class DecodeTiles {
  public:
-  static_assert(kTile <= kWarpSize);
-  static constexpr int kBoxBytes = kTile * 128, kStageBytes = 2 * kBoxes * kBoxBytes;
-
-  __device__ __forceinline__ DecodeLoads(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
-                                         const DecodePool& keys, const DecodePool& values, bool whole_items, char* ring,
-                                         int stages)
-      : problem_(problem),
-        pieces_(pieces),
-        shape_(shape),
-        keys_(keys),
-        values_(values),
-        whole_items_(whole_items),
-        stages_(stages),
-        ring_(ring) {}
+  __device__ __forceinline__ DecodeTiles(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+                                         bool whole_items)
+      : problem_(problem), pieces_(pieces), shape_(shape), whole_items_(whole_items) {}
 
   // `walk` has reached the first part.
   __device__ __forceinline__ void begin(const DecodeWalk& walk) {
@@ -56,15 +46,92 @@ class DecodeLoads {
     find_tile();
   }
 
+ protected:
+  __device__ __forceinline__ bool done() const { return walk_.done(); }
+  __device__ __forceinline__ void next_tile() {
+    tile_ += kOfCta ? 1 : shape_.warps();
+    find_tile();
+  }
+  // The lane's row in a tile.
+  __device__ __forceinline__ static int own_row() {
+    return kOfCta ? static_cast<int>(threadIdx.x) / 8 : static_cast<int>(threadIdx.x) % kTile;
+  }
+  // Looks at what the table answered: the lane's row is nowhere unless the pool has its block.
+  __device__ __forceinline__ void check_block() { block_ = static_cast<int>(checked_block(problem_.cache, block_)); }
+  // How far the lane's row lies behind the first of its head, in vectors of 16 bytes. A row that is nowhere, of which nothing
+  // is read, counts as the first.
+  __device__ __forceinline__ unsigned vectors_before(const DecodePool& pool) const {
+    return block_ < 0 ? 0 : static_cast<unsigned>(block_) * pool.block_vectors + static_cast<unsigned>(row_) * pool.row_vectors;
+  }
+
+  const AttentionProblem& problem_;
+  const CachedPieces& pieces_;
+  const DecodeShape& shape_;
+  int key_head_ = 0;  // of the next tile
+  int block_ = -1, row_ = 0;  // of the lane's row of that tile, as the table has them
+
+ private:
+  __device__ __forceinline__ void enter_part() {
+    const int2 tile_and_head = shape_.tile_and_head(walk_.item);
+    key_head_ = tile_and_head.y;
+    const CacheView& cache = problem_.cache;
+    const int64_t row = cache_row(cache, walk_.n);
+    const bool has_row = !cache.table || (row >= 0 && row < cache.table_rows);
+    table_row_ = cache.table && has_row ? cache.table + row * cache.table_stride : nullptr;
+    only_block_ = has_row && !cache.table ? static_cast<int>(row) : -1;
+    // A shorter sequence than the longest may have no such rows.
+    tile_ = tile_and_head.x * shape_.tile_rows < walk_.s.queries * shape_.group
+                ? walk_.tile + (kOfCta ? 0 : static_cast<int>(threadIdx.x) / kWarpSize)
+                : walk_.end;
+  }
+
+  // Finds the next tile, and asks the table where its rows lie: one row per lane. No instruction looks at the answer
+  // before check_block().
+  __device__ __forceinline__ void find_tile() {
+#pragma unroll 1
+    while (tile_ >= walk_.end) {
+      walk_.next(problem_, pieces_, shape_, whole_items_);
+      if (walk_.done()) return;
+      enter_part();
+    }
+    const CacheView& cache = problem_.cache;
+    const int key = tile_ * kTile + own_row();
+    const unsigned place = static_cast<unsigned>(walk_.s.keys_begin + key), page = static_cast<unsigned>(cache.page);
+    const unsigned entry = cache.entries == 1 ? 0 : place / page;
+    row_ = static_cast<int>(place - entry * page);
+    block_ = -1;
+    if (key >= walk_.s.seen_begin && key < walk_.s.seen_end) block_ = table_row_ ? table_row_[entry] : only_block_;
+  }
+
+  DecodeWalk walk_;
+  bool whole_items_;
+  int tile_ = 0;  // the next one
+  const int32_t* table_row_ = nullptr;  // the sequence's; null: all of its keys are in one block
+  int only_block_ = -1;
+};
+
+// kBoxes: of keys, and of values, per tile of kTile keys.
+template <int kBoxes, int kTile>
+class DecodeLoads : public DecodeTiles<kTile, false> {
+  using Tiles = DecodeTiles<kTile, false>;
+
+ public:
+  static_assert(kTile <= kWarpSize);
+  static constexpr int kBoxBytes = kTile * 128, kStageBytes = 2 * kBoxes * kBoxBytes;
+
+  __device__ __forceinline__ DecodeLoads(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+                                         const DecodePool& keys, const DecodePool& values, bool whole_items, char* ring,
+                                         int stages)
+      : Tiles(problem, pieces, shape, whole_items), keys_(keys), values_(values), stages_(stages), ring_(ring) {}
+
   // The stage that is filled next, and that waits until then.
   __device__ __forceinline__ char* next_stage() const { return ring_ + next_ * kStageBytes; }
 
   // Starts the copies of the next tile, if there is one.
   __device__ __forceinline__ void start() {
-    if (!walk_.done()) {
+    if (!done()) {
       start_rows();
-      tile_ += shape_.warps();
-      find_tile();
+      next_tile();
     }
     cp_async_commit();
     next_ = next_ + 1 == stages_ ? 0 : next_ + 1;
@@ -80,11 +147,13 @@ class DecodeLoads {
   }
 
  private:
+  using Tiles::block_, Tiles::key_head_, Tiles::check_block, Tiles::done, Tiles::next_tile, Tiles::vectors_before;
+
   __device__ __forceinline__ void start_rows() {
     // What a warp asks for at once should be whole lines of 128 bytes, which eight lanes read.
     constexpr int kLanes = 8, kRowsAtOnce = kWarpSize / kLanes;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunk = lane % kLanes;
-    block_ = static_cast<int>(checked_block(problem_.cache, block_));
+    check_block();
     const unsigned key = vectors_before(keys_), value = vectors_before(values_);
     const char *const key_data = keys_.data + key_head_ * keys_.head_bytes + chunk * kVectorBytes, *const value_data =
                                                                                                        values_.data +
@@ -108,56 +177,10 @@ class DecodeLoads {
     for (int box = 0; box < kBoxes; ++box)
       cp_async(reinterpret_cast<uint4*>(to + box * kBoxBytes), from + box * 128, bytes > box * 128 ? kVectorBytes : 0);
   }
-  // How far the lane's row lies behind the first of its head, in vectors of 16 bytes. A row that is nowhere, of which nothing
-  // is read, counts as the first.
-  __device__ __forceinline__ unsigned vectors_before(const DecodePool& pool) const {
-    return block_ < 0 ? 0 : static_cast<unsigned>(block_) * pool.block_vectors + static_cast<unsigned>(row_) * pool.row_vectors;
-  }
 
-  __device__ __forceinline__ void enter_part() {
-    const int2 tile_and_head = shape_.tile_and_head(walk_.item);
-    key_head_ = tile_and_head.y;
-    const CacheView& cache = problem_.cache;
-    const int64_t row = cache_row(cache, walk_.n);
-    const bool has_row = !cache.table || (row >= 0 && row < cache.table_rows);
-    table_row_ = cache.table && has_row ? cache.table + row * cache.table_stride : nullptr;
-    only_block_ = has_row && !cache.table ? static_cast<int>(row) : -1;
-    // A shorter sequence than the longest may have no such rows.
-    tile_ = tile_and_head.x * shape_.tile_rows < walk_.s.queries * shape_.group
-                ? walk_.tile + static_cast<int>(threadIdx.x) / kWarpSize
-                : walk_.end;
-  }
-
-  // Finds the warp's next tile, and asks the table where its rows lie: one row per lane. No instruction looks at the answer
-  // before the next start().
-  __device__ __forceinline__ void find_tile() {
-#pragma unroll 1
-    while (tile_ >= walk_.end) {
-      walk_.next(problem_, pieces_, shape_, whole_items_);
-      if (walk_.done()) return;
-      enter_part();
-    }
-    const CacheView& cache = problem_.cache;
-    const int key = tile_ * kTile + static_cast<int>(threadIdx.x) % kTile;
-    const unsigned place = static_cast<unsigned>(walk_.s.keys_begin + key), page = static_cast<unsigned>(cache.page);
-    const unsigned entry = cache.entries == 1 ? 0 : place / page;
-    row_ = static_cast<int>(place - entry * page);
-    block_ = -1;
-    if (key >= walk_.s.seen_begin && key < walk_.s.seen_end) block_ = table_row_ ? table_row_[entry] : only_block_;
-  }
-
-  const AttentionProblem& problem_;
-  const CachedPieces& pieces_;
-  const DecodeShape& shape_;
   const DecodePool &keys_, &values_;
-  DecodeWalk walk_;
-  bool whole_items_;
   int stages_;
   int next_ = 0, oldest_ = 0;  // stages
-  int tile_ = 0, key_head_ = 0;  // the next tile to start
-  int block_ = -1, row_ = 0;  // of the lane's row of that tile, as the table has them
-  const int32_t* table_row_ = nullptr;  // the sequence's; null: all of its keys are in one block
-  int only_block_ = -1;
   char* ring_;
 };
 

@@ -1,0 +1,216 @@
+// What a warp does with the rows of a part, whichever of a tile's keys it has: it loads their queries, makes scores of products
+// and weights of scores, and multiplies these by values.
+#pragma once
+
+#include "../../mma/gemm.cuh"
+#include "../cache/float8.cuh"
+#include "../common/scores.cuh"
+#include "load.cuh"
+
+namespace flash_online::cuda {
+
+// The rows of a part: row r is query r / group of head r % group.
+template <int kRowTiles>
+struct DecodeRows {
+  int first, count;  // the first row's number in the sequence; the rows that exist, perhaps none
+  int group, key_head;
+  int n, queries_begin, offset, keys;
+  // Of the lane's rows, or in their place of the last one that exists: the query, and the row past its first.
+  int query[kRowTiles][2], in_group[kRowTiles][2];
+
+  __device__ __forceinline__ DecodeRows(const DecodeShape& shape, const DecodeWalk& walk) {
+    constexpr int kRows = 16 * kRowTiles;
+    const int2 tile_and_head = shape.tile_and_head(walk.item);
+    first = tile_and_head.x * kRows;
+    group = shape.group;
+    count = max(min(walk.s.queries * group - first, kRows), 0);
+    key_head = tile_and_head.y;
+    n = walk.n;
+    queries_begin = walk.s.queries_begin;
+    offset = walk.s.offset;
+    keys = walk.s.keys;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = max(min(16 * i + 8 * half + quad(), count - 1), 0);
+        query[i][half] = query_of(row);
+        in_group[i][half] = first + row - query[i][half] * group;
+      }
+  }
+  __device__ __forceinline__ int query_of(int row) const {
+    return static_cast<int>(static_cast<unsigned>(first + row) / static_cast<unsigned>(group));
+  }
+  __device__ __forceinline__ int head(int row, int query) const { return key_head * group + first + row - query * group; }
+  __device__ __forceinline__ CachedRow place(int row) const {
+    const int query = query_of(row);
+    return {n, head(row, query), key_head, queries_begin + query};
+  }
+  // The first query of the first head.
+  template <class Element>
+  __device__ __forceinline__ const Element* queries(const ConstView4& view) const {
+    return static_cast<const Element*>(view.data) + n * view.stride[0] + int64_t{key_head * group} * view.stride[1] +
+           queries_begin * view.stride[2];
+  }
+};
+
+// Loads the fragments of steps of a product; column_of(step) is the first of a step's sixteen columns. Rows that do not exist
+// are copies of the last one that does: nobody looks at their results. Loads are four bytes wide.
+template <class Element, bool kFloat8, int kSteps, int kRowTiles, class ColumnOf>
+__device__ __forceinline__ void load_query_fragments(typename Fragments<Element>::Left (&fragments)[kSteps][kRowTiles],
+                                                     const AttentionProblem& problem, const DecodeRows<kRowTiles>& rows,
+                                                     ColumnOf&& column_of) {
+  const ConstView4& view = problem.query;
+  const int head_dim = static_cast<int>(problem.head_dim);
+  const Element* const data = rows.template queries<Element>(view);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half_row = 0; half_row < 2; ++half_row) {
+      const Element* const from = data + rows.query[i][half_row] * view.stride[2] +
+                                  rows.in_group[i][half_row] * view.stride[1] + (kFloat8 ? 4 : 2) * lane_in_quad();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Rows are multiples of 16 bytes in the cache, so that all lanes' columns exist, or none does.
+          constexpr int kBetween = kFloat8 ? 2 : 8;
+          const bool there = column_of(step) + (kFloat8 ? 0 : 8 * half) < head_dim;
+          fragments[step][i].words[0][2 * half + half_row] =
+              there ? *reinterpret_cast<const unsigned*>(from + column_of(step) + kBetween * half) : 0;
+        }
+    }
+}
+
+// Makes scores of products: scale, softcap and ALiBi, whose slopes differ from row to row, since rows are of several heads.
+template <int kRowTiles, int kColumns>
+__device__ __forceinline__ void apply_mod(const AttentionProblem& problem, const ScoreMod& score_mod,
+                                          Accumulator<kRowTiles, kColumns>& scores, const DecodeRows<kRowTiles>& rows,
+                                          int key) {
+  if (score_mod.cap > 0)
+    for_each(scores, [&](float& x, int, int, int) { x = score_mod.softcapped(x).value; });
+  else
+    for_each(scores, [&](float& x, int, int, int) { score_mod.scale_product(x); });
+  if (!problem.alibi_slopes) return;
+  const float* const slopes = static_cast<const float*>(problem.alibi_slopes) + rows.n * problem.alibi_stride[0];
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = rows.query[i][half] + rows.offset - key;
+      const float slope = kLog2E * slopes[(rows.key_head * rows.group + rows.in_group[i][half]) * problem.alibi_stride[1]];
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          scores[i][j][2 * half + e] -= slope * fabsf(static_cast<float>(position - (8 * j + 2 * lane_in_quad() + e)));
+    }
+}
+
+// Hides the keys that a row does not see by position.
+template <int kRowTiles, int kColumns>
+__device__ __forceinline__ void hide(Accumulator<kRowTiles, kColumns>& scores, const DecodeShape& shape,
+                                     const DecodeRows<kRowTiles>& rows, int key) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = rows.query[i][half] + rows.offset;
+      const int begin = shape.begin_of(position) - key, end = shape.end_of(position, rows.keys) - key;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = 8 * j + 2 * lane_in_quad() + e;
+          float& x = scores[i][j][2 * half + e];
+          x = at >= begin && at < end ? x : lowest<float>();
+        }
+    }
+}
+
+// Makes weights of scores, and rescales the outputs where a maximum rises. The sums of states are a lane's own.
+template <int kRowTiles, int kColumns, int kOutColumns>
+__device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& scores, Accumulator<kRowTiles, kOutColumns>& out,
+                                             ScoreState (&states)[kRowTiles][2], float scale) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = lowest<float>();
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) most = fmaxf(most, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, most * scale);
+      if (__any_sync(~0u, factor != 1)) {
+#pragma unroll
+        for (int j = 0; j < kOutColumns; ++j) {
+          out[i][j][2 * half] *= factor;
+          out[i][j][2 * half + 1] *= factor;
+        }
+      }
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = scores[i][j][2 * half + e];
+          x = states[i][half].weight_of_product(x, scale);
+          sum += x;
+        }
+      states[i][half].add(sum);
+    }
+}
+
+// Where, in a box, a lane of ldmatrix finds the 16 bytes that it points to, at the box's first columns; chunk c of a row is
+// found by ^ 16 * c, as far as c is even. `right`: whether lanes 16 to 31 point to the next columns, or lanes 8 to 15 and 24
+// to 31.
+__device__ __forceinline__ unsigned matrix_offset(bool right) {
+  const int lane = cuda::lane(), row = right ? lane % 16 : lane / 16 * 8 + lane % 8, chunk = right ? lane / 16 : lane / 8 % 2;
+  return box_offset(row, chunk);
+}
+
+// O += P V. Element is the weights'; `values` points to a tile's first box.
+template <class Element, bool kFloat8, int kBoxBytes, int kRowTiles, int kColumns, int kOutColumns>
+__device__ __forceinline__ void multiply_values(Accumulator<kRowTiles, kOutColumns>& out,
+                                                const Accumulator<kRowTiles, kColumns>& weights, const char* values,
+                                                __nv_fp8_interpretation_t kind) {
+  using V = Fragments<Element>;
+  const unsigned base = matrix_offset(true);
+  // Sixteen columns of 16 bits, or 32 of 8 bits, at a time.
+  constexpr int kColumnsAtOnce = kFloat8 ? 32 : 16;
+#pragma unroll
+  for (int k = 0; k < kColumns / 2; ++k) {
+    typename V::Left left[kRowTiles];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float (&weight)[4] = weights[i][2 * k + word / 2];
+        left[i].words[0][word] = V::pair(weight[word % 2 * 2], weight[word % 2 * 2 + 1]);
+      }
+#pragma unroll
+    for (int n = 0; n < 8 * kOutColumns / kColumnsAtOnce; ++n) {
+      unsigned x[4];
+      ldmatrix_x4_trans(x, shared_address(values) + (base ^ (n % 4 * 32)) + n / 4 * kBoxBytes + k * 16 * 128);
+      typename V::Right right[2];
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+#pragma unroll
+          for (int word = 0; word < 2; ++word) {
+            right[0].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4420), kind);
+            right[1].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4431), kind);
+          }
+          multiply<Element>(out, left, right, 4 * n + 2 * pair);
+        }
+      } else {
+#pragma unroll
+        for (int word = 0; word < 4; ++word) right[word / 2].words[0][word % 2] = x[word];
+        multiply<Element>(out, left, right, 2 * n);
+      }
+    }
+  }
+}
+
+}  // namespace flash_online::cuda
