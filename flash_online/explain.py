@@ -132,7 +132,7 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
             elif operator in _CACHED:
-                kernel += " (decode, sm90 or sm80: the first that takes the call)"  # over cached keys
+                kernel += " (decode, latent, sm90 or sm80: the first that takes the call)"  # over cached keys
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(operator, call) for operator, call in record.operators)
