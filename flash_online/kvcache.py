@@ -355,8 +355,7 @@ def _attend(
     arguments = (*tensors, new, longest, left, right, lower_right, scale, softcap, splits)
     try:
         if is_decode:
-            arguments = (query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)
-            return ops.attention_decode.default(*arguments)
+            return ops.attention_decode.default(query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)
         if out is None:
             out, lse = ops.attention_cached.default(*arguments)
         else:

@@ -92,6 +92,7 @@ inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.cache.splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
   if (p.cache.splits > 1 && p.query_starts) return "num_splits beside packed queries: the longest sequence must not matter";
   if (decode_rows_of(p) > kDecodeMostRows) return "more than 128 rows of queries per sequence and key head";
+  if (p.total_queries >= int64_t{1} << 31) return "2^31 rows of packed queries or more";
   if (capacity_of(p.cache) >= int64_t{1} << 29) return "the cache has room for 2^29 keys per sequence or more";
   if (ceil_div(capacity_of(p.cache), kKeysPerSplitBlock) * decode_pieces(p).most >= int64_t{1} << 31)
     return "num_splits: too many pieces of too many keys";
@@ -113,6 +114,34 @@ inline const char* decode_refusal(const AttentionProblem& p) {
           0)
     return "the rows of the queries are not multiples of 4 bytes, or their columns do not lie side by side";
   return nullptr;
+}
+
+// What a kernel is given, and where its partial results go.
+inline DecodeArguments decode_arguments(const AttentionProblem& problem, const DecodeShape& shape, const DecodePool& keys,
+                                        const DecodePool& values, int stages, void* workspace) {
+  DecodeArguments arguments{
+      .problem = problem,
+      .score_mod = ScoreMod(problem),
+      .pieces = decode_pieces(problem),
+      .whole_items = problem.cache.splits > 0,
+      .shape = shape,
+      .keys = keys,
+      .values = values,
+      .parts = DecodeParts::of(problem, shape),
+      .stages = stages,
+  };
+  arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
+  (arguments.whole_items ? arguments.pieces.parts : arguments.parts.data) = static_cast<float*>(workspace);
+  return arguments;
+}
+
+// Queues the kernel that merges what `ctas` CTAs have left, if there is one.
+inline void merge_results(const DecodeArguments& arguments, int ctas, CUstream_st* stream) {
+  const AttentionProblem& problem = arguments.problem;
+  if (arguments.whole_items)
+    merge_pieces(problem, arguments.pieces, stream);
+  else if (decode_most_steps(problem, arguments.shape) > 1)  // a step is never cut
+    merge_parts(problem, arguments.shape, arguments.parts, ctas, stream);
 }
 
 template <int kHeadDim>
@@ -150,26 +179,13 @@ void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CU
   visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRowTiles>(Type<Element>, std::bool_constant<kFloat8>,
                                                                                   std::integral_constant<int, kRowTiles>) {
     const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-    DecodeArguments arguments{
-        .problem = problem,
-        .score_mod = ScoreMod(problem),
-        .pieces = decode_pieces(problem),
-        .whole_items = problem.cache.splits > 0,
-        .shape = setup.shape,
-        .keys = decode_pool(problem, problem.key, problem.head_dim),
-        .values = decode_pool(problem, problem.value, problem.head_dim_v),
-        .parts = DecodeParts::of(problem, setup.shape),
-        .stages = setup.layout.stages,
-    };
-    arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
-    (arguments.whole_items ? arguments.pieces.parts : arguments.parts.data) = static_cast<float*>(workspace);
+    const DecodeArguments arguments =
+        decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
+                         decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
     const int ctas = setup.ctas(problem);
     launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles>>(arguments, ctas, setup.layout.warps * kWarpSize,
                                                                     setup.shared_bytes(), stream, true);
-    if (arguments.whole_items)
-      merge_pieces(problem, arguments.pieces, stream);
-    else if (decode_most_steps(problem, setup.shape) > 1)  // a step is never cut
-      merge_parts(problem, arguments.shape, arguments.parts, ctas, stream);
+    merge_results(arguments, ctas, stream);
   });
 }
 

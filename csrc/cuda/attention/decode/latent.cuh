@@ -290,26 +290,12 @@ void AttentionDecodeLatent<kHeadDim>::run(const ForwardPass& pass, void* workspa
   const AttentionProblem& problem = pass.problem;
   const LatentSetup<kHeadDim> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
   const DecodePool keys = decode_pool(problem, problem.key, problem.head_dim);
-  DecodeArguments arguments{
-      .problem = problem,
-      .score_mod = ScoreMod(problem),
-      .pieces = decode_pieces(problem),
-      .whole_items = problem.cache.splits > 0,
-      .shape = setup.shape,
-      .keys = keys,
-      .values = keys,
-      .parts = DecodeParts::of(problem, setup.shape),
-      .stages = setup.stages,
-  };
-  (arguments.whole_items ? arguments.pieces.parts : arguments.parts.data) = static_cast<float*>(workspace);
+  const DecodeArguments arguments = decode_arguments(problem, setup.shape, keys, keys, setup.stages, workspace);
   const auto launch_kernel = [&]<class Element>(Type<Element>) {
     launch<attention_latent<Element, kHeadDim>>(arguments, setup.ctas, kLatentThreads, setup.shared_bytes(), stream, true);
   };
   problem.dtype == DType::kFloat16 ? launch_kernel(Type<__half>{}) : launch_kernel(Type<__nv_bfloat16>{});
-  if (arguments.whole_items)
-    merge_pieces(problem, arguments.pieces, stream);
-  else
-    merge_parts(problem, arguments.shape, arguments.parts, setup.ctas, stream);
+  merge_results(arguments, setup.ctas, stream);
 }
 
 }  // namespace flash_online::cuda

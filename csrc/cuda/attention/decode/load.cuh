@@ -155,11 +155,8 @@ class DecodeLoads : public DecodeTiles<kTile, false> {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunk = lane % kLanes;
     check_block();
     const unsigned key = vectors_before(keys_), value = vectors_before(values_);
-    const char *const key_data = keys_.data + key_head_ * keys_.head_bytes + chunk * kVectorBytes, *const value_data =
-                                                                                                       values_.data +
-                                                                                                       key_head_ *
-                                                                                                           values_.head_bytes +
-                                                                                                       chunk * kVectorBytes;
+    const char* const key_data = keys_.data + key_head_ * keys_.head_bytes + chunk * kVectorBytes;
+    const char* const value_data = values_.data + key_head_ * values_.head_bytes + chunk * kVectorBytes;
 #pragma unroll
     for (int first = 0; first < kTile; first += kRowsAtOnce) {
       const int row = first + lane / kLanes;
