@@ -100,6 +100,15 @@ def test_numbers_of_sequences(count, page):
     check(lengths=lengths, page=page, heads=(4, 1), head_dims=(16, 16))
 
 
+@pytest.mark.parametrize("count", [31, 33, 127, 128, 129, 257])
+@pytest.mark.parametrize("window", [None, (100, None), (600, None)])
+def test_many_sequences_of_long_and_short_items(count, window):
+    """Chunks of 128 sequences; with the first window no share cuts an item, since an item is two steps at most."""
+    choose = random.Random(count)
+    lengths = tuple(choose.choice([0, 1, 40, 129, 500]) for _ in range(count - 1)) + (1500,)
+    check(lengths=lengths, heads=(12, 2), head_dims=(16, 16), options={"window": window})
+
+
 # Heads of query and key, queries: from 1 to 129 rows per key head, of which the last are too many for this kernel.
 ROWS = [
     ((1, 1), 1), ((1, 1), 2), ((1, 1), 9), ((5, 1), 1), ((5, 1), 3), ((16, 1), 1), ((32, 8), 4), ((17, 1), 1), ((31, 1), 1),

@@ -49,9 +49,21 @@ inline DecodeShape decode_shape(const AttentionProblem& problem, int tile_rows, 
           .window_right = bound(problem.visible.right)};
 }
 
-// How many steps an item has at most.
+// How many steps an item has at most: over all of its keys, or over those in the windows of all queries.
 inline int64_t decode_most_steps(const AttentionProblem& problem, const DecodeShape& shape) {
-  return std::max<int64_t>(ceil_div(capacity_of(problem.cache), int64_t{1} << (shape.tile_keys_log2 + shape.warps_log2)), 1);
+  const int64_t tile = int64_t{1} << shape.tile_keys_log2;
+  int64_t tiles = ceil_div(capacity_of(problem.cache), tile);
+  if (shape.window_left >= 0 && shape.window_right >= 0) {
+    const int64_t keys = problem.queries + shape.window_left + shape.window_right;  // that lie anywhere
+    tiles = std::min(tiles, (keys + tile - 2) / tile + 1);
+  }
+  return std::max<int64_t>(ceil_div(tiles, int64_t{1} << shape.warps_log2), 1);
+}
+// Whether no share cuts an item, which then belongs to the CTA in whose share it begins: pieces by num_splits, and items that
+// take less time than the merge of their parts would.
+inline bool decode_has_whole_items(const AttentionProblem& problem, const DecodeShape& shape) {
+  constexpr int64_t kFewSteps = 2;
+  return problem.cache.splits > 0 || decode_most_steps(problem, shape) <= kFewSteps;
 }
 // The longest that the line of work could be.
 inline int64_t decode_most_units(const AttentionProblem& problem, const DecodeShape& shape) {
@@ -62,6 +74,14 @@ inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4&
   const int64_t bytes = is_float8(problem.cache.dtype) ? 1 : 2;
   const auto vectors = [&](int i) { return static_cast<unsigned>(view.stride[i] * bytes / kVectorBytes); };
   return {static_cast<const char*>(view.data), view.stride[1] * bytes, vectors(0), vectors(2), static_cast<int>(width * bytes)};
+}
+
+// Whether plain_arguments() has the arguments of a problem.
+inline bool is_plain_decode(const AttentionProblem& p) {
+  const CacheView& cache = p.cache;
+  return !p.query_starts && !p.alibi_slopes && p.lower_right && p.out.stride[3] == 1 && !cache.query_lengths && !cache.left &&
+         !cache.rows && !cache.new_starts && cache.splits == 0 && p.softcap == 0 && !ScoreMod(p).has_score_mod &&
+         (is_float8(cache.dtype) || (!cache.key_scale && !cache.value_scale));
 }
 
 // A kernel's layout, and what follows from it.
@@ -123,7 +143,7 @@ inline DecodeArguments decode_arguments(const AttentionProblem& problem, const D
       .problem = problem,
       .score_mod = ScoreMod(problem),
       .pieces = decode_pieces(problem),
-      .whole_items = problem.cache.splits > 0,
+      .whole_items = decode_has_whole_items(problem, shape),
       .shape = shape,
       .keys = keys,
       .values = values,
@@ -140,7 +160,7 @@ inline void merge_results(const DecodeArguments& arguments, int ctas, CUstream_s
   const AttentionProblem& problem = arguments.problem;
   if (arguments.whole_items)
     merge_pieces(problem, arguments.pieces, stream);
-  else if (decode_most_steps(problem, arguments.shape) > 1)  // a step is never cut
+  else
     merge_parts(problem, arguments.shape, arguments.parts, ctas, stream);
 }
 
@@ -183,8 +203,13 @@ void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CU
         decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
                          decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
     const int ctas = setup.ctas(problem);
-    launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles>>(arguments, ctas, setup.layout.warps * kWarpSize,
-                                                                    setup.shared_bytes(), stream, true);
+    const int threads = setup.layout.warps * kWarpSize;
+    if (is_plain_decode(problem))
+      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, true>>(arguments, ctas, threads, setup.shared_bytes(),
+                                                                            stream, true);
+    else
+      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, false>>(arguments, ctas, threads, setup.shared_bytes(),
+                                                                             stream, true);
     merge_results(arguments, ctas, stream);
   });
 }

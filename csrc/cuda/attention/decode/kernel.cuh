@@ -35,6 +35,27 @@ __device__ __forceinline__ void touch_constants(const DecodeArguments& arguments
   keep(sum);
 }
 
+// The arguments of a call without packed queries, pieces, padding on the left, rows of the cache by number, and changes of
+// scores, as the compiler then knows. A call of a few microseconds fetches each of its instructions for the first time, so the
+// common calls have an instance that does not look at these options. is_plain_decode() is the host's side.
+template <bool kFloat8>
+__device__ __forceinline__ DecodeArguments plain_arguments(const DecodeArguments& arguments) {
+  DecodeArguments plain = arguments;
+  AttentionProblem& problem = plain.problem;
+  problem.query_starts = nullptr;
+  problem.alibi_slopes = nullptr;
+  problem.lower_right = true;
+  problem.out.stride[3] = 1;
+  problem.cache.query_lengths = problem.cache.left = problem.cache.rows = problem.cache.new_starts = nullptr;
+  plain.pieces.most = 1;
+  plain.score_mod.cap = 0;
+  if constexpr (!kFloat8) {  // else scores have a scale that only the device knows
+    problem.cache.key_scale = problem.cache.value_scale = nullptr;
+    plain.score_mod.has_score_mod = false;
+  }
+  return plain;
+}
+
 // Where a row of a part goes that is to be merged: its outputs, and in the last two floats maximum and sum. Null: it is final.
 struct DecodePartRow {
   float* data;
@@ -66,7 +87,7 @@ class DecodeKernel {
                        kQueryBytes = decode_query_bytes(kHeadDim, kRows);
   static_assert(kStageBytes == decode_stage_bytes(kHeadDim, kFloat8));
 
-  __device__ static void run(const DecodeArguments& arguments, char* shared);
+  __device__ __forceinline__ static void run(const DecodeArguments& arguments, char* shared);
 
  private:
   using F = Fragments<Element>;
@@ -297,7 +318,8 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
 // ---- a warp
 
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const DecodeArguments& arguments, char* shared) {
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const DecodeArguments& arguments,
+                                                                                         char* shared) {
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
   const int warps = shape.warps(), stages = arguments.stages, warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -306,7 +328,6 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
   char *const queries_at = shared + warps * stages * kStageBytes, *const exchanged_at = queries_at + warps * kQueryBytes;
   Loads loads(problem, arguments.pieces, shape, arguments.keys, arguments.values, whole_items,
               shared + warp * stages * kStageBytes, stages);
-  touch_constants(arguments);
   grid_dependency_wait();
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
@@ -365,12 +386,16 @@ __device__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const D
 }
 
 // With 16 rows a thread leaves registers for the CTAs that merge, which so may start before these end.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles,
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles, bool kPlain,
           class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>>
 __global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 ? 224 : 255)
     attention_decode(const __grid_constant__ DecodeArguments arguments) {
   extern __shared__ __align__(128) char shared[];
-  Kernel::run(arguments, shared);
+  touch_constants(arguments);
+  if constexpr (kPlain)
+    Kernel::run(plain_arguments<kFloat8>(arguments), shared);
+  else
+    Kernel::run(arguments, shared);
 }
 
 }  // namespace flash_online::cuda

@@ -51,11 +51,6 @@ struct DecodeSequence {
   int pieces;
   int weight;  // steps per item, at least 1: an item that sees nothing has a result too
 
-  __device__ __forceinline__ DecodeSequence of_lane(int lane) const {
-    const auto of = [&](int x) { return __shfl_sync(~0u, x, lane); };
-    return {of(queries_begin), of(queries),  of(keys_begin), of(keys),  of(offset),
-            of(seen_begin),    of(seen_end), of(pieces),     of(weight)};
-  }
   __device__ __forceinline__ int length(const DecodeShape& shape) const {
     return queries > 0 ? pieces * shape.items * weight : 0;
   }
@@ -89,39 +84,46 @@ struct DecodeShare {
   int size;  // of all shares but the last
   int sequence, sequence_begin;
   DecodeSequence s;  // that sequence
+
+  // Share `cta` of `ctas` of a line of `length` units, without its sequence.
+  __device__ __forceinline__ static DecodeShare of_line(int length, int ctas, int cta) {
+    DecodeShare share{};
+    share.size = max(static_cast<int>(static_cast<unsigned>(length + ctas - 1) / static_cast<unsigned>(ctas)), 1);
+    share.begin = min(cta * share.size, length);
+    share.end = min(share.begin + share.size, length);
+    return share;
+  }
 };
 
-// Finds the share of CTA `cta` of `ctas`. A whole warp calls it, and all lanes get the same.
-__device__ __forceinline__ DecodeShare find_share(const AttentionProblem& problem, const CachedPieces& pieces,
-                                                  const DecodeShape& shape, int ctas, int cta) {
+// Finds the share of CTA `cta` of `ctas`, over chunks of sequences of which each lane looks at kPerLane, so that their lengths
+// are on their way together. A whole warp calls it, and all lanes get the same.
+template <int kPerLane>
+__device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProblem& problem, const CachedPieces& pieces,
+                                                            const DecodeShape& shape, int ctas, int cta) {
+  constexpr int kChunk = kPerLane * kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, sequences = static_cast<int>(problem.batch);
   DecodeShare share{};
   int before = 0;  // the line before the chunk of sequences
   // Over all sequences: first how long the line is, then where the share begins. One chunk does for both.
 #pragma unroll 1
   for (int chunk = 0;;) {
-    DecodeSequence s{};
-    const bool is_one = sequences == 1;  // then all lanes look at it, and there is nothing to add up
-    if (is_one || chunk + lane < sequences) s = decode_sequence(problem, pieces, shape, is_one ? 0 : chunk + lane);
-    const int own = s.length(shape);
-    int end = own, all = own;
-    if (!is_one) {
+    const int first = chunk + kPerLane * lane;
+    int length[kPerLane], own = 0;
 #pragma unroll
-      for (int step = 1; step < kWarpSize; step *= 2) {
-        const int other = __shfl_up_sync(~0u, end, step);
-        if (lane >= step) end += other;
-      }
-      all = before + __shfl_sync(~0u, end, kWarpSize - 1);
+    for (int i = 0; i < kPerLane; ++i) {
+      length[i] = first + i < sequences ? decode_sequence(problem, pieces, shape, first + i).length(shape) : 0;
+      own += length[i];
     }
-    if (share.size == 0 && chunk + kWarpSize >= sequences) {
-      share.size = max(static_cast<int>(static_cast<unsigned>(all + ctas - 1) / static_cast<unsigned>(ctas)), 1);
-      share.begin = min(cta * share.size, all);
-      share.end = min(share.begin + share.size, all);
+    int end = own;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const int other = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) end += other;
+    }
+    const int all = before + __shfl_sync(~0u, end, kWarpSize - 1);
+    if (share.size == 0 && chunk + kChunk >= sequences) {
+      share = DecodeShare::of_line(all, ctas, cta);
       if (share.begin == share.end) break;
-      if (is_one) {
-        share.s = s;
-        break;
-      }
       if (chunk > 0) {
         chunk = before = 0;
         continue;
@@ -131,15 +133,29 @@ __device__ __forceinline__ DecodeShare find_share(const AttentionProblem& proble
       const unsigned behind = __ballot_sync(~0u, before + end > share.begin);
       if (behind != 0) {
         const int owner = __ffs(static_cast<int>(behind)) - 1;
-        share.sequence = chunk + owner;
-        share.sequence_begin = before + __shfl_sync(~0u, end - own, owner);
-        share.s = s.of_lane(owner);
+        int begin = before + end - own, n = first;
+#pragma unroll
+        for (int i = 0; i + 1 < kPerLane; ++i)
+          if (n == first + i && begin + length[i] <= share.begin) begin += length[i], ++n;
+        share.sequence = __shfl_sync(~0u, n, owner);
+        share.sequence_begin = __shfl_sync(~0u, begin, owner);
+        share.s = decode_sequence(problem, pieces, shape, share.sequence);
         break;
       }
     }
     before = all;
-    chunk += kWarpSize;
+    chunk += kChunk;
   }
+  return share;
+}
+
+__device__ __forceinline__ DecodeShare find_share(const AttentionProblem& problem, const CachedPieces& pieces,
+                                                  const DecodeShape& shape, int ctas, int cta) {
+  if (problem.batch > kWarpSize) return find_share_by_chunks<4>(problem, pieces, shape, ctas, cta);
+  if (problem.batch > 1) return find_share_by_chunks<1>(problem, pieces, shape, ctas, cta);
+  const DecodeSequence s = decode_sequence(problem, pieces, shape, 0);
+  DecodeShare share = DecodeShare::of_line(s.length(shape), ctas, cta);
+  share.s = s;
   return share;
 }
 
