@@ -295,8 +295,8 @@ def flash_attn_with_kvcache(
     `[blocks, page, Hk, E]`, to which k `[B, new, Hk, E]` and v are appended first, in place.
 
     cache_seqlens are the keys before that. Rotary embedding turns k and q where rotary_cos and rotary_sin are given. Returns
-    out `[B, L, H, Ev]`, and with return_softmax_lse also softmax_lse `[B, H, L]`. No gradients. Pages are of any size. On the
-    CPU; see `flash_online.kvcache_attention`, whose num_splits and errors these are.
+    out `[B, L, H, Ev]`, and with return_softmax_lse also softmax_lse `[B, H, L]`. No gradients. Pages are of any size. See
+    `flash_online.kvcache_attention`, whose devices, num_splits and errors these are.
     """
     return attend_cached(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin),

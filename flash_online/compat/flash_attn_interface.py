@@ -1,7 +1,7 @@
 """FlashAttention-3's functions on flash_online's kernels: signatures, layouts and returns of its module `flash_attn_interface`.
 
 What is beyond FlashAttention-3: every device, dtype and head dim of flash_online's, and a differentiable softmax_lse. Arguments
-that only tune its kernels (num_splits, pack_gqa, sm_margin) are taken and have no effect.
+that only tune its kernels (pack_gqa, sm_margin, and num_splits but for cached keys) are taken and have no effect.
 
 Source: the interface of FlashAttention-3 (arXiv 2407.08608).
 """
