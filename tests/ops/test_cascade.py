@@ -285,17 +285,17 @@ def test_in_a_cuda_graph_at_other_lengths_and_tables(levels):
     query, *caches, levels, options = on("cuda", list(problem.make()))
     caches = [torch.randn_like(cache) for cache in caches]
     options = {name: on("cuda", value) for name, value in options.items()}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             flash_online.cascade_attention(query, *caches, levels, **options)
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = flash_online.cascade_attention(query, *caches, levels, **options, return_lse=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = flash_online.cascade_attention(query, *caches, levels, **options, return_lse=True)
     for seed in range(3):
         torch.manual_seed(seed)
         for level in levels:

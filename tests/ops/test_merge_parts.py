@@ -205,7 +205,7 @@ def test_merge_past_2_to_the_31_elements():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_lses_of_packed_queries(device, dtype):
-    """Lses [heads, queries] beside outputs [queries, heads, width] are read where they lie, also where they do not lie alike."""
+    """Lses [heads, queries] beside outputs [queries, heads, width] are read as they lie, also where they lie differently."""
     outs, lses = parts_of(3, (7, 5, 24), dtype)
     turned = [lse.t().contiguous().t() for lse in lses]
     for given in (turned, [lses[0], *turned[1:]], [torch.stack([lse, -lse], -1)[..., 0] for lse in lses]):
