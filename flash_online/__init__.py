@@ -14,6 +14,7 @@ from . import functional
 from ._ops import InvalidArgument, ops
 from ._policy import strict
 from .attention import attention
+from .cascade import CascadeLevel, cascade_attention
 from .cross_entropy import cross_entropy
 from .explain import Plan, explain
 from .kvcache import cache_append, kvcache_attention
@@ -37,11 +38,13 @@ SAC_SAVE_OPS = [
 """Forward operators whose results selective activation checkpointing should save: each costs matrix products to repeat."""
 
 __all__ = [
+    "CascadeLevel",
     "InvalidArgument",
     "Plan",
     "SAC_SAVE_OPS",
     "attention",
     "cache_append",
+    "cascade_attention",
     "cross_entropy",
     "disable",
     "enable",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import flash_online
 
@@ -22,7 +24,7 @@ from ._policy import strict
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SINGLE = ("sinks", "alibi_slopes", "lses")  # these stay float32 beside inputs of 16 bits
 CONSTANT = ("weight", "alibi_slopes")  # no gradient is asked for
-INFERENCE = ("kvcache_attention", "cache_append")  # without gradients
+INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append")  # without gradients
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Call:
     """A call of flash_online.<function>, or of torch.nn.functional.<replaced> inside override()."""
 
     function: str  # also the name of the reference
-    inputs: dict[str, Tensor]  # the floating ones in float32
+    inputs: dict[str, Any]  # tensors, the floating ones in float32; or tuples of integer tensors
     options: dict = field(default_factory=dict)
     replaced: str | None = None
     torch_options: dict = field(default_factory=dict)
@@ -58,7 +60,8 @@ class Call:
     def describe(self, dtype: torch.dtype, device: str) -> str:
         module, name = ("torch.nn.functional", self.replaced) if self.replaced else ("flash_online", self.function)
         options = self.torch_options if self.replaced else self.options
-        tensors = [f"{n}={str(_narrow(n, t, dtype).dtype)[6:]}{list(t.shape)}" for n, t in self.inputs.items()]
+        tensors = {n: _narrow(n, t, dtype) for n, t in self.inputs.items() if isinstance(t, Tensor)}
+        tensors = [f"{n}={str(t.dtype)[6:]}{list(t.shape)}" for n, t in tensors.items()]
         said = f"{module}.{name}({', '.join([*tensors, *(f'{n}={value!r}' for n, value in options.items())])}) on {device}"
         return f"{said}, inside override()" if self.replaced else said
 
@@ -94,7 +97,7 @@ def row_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
-    """The calls of attention, varlen_attention, kvcache_attention, cache_append and merge_attention."""
+    """The calls of attention, varlen_attention, kvcache_attention, cascade_attention, cache_append and merge_attention."""
 
     def heads(*shape: int) -> dict[str, Tensor]:
         """query, key and value, of [batch, heads of query, heads of key and value, queries, keys] or without the batch."""
@@ -122,6 +125,13 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
     cached |= {"key_cache": cached.pop("key"), "value_cache": cached.pop("value")}
     lengths = {"cache_seqlens": torch.tensor([70, 13], dtype=torch.int32)}
     yield Call("kvcache_attention", cached | lengths, {"window": (40, None), "return_lse": True})
+    pools = {name: torch.randn(9, 2, 16, head_dim, generator=generator) for name in ("key_cache", "value_cache")}
+    pages = torch.randperm(9, generator=generator, dtype=torch.int32)
+    rows = torch.tensor([0, 5, 0, 3, 5, 70, 20, 19], dtype=torch.int32)  # starts of the prefix, of own keys; numbers of keys
+    prefix = flash_online.CascadeLevel(rows[:2], pages[None, :5], rows[5:6])
+    own = flash_online.CascadeLevel(rows[2:5], pages[5:].view(2, 2), rows[6:])
+    cascade = {"query": torch.randn(5, 4, head_dim, generator=generator), **pools, "levels": (prefix, own)}
+    yield Call("cascade_attention", cascade | {"sinks": sinks}, {"return_lse": True})
     new, angles = heads(2, 4, 2, 3, 3), torch.rand(100, head_dim // 2, generator=generator) * 6
     yield Call("cache_append", cached | new | lengths, {"rotary": (angles.cos(), angles.sin())})
 
@@ -148,17 +158,21 @@ def override_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
 # --- One call beside the reference ------------------------------------------------------------------------------------------
 
 
+def _is_floating(value) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and name not in SINGLE else tensor
 
 
 def _run(
-    function: Callable, inputs: dict[str, Tensor], dtype: torch.dtype | None, seed: int, gradients: bool = True
+    function: Callable, inputs: dict[str, Any], dtype: torch.dtype | None, seed: int, gradients: bool = True
 ) -> dict[str, Tensor]:
     """The results of a function and, with `gradients`, those of its inputs, by name. Every floating input is cast to `dtype`;
     None casts none. Equal seeds give equal gradients of the results."""
-    leaves = {n: t if dtype is None or not t.is_floating_point() else t.to(dtype) for n, t in inputs.items()}
-    wanted = [n for n, t in leaves.items() if t.is_floating_point() and n not in CONSTANT and gradients]
+    leaves = {n: t if dtype is None or not _is_floating(t) else t.to(dtype) for n, t in inputs.items()}
+    wanted = [n for n, t in leaves.items() if _is_floating(t) and n not in CONSTANT and gradients]
     leaves |= {n: leaves[n].detach().requires_grad_() for n in wanted}
     results = function(**leaves)
     results = list(results) if isinstance(results, tuple) else [results]
@@ -190,7 +204,9 @@ class Deviation:
 def compare(call: Call, dtype: torch.dtype, device: str) -> Deviation:
     """The deviation that comes closest to what is allowed, of a call's results and gradients; AssertionError if one is beyond
     it."""
-    inputs = {n: _narrow(n, t, dtype).to(device) for n, t in call.inputs.items()}
+    inputs = {
+        n: tree_map_only(Tensor, lambda t, n=n: _narrow(n, t, dtype).to(device), value) for n, value in call.inputs.items()
+    }
     threads = torch.get_num_threads()
     with strict():
         ours = _run(call.ours, inputs, None, 1, call.function not in INFERENCE)
@@ -202,7 +218,7 @@ def compare(call: Call, dtype: torch.dtype, device: str) -> Deviation:
         torch.set_num_threads(threads)
 
 
-def _worst_deviation(call: Call, inputs: dict[str, Tensor], ours: dict[str, Tensor], dtype: torch.dtype) -> Deviation:
+def _worst_deviation(call: Call, inputs: dict[str, Any], ours: dict[str, Tensor], dtype: torch.dtype) -> Deviation:
     gradients = call.function not in INFERENCE
     truth = _run(call.reference, inputs, torch.float64, 1, gradients)
     plain = _run(call.reference, inputs, None, 1, gradients)

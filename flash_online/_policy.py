@@ -21,6 +21,7 @@ OPERATORS = {
     "attention": "attention_forward",
     "varlen_attention": "attention_varlen_forward",
     "kvcache_attention": "attention_cached",
+    "cascade_attention": "attention_cached",
     "cache_append": "cache_append_",
     "merge_attention": "attention_merge",
     "softmax": "softmax_forward",

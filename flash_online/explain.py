@@ -20,6 +20,7 @@ from ._linear_cross_entropy_ops import scratch_bytes
 from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_order
 from ._policy import no_kernel, refusal, strict_is_active, why_forwarded
 from .attention import attention
+from .cascade import cascade_attention
 from .cross_entropy import cross_entropy
 from .kvcache import cache_append, kvcache_attention
 from .linear_cross_entropy import linear_cross_entropy
@@ -85,9 +86,10 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
 
     Args:
-        function: one of flash_online's (attention, varlen_attention, kvcache_attention, cache_append, merge_attention, softmax,
-            log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of flash_online.functional's or of
-            torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
+        function: one of flash_online's (attention, varlen_attention, kvcache_attention, cascade_attention, cache_append,
+            merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of
+            flash_online.functional's or of torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax,
+            cross_entropy, linear_cross_entropy).
         *args: those of the call.
         **kwargs: those of the call.
 
@@ -131,8 +133,8 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
-            elif operator in _CACHED:
-                kernel += " (decode, latent, sm90 or sm80: the first that takes the call)"  # over cached keys
+            elif operator in _CACHED:  # over cached keys; those of a cascade have several
+                kernel = "flash_online's CUDA kernel (decode, latent, sm90 or sm80: the first that takes the call)"
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(operator, call) for operator, call in record.operators)
@@ -153,7 +155,7 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
         ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
         if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    attentions = (attention, varlen_attention, kvcache_attention, cache_append, merge_attention)
+    attentions = (attention, varlen_attention, kvcache_attention, cascade_attention, cache_append, merge_attention)
     for ours in (*attentions, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None

@@ -35,6 +35,7 @@ __all__ = [
     "attention",
     "varlen_attention",
     "kvcache_attention",
+    "cascade_attention",
     "cache_append",
     "merge_attention",
     "softmax",
@@ -342,6 +343,80 @@ def kvcache_attention(
                 own, keys, values, causal=causal, alibi_slopes=slopes, return_lse=True, **shared
             )
         result = result if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    levels: Sequence[Sequence[Any]],
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    levels: Sequence[Sequence[Any]],
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    levels: Sequence[Sequence[Any]],
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    causal: bool = True,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() of each query over the keys of its groups, those of one level after another.
+
+    query [Tq, Hq, E] -> out [Tq, Hq, Ev], lse [Hq, Tq]; pools [blocks, Hkv, page, E] and [blocks, Hkv, page, Ev]. A level is
+    (cu_seqlens_q [groups + 1], block_table [groups, entries], cache_seqlens [groups] or int[, max_seqlen_q]), read as
+    `kvcache_attention` reads them: group g has the query rows from cu_seqlens_q[g] up to cu_seqlens_q[g + 1], at most
+    max_seqlen_q, and cache_seqlens[g] keys. Of the last level's n keys, query i of L sees those up to i + n - L if `causal`; it
+    sees all others. `sinks` count for the queries of the last level's groups. A query that sees nothing is 0, its lse -inf or
+    its sink. `num_splits` changes no value.
+    """
+    refuse_gradients(query, key_cache, value_cache, key_scale, value_scale, sinks)
+    check_caches(key_cache, value_cache, None, None, None)
+    result = query.new_zeros(*query.shape[:2], value_cache.shape[-1])
+    lse = query.new_full(query.shape[1::-1], -INFINITY, dtype=accumulator_dtype(query.dtype))
+    with torch.no_grad():
+        groups, owners = [], []  # of each level: (cache, rows, keys of its groups); the group of each row, or None
+        for starts, table, lengths, *longest in levels:
+            rows = packed_rows(starts, len(query), *longest)
+            cache = Cache.of(len(rows), key_cache, value_cache, table, None, (key_scale, value_scale))
+            groups.append((cache, rows, clamped_lengths(lengths, None, len(rows), cache.capacity)[1]))
+            owners.append(
+                [next((g for g, own in enumerate(rows) if own.start <= i < own.stop), None) for i in range(len(query))]
+            )
+        for i in range(len(query)):
+            held, seen = [], []
+            for n, ((cache, rows, ends), owner) in enumerate(zip(groups, owners, strict=True)):
+                if (group := owner[i]) is not None:
+                    own, keys = rows[group], torch.arange(ends[group])
+                    last = i + ends[group] - own.stop if causal and n == len(levels) - 1 else ends[group]
+                    held.append(cache.read(group, 0, ends[group], query.dtype))
+                    seen.append(keys <= last)
+            if held:
+                keys, values = (torch.cat(parts, 1) for parts in zip(*held, strict=True))
+                own_sinks = None if owners[-1][i] is None else sinks
+                options = {"mask": torch.cat(seen).to(query.device), "softcap": softcap, "sinks": own_sinks, "scale": scale}
+                row, row_lse = attention(query[i, :, None], keys, values, return_lse=True, **options)
+                result[i], lse[:, i] = row[:, 0], row_lse[:, 0]
     return (result, lse) if return_lse else result
 
 

@@ -1,4 +1,4 @@
-"""The cells: what is measured, in eight families, and the tensors of each."""
+"""The cells: what is measured, in nine families, and the tensors of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Cell(Case):
     Sizes: B, H, Hkv, S (keys that a sequence has room for), L (queries, if not 1), E, Ev (if not E). Options: `page`, without
     which a cache is contiguous; `window` W (a query sees itself and the W - 1 keys before it); `sinks`; `cache` and the name of
     its dtype; `values` SHARED (the value cache is a view of the key cache); `append` rows, with rotary embedding; `num_splits`;
-    `lengths` how `lengths` were drawn. Caches are full unless `lengths` says how many keys each sequence has.
+    `prefix` keys, whose pages all sequences begin with; `lengths` how `lengths` were drawn. Caches are full unless `lengths`
+    says how many keys each sequence has.
 
     `wanted_us` is what a call shall take on an H200 at most, `known_us` what the fastest peer took there in an earlier
     measurement, of one that cannot run beside ours today among them.
@@ -68,6 +69,7 @@ class Cell(Case):
         """Keys and values that some query sees, each once; values that lie in the keys are not counted again."""
         window = self.options.get("window")
         rows = sum(keys if window is None else min(keys, window + self.queries - 1) for keys in self.keys)
+        rows -= (len(self.keys) - 1) * self.options.get("prefix", 0)
         width = self.sizes["E"] + (0 if self.options.get("values") == SHARED else self.head_dim_v)
         return rows * self.sizes["Hkv"] * width * self.cache_dtype.itemsize
 
@@ -118,11 +120,13 @@ class Problem:
     def _make_table(self) -> tuple[Tensor, int]:
         """The table, whose entries behind a sequence's last page are 0, and how many blocks there are."""
         page = self.options["page"]
-        counts = [math.ceil(n / page) for n in self.cell.keys]
+        shared = self.options.get("prefix", 0) // page
+        counts = [shared, *(math.ceil(n / page) - shared for n in self.cell.keys)]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int()
-        table = torch.zeros(len(counts), math.ceil(self.cell.sizes["S"] / page), dtype=torch.int32)
-        for row, own in zip(table, order.split(counts), strict=True):
-            row[: len(own)] = own
+        table = torch.zeros(len(counts) - 1, math.ceil(self.cell.sizes["S"] / page), dtype=torch.int32)
+        first, *others = order.split(counts)
+        for row, own in zip(table, others, strict=True):
+            row[: shared + len(own)] = torch.cat([first, own])
         return table.to(self.device), sum(counts)
 
     def _make_rotary(self) -> tuple[Tensor, Tensor]:
@@ -275,6 +279,10 @@ def _others() -> dict[str, list[Cell]]:
             _cell("prefill", "in chunks, paged", 16, 32, 8, 8192, page=16, **prefill),
         ],
         "append": [_cell("append", "one row", batch, 32, 8, 8192, page=16, append=1) for batch in (1, 64)],
+        "prefix": [
+            _cell("prefix", "one prompt", batch, 32, 8, prefix + 512, page=16, prefix=prefix)
+            for batch, prefix in ((8, 1024), (64, 1024), (8, 8192), (64, 8192))
+        ],
         "splits": [
             _cell("splits", "a number given", 32, 32, 8, 8192, num_splits=4),
             _cell("splits", "a number given", 1, 32, 8, 32768, num_splits=16),
@@ -302,5 +310,6 @@ QUICK = [
     _quick("MLA", "16 heads", 4, 1, E=40, Ev=32, page=16, values=SHARED),
     _quick("prefill", "in chunks, paged", 8, 2, page=16, L=20),
     _quick("append", "one row", 8, 2, page=16, append=1),
+    _quick("prefix", "one prompt", 8, 2, page=16, prefix=32),
     _quick("splits", "a number given", 8, 2, num_splits=2),
 ]

@@ -21,9 +21,10 @@ from ..attention.summary import CUDNN, FA3
 from ..peers import Unavailable
 from ..summary import FLASH, OURS
 from .cases import FLOAT8, SHARED, Problem, Tensors
-from .summary import ANY_SPLITS, CONTIGUOUS, FA3_FULL, FLASHINFER, PLAIN, WIDE
+from .summary import ANY_SPLITS, CONTIGUOUS, FA3_FULL, FLASHINFER, PLAIN, REPEATED, WIDE
 
 WORKSPACE = 128 << 20  # bytes that FlashInfer's wrappers ask for
+DECODE_ROWS = 128  # of queries per key head, which the kernel for few queries takes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Call:
 
 def ours(problem: Problem) -> Call:
     """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+    if "prefix" in problem.options:
+        return ours_cascade(problem)
     options = {"block_table": problem.table, "sinks": problem.sinks, "rotary": problem.rotary}
     options["num_splits"] = problem.options.get("num_splits")
     if window := problem.options.get("window"):
@@ -54,6 +57,29 @@ def ours(problem: Problem) -> Call:
         return functools.partial(flash_online.kvcache_attention, *caches, key=one.key, value=one.value, **options)
 
     return Call(problem, [run(one) for one in problem.sets], setting=flash_online.strict)
+
+
+def ours_cascade(problem: Problem) -> Call:
+    """The prefix as the keys of groups of sequences, of at most DECODE_ROWS rows each, and the others as their own."""
+    batch, queries, prefix = problem.cell.sizes["B"], problem.cell.queries, problem.options["prefix"]
+    pages, members = prefix // problem.options["page"], max(1, DECODE_ROWS // (problem.cell.group_size * queries))
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=problem.device) * queries
+    groups = torch.cat([starts[:-1:members], starts[-1:]])
+    count = len(groups) - 1
+    first = groups, problem.table[:count, :pages].contiguous(), problem.lengths[:count].clone().fill_(prefix)
+    own = starts, problem.table[:, pages:].contiguous(), problem.lengths - prefix, queries
+    levels = [flash_online.CascadeLevel(*first, members * queries), flash_online.CascadeLevel(*own)]
+
+    def run(one: Tensors) -> Callable[[], Tensor]:
+        query = one.query.transpose(1, 2).flatten(0, 1).contiguous()
+        return functools.partial(flash_online.cascade_attention, query, one.key_cache, one.value_cache, levels)
+
+    runs = [run(one) for one in problem.sets]
+    return Call(problem, runs, view=lambda out: out.unflatten(0, (batch, -1)).transpose(1, 2), setting=flash_online.strict)
+
+
+def ours_repeated(problem: Problem) -> Call:
+    return ours(problem.without("prefix"))
 
 
 def ours_plain(problem: Problem) -> Call:
@@ -201,6 +227,7 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     ANY_SPLITS: ours_with_any_splits,
     CONTIGUOUS: ours_contiguous,
     WIDE: ours_wide,
+    REPEATED: ours_repeated,
     FA3: fa3,
     FA3_FULL: fa3_full,
     CUDNN: sdpa(SDPBackend.CUDNN_ATTENTION),
@@ -216,6 +243,7 @@ IN_FAMILY = {
     "MLA": (OURS, FA3),
     "prefill": (OURS, FA3, FLASHINFER),
     "append": (OURS, PLAIN, FA3),
+    "prefix": (OURS, REPEATED, FA3, FLASHINFER),
     "splits": (OURS, ANY_SPLITS),
 }
 PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]

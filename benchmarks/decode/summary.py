@@ -13,12 +13,14 @@ FA3_FULL, FLASHINFER = "FA3, without lengths", "FlashInfer"
 # Our function called in another way. These are no peers, but targets compare with them.
 PLAIN, ANY_SPLITS = f"{OURS}, without append", f"{OURS}, num_splits None"
 CONTIGUOUS, WIDE = f"{OURS}, contiguous", f"{OURS}, 16-bit caches"
+REPEATED = f"{OURS}, repeated pages"
 FAMILIES = {
     "plain": "Contiguous caches",
     "paged": "Pages",
     "options": "Windows, sinks, lengths, head dims",
     "prefill": "Prefill in chunks",
     "append": "Append, with rotary embedding",
+    "prefix": "One prefix for all sequences",
     "splits": "A number of splits",
     "float8": "float8 caches",
     "MLA": "Values in the keys",

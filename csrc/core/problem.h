@@ -157,7 +157,7 @@ struct DropoutProblem {
 struct MergePart {
   const void* out = nullptr;  // [rows, head_dim]
   int64_t row_stride = 0, column_stride = 0;
-  const void* lse = nullptr;  // [rows], accumulator type, contiguous
+  const void* lse = nullptr;  // [rows], accumulator type, at lse_row()
   void* grad_out = nullptr;  // [rows, head_dim], contiguous
   void* grad_lse = nullptr;  // [rows], accumulator type, contiguous
 };
@@ -165,10 +165,20 @@ struct MergePart {
 struct MergeProblem {
   DType dtype = DType::kFloat32;
   int64_t rows = 0, head_dim = 0, parts = 0;
+  // The parts' lses lie in any order of [rows / inner_rows, inner_rows], as those of packed queries do: [heads, queries] beside
+  // outputs [queries, heads, head_dim]. inner_rows is 1 where there are 2^32 rows or more.
+  int64_t inner_rows = 1, lse_stride[2] = {1, 0};
   const MergePart* part = nullptr;
   void* out = nullptr;  // [rows, head_dim], contiguous
   void* lse = nullptr;  // [rows], accumulator type, contiguous
 };
+
+// Where the parts' lses have a row.
+constexpr int64_t lse_row(const MergeProblem& problem, int64_t row) {
+  if (problem.inner_rows <= 1) return row * problem.lse_stride[0];
+  const uint32_t outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(problem.inner_rows);
+  return outer * problem.lse_stride[0] + (row - outer * problem.inner_rows) * problem.lse_stride[1];
+}
 
 struct MergeGradients {
   const void* grad_out = nullptr;  // [rows, head_dim], contiguous

@@ -12,6 +12,7 @@ though their rows are not.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -172,6 +173,24 @@ def few_queries(heads=(8, 2), queries=1, head_dim=128, lengths=(700, 0, 33), pag
     return call
 
 
+def cascade():
+    """One group of all queries, groups of two sizes, and each query's own keys; some have none."""
+    pools = [randn(60, 2, 16, 64, grad=False) for _ in range(2)]
+    pages = torch.randperm(60, device="cuda").to(torch.int32)
+
+    def level(starts, lengths, first):
+        entries, numbers = (
+            max(lengths) // 16 + 1,
+            (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (starts, lengths)),
+        )
+        rows = pages[first : first + entries * len(lengths)].view(len(lengths), entries)
+        return flash_online.CascadeLevel(next(numbers), rows, next(numbers), max(b - a for a, b in itertools.pairwise(starts)))
+
+    levels = [level((0, 9), (300,), 0), level((0, 4, 9), (70, 0), 20), level((0, 1, 3, 5, 9), (0, 40, 2, 17), 30)]
+    sinks = torch.rand(8, device="cuda")
+    return flash_online.cascade_attention(randn(11, 8, 64, grad=False), *pools, levels, sinks=sinks, return_lse=True)
+
+
 def appended_at_slots():
     caches = [randn(5, 2, 16, 64, grad=False) for _ in range(2)]
     slots = torch.tensor([3, -1, 79, 80, 17, 2**40], device="cuda")
@@ -210,6 +229,7 @@ CACHED = {
     ),
     "decode, packed": few_queries(queries=3, starts=(0, 3, 3, 5)),
     "decode, packed, float8": few_queries(heads=(12, 1), queries=3, starts=(0, 1, 3, 6), cache_dtype=torch.float8_e4m3fn),
+    "shared": cascade,
     "decode, 64 pieces": few_queries(lengths=(9000, 70), num_splits=64),
 }
 

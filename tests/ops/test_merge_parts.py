@@ -201,3 +201,15 @@ def test_merge_past_2_to_the_31_elements():
         for rows, expected in ((result[:-3], first), (result[last], end)):
             assert rows.min() == rows.max()
             assert rows.flatten()[0].item() == pytest.approx(expected, rel=1e-3 if result.dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_lses_of_packed_queries(device, dtype):
+    """Lses [heads, queries] beside outputs [queries, heads, width] are read as they lie, also where they lie differently."""
+    outs, lses = parts_of(3, (7, 5, 24), dtype)
+    turned = [lse.t().contiguous().t() for lse in lses]
+    for given in (turned, [lses[0], *turned[1:]], [torch.stack([lse, -lse], -1)[..., 0] for lse in lses]):
+        check(outs, given, device)
+        found = flash_online.merge_attention([out.to(device) for out in outs], [lse.to(device) for lse in given])
+        wanted = flash_online.merge_attention([out.to(device) for out in outs], [lse.to(device) for lse in lses])
+        assert all(map(torch.equal, found, wanted))

@@ -805,6 +805,8 @@ def test_the_cells_of_cached_keys(modules):
     assert lone.bytes_read() == 2 * 4096 * 8 * 128 * 2 and lone.flops() == 4 * 32 * 4096 * 128
     assert gpt_oss.bytes_read() == 64 * 2 * 128 * 8 * 64 * 2
     assert mla.bytes_read() == 64 * 4096 * 576 * 2 and mla.flops() == 2 * 64 * 16 * 4096 * (576 + 512)
+    shared = next(c for c in chosen if c.kind == "one prompt")
+    assert shared.bytes_read() == 2 * (1024 + 8 * 512) * 8 * 128 * 2 and shared.flops() == 4 * 8 * 32 * 1536 * 128
     assert cells.Cell("prefill", {"B": 2, "H": 1, "Hkv": 1, "S": 7, "L": 3, "E": 1}).flops() == 2 * 4 * (5 + 6 + 7)
 
 
@@ -821,6 +823,9 @@ def test_sets_of_cached_keys_fill_more_than_a_cache(modules):
     assert gathered.value_cache.shape == (3, 2, 80, 32) and gathered.value_cache.is_contiguous()
     assert torch.equal(gathered.key_cache[2, 1, 16:32], others[0].key_cache[problem.table[2, 1], 1])
     ragged = cases.Problem(next(c for c in cases.QUICK if c.kind == "lengths"), "cpu")
+    prefixed = cases.Problem(next(c for c in cases.QUICK if c.kind == "one prompt"), "cpu")
+    assert prefixed.blocks == 2 + 3 * 3 and len(prefixed.table.unique()) == 11
+    assert (prefixed.table[:, :2] == prefixed.table[0, :2]).all()
     assert ragged.lengths.tolist() == [80, 1, 33] and ragged.blocks == 5 + 1 + 3 and ragged.table.shape == (3, 5)
 
 
@@ -906,6 +911,7 @@ def test_every_provider_of_cached_keys_solves_the_cells_problem(modules, monkeyp
     assert solved["16 heads"] == {ours, "FA3"} and solved["one row"] == {ours, f"{ours}, without append", "FA3"}
     assert solved["in chunks, paged"] == {ours, f"{ours}, contiguous", "FA3", "FlashInfer"}
     assert solved["a number given"] == {ours, f"{ours}, num_splits None"}
+    assert solved["one prompt"] == {ours, f"{ours}, repeated pages", "FA3", "FlashInfer"}
 
 
 def test_wrong_results_over_cached_keys_are_caught(modules, monkeypatch):

@@ -39,6 +39,11 @@ def cached(query: Tensor, cache: Tensor, lengths: Tensor) -> None:
     out = flash_online.kvcache_attention(query, cache, cache, lengths, window=(9, None), num_splits=2)
     assert_type(out, Tensor)
     assert_type(flash_online.kvcache_attention(query, cache, cache, 3, return_lse=True), tuple[Tensor, Tensor])
+    starts, table = lengths.new_tensor([0, 2]), lengths.new_tensor([[0]])
+    levels = [flash_online.CascadeLevel(starts, table, 3), flash_online.CascadeLevel(starts, table, table[0], max_seqlen_q=2)]
+    assert_type(flash_online.cascade_attention(query[0].transpose(0, 1), cache, cache, levels, softcap=30), Tensor)
+    shared = flash_online.cascade_attention(query[0].transpose(0, 1), cache, cache, levels, return_lse=True)
+    assert_type(shared, tuple[Tensor, Tensor])
     assert_type(flash_online.cache_append(query, query, cache, cache, cache_seqlens=lengths, query=query), Tensor)
     flash_online.cache_append(query, query, cache, cache, cache_seqlens=0)
 

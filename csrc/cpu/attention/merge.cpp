@@ -5,11 +5,11 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The merged state: part n's row has the share weight(lse_n) * inverse_sum_or_zero() in the merged row.
+// The merged state: part n's row has the share weight(lse_n) * inverse_sum_or_zero() in the merged row, whose lses lie at `at`.
 template <class A>
-FLASH_ONLINE_INLINE Softmax<A> state_of(const MergeProblem& problem, int64_t row) {
+FLASH_ONLINE_INLINE Softmax<A> state_of(const MergeProblem& problem, int64_t at) {
   Softmax<A> state;
-  for (int64_t n = 0; n < problem.parts; ++n) state.absorb(static_cast<const A*>(problem.part[n].lse)[row]);
+  for (int64_t n = 0; n < problem.parts; ++n) state.absorb(static_cast<const A*>(problem.part[n].lse)[at]);
   return state;
 }
 
@@ -19,14 +19,15 @@ void merge(const MergeProblem& problem, const Executor& executor) {
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
     using A = Accumulator<E>;
     for_each_item(executor, problem.rows, [&](int64_t row, std::byte*) {
-      const Softmax<A> state = state_of<A>(problem, row);
+      const int64_t at = lse_row(problem, row);
+      const Softmax<A> state = state_of<A>(problem, at);
       const A inverse = state.inverse_sum_or_zero();
       static_cast<A*>(problem.lse)[row] = state.lse();
       for (int64_t e = 0; e < problem.head_dim; ++e) {
         A sum = 0;
         for (int64_t n = 0; n < problem.parts; ++n) {
           const MergePart& part = problem.part[n];
-          const A share = state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
+          const A share = state.weight(static_cast<const A*>(part.lse)[at]) * inverse;
           // An empty part has the share 0, whatever its row holds.
           const A value =
               static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
@@ -44,9 +45,10 @@ void merge_backward(const MergeProblem& problem, const MergeGradients& gradients
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) {
     using A = Accumulator<E>;
     for_each_item(executor, problem.rows, [&](int64_t row, std::byte*) {
-      const Softmax<A> state = state_of<A>(problem, row);
+      const int64_t at = lse_row(problem, row);
+      const Softmax<A> state = state_of<A>(problem, at);
       const auto share_of = [&, inverse = state.inverse_sum_or_zero()](const MergePart& part) {
-        return state.weight(static_cast<const A*>(part.lse)[row]) * inverse;
+        return state.weight(static_cast<const A*>(part.lse)[at]) * inverse;
       };
       const E* grad_out = static_cast<const E*>(gradients.grad_out) + row * problem.head_dim;
       const auto dot_grad_out = [&](const MergePart& part) {

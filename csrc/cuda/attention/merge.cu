@@ -59,16 +59,19 @@ __device__ __forceinline__ void store_columns(T* to, const float (&x)[kWidth]) {
 // whatever its row holds.
 struct MergeRow {
   const MergePart* part;
-  int64_t parts, row;
+  int64_t parts, row, lse_at;
   OnlineSoftmax<float> state;
   float inverse_sum;
 
   __device__ __forceinline__ MergeRow(const MergeArguments& arguments, int64_t row_)
-      : part(arguments.problem.part ? arguments.problem.part : arguments.part), parts(arguments.problem.parts), row(row_) {
+      : part(arguments.problem.part ? arguments.problem.part : arguments.part),
+        parts(arguments.problem.parts),
+        row(row_),
+        lse_at(lse_row(arguments.problem, row_)) {
     for (int64_t n = 0; n < parts; ++n) state.absorb(lse(n));
     inverse_sum = state.inverse_sum_or_zero();
   }
-  __device__ __forceinline__ float lse(int64_t n) const { return static_cast<const float*>(part[n].lse)[row]; }
+  __device__ __forceinline__ float lse(int64_t n) const { return static_cast<const float*>(part[n].lse)[lse_at]; }
   __device__ __forceinline__ float share(int64_t n) const { return state.weight(lse(n)) * inverse_sum; }
   template <class T>
   __device__ __forceinline__ const T* out(int64_t n) const {

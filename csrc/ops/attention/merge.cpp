@@ -10,7 +10,7 @@ namespace {
 // The partial results that a merge is given, checked and flattened to rows.
 template <class Device>
 struct Parts {
-  std::vector<Tensor> contiguous;  // what the pointers of `part` point into
+  std::vector<Tensor> held;  // what the pointers of `part` point into
   std::vector<MergePart> part;
   MergeProblem problem;
 
@@ -27,6 +27,7 @@ struct Parts {
     problem.parts = static_cast<int64_t>(outs.size());
     std::vector<int64_t> leading = sizes_of(first);
     leading.pop_back();
+    take_lse_strides(lses);
     for (size_t n = 0; n < outs.size(); ++n) {
       check(sizes_of(outs[n]) == sizes_of(first) && outs[n].scalar_type() == first.scalar_type(), "outs[", n,
             "]: expected shape ", shape_of(first), " and dtype of outs[0], got ", shape_of(outs[n]));
@@ -35,14 +36,27 @@ struct Parts {
       check(sizes_of(lses[n]) == leading && lses[n].scalar_type() == accumulator_of(first.scalar_type()), "lses[", n,
             "]: expected outs' shape without its last dimension and float32 (float64 for float64 outs), got ",
             shape_of(lses[n]));
-      contiguous.push_back(torch::stable::contiguous(outs[n]));
-      contiguous.push_back(torch::stable::contiguous(lses[n]));
-      part.push_back({.out = contiguous[2 * n].data_ptr(),
+      held.push_back(torch::stable::contiguous(outs[n]));
+      held.push_back(problem.inner_rows > 1 ? lses[n] : torch::stable::contiguous(lses[n]));
+      part.push_back({.out = held[2 * n].data_ptr(),
                       .row_stride = problem.head_dim,
                       .column_stride = 1,
-                      .lse = contiguous[2 * n + 1].data_ptr()});
+                      .lse = held[2 * n + 1].data_ptr()});
     }
     problem.part = part.data();
+  }
+
+ private:
+  // Lses [outer, inner] are read where they lie, if all lie alike; others are copied unless they are contiguous.
+  void take_lse_strides(const std::vector<Tensor>& lses) {
+    const Tensor& first = lses[0];
+    const bool alike = first.dim() == 2 && std::all_of(lses.begin(), lses.end(), [&](const Tensor& lse) {
+                         return lse.dim() == 2 && lse.stride(0) == first.stride(0) && lse.stride(1) == first.stride(1);
+                       });
+    if (!alike || problem.rows >= int64_t{1} << 32 || first.size(1) <= 1) return;
+    problem.inner_rows = first.size(1);
+    problem.lse_stride[0] = first.stride(0);
+    problem.lse_stride[1] = first.stride(1);
   }
 };
 
