@@ -154,6 +154,32 @@ def test_lengths_at_every_edge_of_float8(cache_dtype, splits):
     check(lengths=EDGES, head_dims=(128, 128), heads=(4, 1), page=16, **more)
 
 
+# What becomes of queries, and of the scale, which keeps scores small.
+RANGES = {
+    "2^-60 to 1": (lambda query: (query * 0.5 ** torch.randint(60, query.shape, device=DEVICE)).bfloat16(), 1),
+    "1e-30": (lambda query: query * 1e-30, 1),
+    "1e5": (lambda query: query * 1e5, 1e-5),
+    "0": (torch.zeros_like, 1),
+    "a column of 1e30": (lambda query: query.index_fill(-1, torch.tensor([3], device=DEVICE), 1e30), 1),
+}
+
+
+@pytest.mark.parametrize("change, scale", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize("head_dim, queries", [(128, 1), (128, 9), (192, 1)])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2], ids=str)
+def test_queries_of_any_range_beside_float8(cache_dtype, head_dim, queries, change, scale):
+    """bfloat16 queries are multiplied as halves where these hold all of a tile. Those of other heads keep their bits."""
+    query, caches = randn(3, 8, queries, head_dim), [randn(3, 2, 300, head_dim) for _ in range(2)]
+    caches[0][..., 3] = 0
+    caches, lengths, scale = [c.to(cache_dtype) for c in caches], integers(0, 33, 300), scale * head_dim**-0.5
+    changed = change(query)
+    check_close(changed, caches, lengths, scale=scale)
+    mixed = torch.where(torch.arange(8, device=DEVICE)[:, None, None] % 4 == 1, changed, query)
+    found, expected = (attend(q, *caches, lengths, scale=scale).unflatten(1, (2, 4)) for q in (mixed, query))
+    for head in (0, 2, 3):
+        assert torch.equal(found[:, :, head], expected[:, :, head]), head
+
+
 @pytest.mark.parametrize("queries", [1, 60])
 @pytest.mark.parametrize("scales", ["one", "head", "batch", "all"])
 def test_scales_of_16_bits(scales, queries):

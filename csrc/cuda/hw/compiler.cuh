@@ -19,6 +19,10 @@ __device__ __forceinline__ uint64_t opaque(uint64_t value) {
   asm volatile("" : "+l"(value));
   return value;
 }
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 // The registers have their values here: the compiler moves no definition of them to after this place and no use of them to
 // before it. wgmma needs the latter, since the compiler does not know that a product in flight still writes its accumulators.

@@ -15,6 +15,13 @@ __device__ __forceinline__ void cp_async(uint4* shared, const void* global, int 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                : "memory");
 }
+// Copies 16 bytes, or fills them with zeros and reads nothing if `wanted` is 0. As a number of bytes it would be shifted first.
+__device__ __forceinline__ void cp_async_if(unsigned wanted, unsigned shared, const void* global) {
+  asm volatile(
+      "{.reg .pred ignored; setp.eq.u32 ignored, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, ignored;}" ::"r"(shared),
+      "l"(global), "r"(wanted)
+      : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but the last kPending groups that this thread has committed are complete.
 template <int kPending = 0>

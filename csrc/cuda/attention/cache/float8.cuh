@@ -10,23 +10,91 @@ namespace flash_online::cuda {
 
 constexpr bool is_float8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
 
-// The two elements in the lower half of a word, as two 16-bit elements in a word.
+// e4m3 elements in the upper bytes of two halves, as halves. Below compute capability 8.9, which has no instruction for it.
+__device__ __forceinline__ unsigned widen_e4m3(unsigned pair) {
+  const unsigned magnitudes = pair & 0x7f007f00, bits = (pair & 0x80008000) | magnitudes >> 1;
+  const __half2 scaled = __hmul2(reinterpret_cast<const __half2&>(bits), __half2half2(__float2half(256)));  // the biases differ
+  const unsigned nan = ((magnitudes + 0x01000100) >> 15 & 0x00010001) * 0x7fff;
+  return reinterpret_cast<const unsigned&>(scaled) | nan;
+}
+
+// The four elements of a word as halves: the first two in x, the last two in y. `kind` should be a constant.
+__device__ __forceinline__ uint2 widen_float8_to_halves(unsigned elements, __nv_fp8_interpretation_t kind) {
+  uint2 halves;
+#if __CUDA_ARCH__ >= 890
+  // One instruction each, which can take the upper half of a register; the intrinsic would shift the word.
+  if (kind == __NV_E4M3)
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(halves.x), "=r"(halves.y)
+        : "r"(elements));
+  else
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e5m2x2 %0, low; cvt.rn.f16x2.e5m2x2 %1, high;}"
+        : "=r"(halves.x), "=r"(halves.y)
+        : "r"(elements));
+#else
+  halves = {__byte_perm(elements, 0, 0x1404), __byte_perm(elements, 0, 0x3424)};  // the upper byte of a half is an e5m2
+  if (kind == __NV_E4M3) halves = {widen_e4m3(halves.x), widen_e4m3(halves.y)};
+#endif
+  return halves;
+}
+
+// The four elements of a word, as two words of two 16-bit elements.
 template <class Element>
-__device__ __forceinline__ unsigned widen_float8_pair(unsigned elements, __nv_fp8_interpretation_t kind) {
-  const __half2 pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(elements), kind);
+__device__ __forceinline__ uint2 widen_float8_word(unsigned elements, __nv_fp8_interpretation_t kind) {
+  const uint2 halves = widen_float8_to_halves(elements, kind);
   if constexpr (std::is_same_v<Element, __half>) {
-    return reinterpret_cast<const unsigned&>(pair);
+    return halves;
   } else {
-    const float2 x = __half22float2(pair);
-    return Fragments<Element>::pair(x.x, x.y);
+    const float2 x = __half22float2(reinterpret_cast<const __half2&>(halves.x)),
+                 y = __half22float2(reinterpret_cast<const __half2&>(halves.y));
+    return {Fragments<Element>::pair(x.x, x.y), Fragments<Element>::pair(y.x, y.y)};
   }
 }
 
 // Eight elements.
 template <class Element>
 __device__ __forceinline__ uint4 widen_float8(uint2 elements, __nv_fp8_interpretation_t kind) {
-  return {widen_float8_pair<Element>(elements.x & 0xffff, kind), widen_float8_pair<Element>(elements.x >> 16, kind),
-          widen_float8_pair<Element>(elements.y & 0xffff, kind), widen_float8_pair<Element>(elements.y >> 16, kind)};
+  const uint2 first = widen_float8_word<Element>(elements.x, kind), second = widen_float8_word<Element>(elements.y, kind);
+  return {first.x, first.y, second.x, second.y};
+}
+
+// Calls f(kind) with a constant: each format has code of its own.
+template <class F>
+__device__ __forceinline__ void visit_float8(__nv_fp8_interpretation_t kind, F&& f) {
+  if (kind == __NV_E4M3)
+    f(__NV_E4M3);
+  else
+    f(__NV_E5M2);
+}
+
+// bfloat16 queries as halves, so that float8 keys, which become halves in one instruction, need not become bfloat16 in three
+// more. for_each_word(f) calls f(pair of elements) for all that the lane has of a warp's queries. All are multiplied by the
+// power of two that brings the largest to just below 2^16, and the function returns the factor that makes up for it in the
+// products. It returns 0, and leaves the elements alone, where halves would not hold all of their digits: where an element is
+// smaller than another by more than 2^32, or the largest is not in [2^-25, 2^16).
+template <class ForEachWord>
+__device__ __forceinline__ float bfloat16_to_halves(ForEachWord&& for_each_word) {
+  // Of the magnitudes, less 2^15 to be signed numbers of 16 bits: the largest; the smallest less 1, which makes 0 the largest.
+  unsigned most = 0x80008000, least = 0x7fff7fff;
+  for_each_word([&](unsigned& pair) {
+    const unsigned magnitudes = pair | 0x80008000;
+    most = __vmaxs2(most, magnitudes);
+    least = __vmins2(least, magnitudes - 0x00010001);  // the halves of the word borrow nothing from each other
+  });
+  const auto low = [](unsigned pair) { return static_cast<int>(static_cast<int16_t>(pair & 0xffff)); };
+  const auto high = [](unsigned pair) { return static_cast<int>(pair) >> 16; };
+  // Their exponents, with bfloat16's bias of 127; those of NaN and infinities are 255.
+  const int largest = (__reduce_max_sync(~0u, max(low(most), high(most))) + 0x8000) >> 7,
+            smallest = (__reduce_min_sync(~0u, min(low(least), high(least))) + 0x8001) >> 7;
+  if (smallest > 0xff) return 1;  // nothing but 0
+  // A half's last digit is 2^-24, and an element's is 2^-7 of the power of its exponent.
+  const int shift = 127 + 15 - largest;
+  if (shift < 0 || shift > 40 || smallest + shift < 127 - 17) return 0;
+  const float factor = __int_as_float((127 + shift) << 23);
+  for_each_word([&](unsigned& pair) {
+    pair = Fragments<__half>::pair(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000) * factor);
+  });
+  return __int_as_float((127 - shift) << 23);
 }
 
 }  // namespace flash_online::cuda

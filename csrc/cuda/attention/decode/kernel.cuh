@@ -92,8 +92,9 @@ class DecodeKernel {
  private:
   using F = Fragments<Element>;
   using Left = typename F::Left;
-  // float8 values are widened to halves, which hold them exactly; so the weights are halves too.
-  using ValueElement = std::conditional_t<kFloat8, __half, Element>;
+  // float8 keys and values are widened to halves, which hold them exactly; so queries and weights are halves too.
+  using CacheElement = std::conditional_t<kFloat8, __half, Element>;
+  static constexpr bool kConvertsQueries = kFloat8 && !std::is_same_v<Element, __half>;
   using Scores = Accumulator<kRowTiles, kKeys / 8>;
   using Outputs = Accumulator<kRowTiles, kHeadDim / 8>;
   using RowStates = ScoreState[kRowTiles][2];
@@ -104,7 +105,6 @@ class DecodeKernel {
   // A part's queries: a tile in shared memory, or the fragments of a warp in its registers.
   struct QueryFragments {
     Left fragments[kSteps][kRowTiles];
-    __device__ __forceinline__ const Left (&step(int n) const)[kRowTiles] { return fragments[n]; }
   };
   using Queries = std::conditional_t<kSharesQueries, QueryTile, QueryFragments>;
 
@@ -115,6 +115,8 @@ class DecodeKernel {
   static constexpr int kColumnStep = kFloat8 ? 2 : 1;
 
   __device__ __forceinline__ static void load_queries(const DecodeArguments& arguments, const PartRows& rows, Queries& queries);
+  __device__ __forceinline__ static float convert_queries(Queries& queries);
+  template <class Factor>
   __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, const char* keys,
                                                        __nv_fp8_interpretation_t kind);
   __device__ __forceinline__ static void finish_part(const DecodeArguments& arguments, const DecodeWalk& walk,
@@ -157,50 +159,92 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   }
 }
 
+// Makes halves of bfloat16 queries beside float8 keys: see bfloat16_to_halves.
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+__device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::convert_queries(Queries& queries) {
+  if constexpr (kSharesQueries) {
+    const float factor = bfloat16_to_halves([&](auto&& f) {
+      constexpr int kPairs = kHeadDim / 2;
+#pragma unroll 1
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int pair = lane(); pair < kPairs; pair += kWarpSize) f(*reinterpret_cast<unsigned*>(queries.row(r) + 2 * pair));
+    });
+    __syncwarp();
+    return factor;
+  } else {
+    return bfloat16_to_halves([&](auto&& f) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) f(queries.fragments[step][i].words[0][word]);
+    });
+  }
+}
+
 // ---- a tile of keys
 
 // S = Q K^T. Even and odd steps have sums of their own: half as many products wait for each other, and the tensor cores, which
-// cut off what a sum does not hold, lose less.
+// cut off what a sum does not hold, lose less. Not so for 32 rows beside float8, which have products enough, and whose sums
+// over 32 keys would not fit the registers. The operands are multiplied as elements of type Factor.
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+template <class Factor>
 __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::multiply_keys(
     Scores& scores, const Queries& queries, const char* keys, __nv_fp8_interpretation_t kind) {
+  constexpr bool kHasOdd = !kFloat8 || kRowTiles == 1;
   Scores odd;
   clear(scores);
   clear(odd);
-  const unsigned base = kFloat8 ? box_offset(quad(), 0) + 4 * static_cast<unsigned>(lane_in_quad()) : matrix_offset(false);
+  // Of sixteen bits ldmatrix loads sixteen keys and one step at a time. Of eight bits it loads as many bytes of a key, which
+  // are one matrix instead of two, so 32 keys and one step, or sixteen and two.
+  constexpr int kStepsAtOnce = kFloat8 && kKeys == 16 ? 2 : 1, kStepsPerBox = kFloat8 ? 8 : 4;
+  const unsigned base = shared_address(keys) + (kFloat8 && kKeys == 32 ? box_offset(lane(), 0) : matrix_offset(kFloat8));
+  static_assert(kSteps % kStepsAtOnce == 0);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    typename F::Right right[kKeys / 8];
-    constexpr int kStepsPerBox = kFloat8 ? 8 : 4;
-    const unsigned at = (base ^ (step % kStepsPerBox * (kFloat8 ? 16 : 32))) + step / kStepsPerBox * kBoxBytes;
+  for (int first = 0; first < kSteps; first += kStepsAtOnce) {
+    typename Fragments<Factor>::Right right[kStepsAtOnce][kKeys / 8];
+    const unsigned at = (base ^ (first % kStepsPerBox * (kFloat8 ? 16 : 32))) + first / kStepsPerBox * kBoxBytes;
     if constexpr (kFloat8) {
+      unsigned x[4];
+      ldmatrix_x4(x, at);
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
+      for (int n = 0; n < 4; ++n) {
         // The order of the sum is free: a lane's four neighbouring columns are those that it multiplies.
-        const unsigned bytes = *reinterpret_cast<const unsigned*>(keys + at + j * 8 * 128);
-        right[j].words[0][0] = widen_float8_pair<Element>(bytes & 0xffff, kind);
-        right[j].words[0][1] = widen_float8_pair<Element>(bytes >> 16, kind);
+        const uint2 columns = widen_float8_word<Factor>(x[n], kind);
+        unsigned (&words)[2] = right[n / (kKeys / 8)][n % (kKeys / 8)].words[0];
+        words[0] = columns.x;
+        words[1] = columns.y;
       }
     } else {
 #pragma unroll
       for (int j = 0; j < kKeys / 8; j += 2) {
         unsigned x[4];
-        ldmatrix_x4(x, shared_address(keys) + at + j * 8 * 128);
+        ldmatrix_x4(x, at + j * 8 * 128);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) right[j + n / 2].words[0][n % 2] = x[n];
+        for (int n = 0; n < 4; ++n) right[0][j + n / 2].words[0][n % 2] = x[n];
       }
     }
-    Scores& sum = step % 2 == 0 ? scores : odd;
-    if constexpr (kSharesQueries) {
+#pragma unroll
+    for (int n = 0; n < kStepsAtOnce; ++n) {
+      const int step = first + n;
+      Scores& sum = kHasOdd && step % 2 == 1 ? odd : scores;
       Left left[kRowTiles];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) F::left_rows(left[i], queries, 16 * i, 16 * step);
-      multiply<Element>(sum, left, right, 0);
-    } else {
-      multiply<Element>(sum, queries.step(step), right, 0);
+      for (int i = 0; i < kRowTiles; ++i)
+        if constexpr (kSharesQueries)
+          F::left_rows(left[i], queries, 16 * i, 16 * step);
+        else
+          left[i] = queries.fragments[step][i];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+          mma_16x8x16<Factor>(sum[i][j], left[i].words[0], right[n][j].words[0][0], right[n][j].words[0][1]);
     }
   }
-  for_each(scores, [&](float& x, int i, int j, int e) { x += odd[i][j][e]; });
+  if constexpr (kHasOdd) for_each(scores, [&](float& x, int i, int j, int e) { x += odd[i][j][e]; });
 }
 
 // ---- the end of a part
@@ -348,7 +392,8 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     bool has_queries = false;
     ScoreMod score_mod = arguments.score_mod;
     score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, walk.n, rows.key_head));
-    const float scale = score_mod.remaining_scale();
+    float scale = score_mod.remaining_scale();
+    bool as_halves = true;  // the queries beside float8 keys
     // The keys that all rows see.
     const int whole_begin = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset),
               whole_end = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);
@@ -360,7 +405,15 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     for (int tile = walk.tile + warp;;) {
       char* stage = nullptr;
       if (starts == 0) {
-        if (!has_queries && rows.count > 0) load_queries(arguments, rows, queries);
+        if (!has_queries && rows.count > 0) {
+          load_queries(arguments, rows, queries);
+          if constexpr (kConvertsQueries) {
+            const float factor = convert_queries(queries);
+            as_halves = factor != 0;
+            if (as_halves) score_mod.multiply(factor);
+            scale = score_mod.remaining_scale();
+          }
+        }
         has_queries = true;
         if (tile >= end) break;
         stage = loads.wait();
@@ -373,13 +426,24 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       const int key = tile * kKeys;
       tile += warps;
       Scores scores;
-      multiply_keys(scores, queries, stage, kind);
+      if constexpr (kFloat8) {
+        if (kConvertsQueries && !as_halves) [[unlikely]]
+          multiply_keys<Element>(scores, queries, stage, kind);
+        else
+          visit_float8(kind, [&](auto kind) { multiply_keys<__half>(scores, queries, stage, kind); });
+      } else {
+        multiply_keys<Element>(scores, queries, stage, kind);
+      }
       if (score_mod.has_score_mod) [[unlikely]]
         apply_mod(problem, score_mod, scores, rows, key);
       if (key < whole_begin || key + kKeys > whole_end) [[unlikely]]
         hide(scores, shape, rows, key);
       softmax_step(scores, out, states, scale);
-      multiply_values<ValueElement, kFloat8, kBoxBytes>(out, scores, stage + kBoxes * kBoxBytes, kind);
+      const char* const values = stage + kBoxes * kBoxBytes;
+      if constexpr (kFloat8)
+        visit_float8(kind, [&](auto kind) { multiply_values<CacheElement, true, kBoxBytes>(out, scores, values, kind); });
+      else
+        multiply_values<CacheElement, false, kBoxBytes>(out, scores, values, kind);
     }
     finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
   }

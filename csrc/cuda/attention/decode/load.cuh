@@ -2,6 +2,7 @@
 // of its own. No other warp reads them, so that a warp waits for its own copies alone.
 #pragma once
 
+#include "../../hw/compiler.cuh"
 #include "../../hw/cp_async.cuh"
 #include "../../hw/vector.cuh"
 #include "line.cuh"
@@ -149,30 +150,37 @@ class DecodeLoads : public DecodeTiles<kTile, false> {
  private:
   using Tiles::block_, Tiles::key_head_, Tiles::check_block, Tiles::done, Tiles::next_tile, Tiles::vectors_before;
 
+  // What a warp asks for at once should be whole lines of 128 bytes, which eight lanes read.
+  static constexpr int kLanes = 8, kRowsAtOnce = kWarpSize / kLanes;
+
   __device__ __forceinline__ void start_rows() {
-    // What a warp asks for at once should be whole lines of 128 bytes, which eight lanes read.
-    constexpr int kLanes = 8, kRowsAtOnce = kWarpSize / kLanes;
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunk = lane % kLanes;
+    const unsigned lane = threadIdx.x % kWarpSize, chunk = lane % kLanes, own = lane / kLanes;
     check_block();
-    const unsigned key = vectors_before(keys_), value = vectors_before(values_);
-    const char* const key_data = keys_.data + key_head_ * keys_.head_bytes + chunk * kVectorBytes;
-    const char* const value_data = values_.data + key_head_ * values_.head_bytes + chunk * kVectorBytes;
-#pragma unroll
-    for (int first = 0; first < kTile; first += kRowsAtOnce) {
-      const int row = first + lane / kLanes;
-      const int hidden = __shfl_sync(~0u, block_, row) >= 0 ? 0 : kBoxes * 128;
-      char* const to = next_stage() + box_offset(row, chunk);
-      copy_row(to, key_data + uint64_t{__shfl_sync(~0u, key, row)} * kVectorBytes,
-               keys_.row_bytes - hidden - chunk * kVectorBytes);
-      copy_row(to + kBoxes * kBoxBytes, value_data + uint64_t{__shfl_sync(~0u, value, row)} * kVectorBytes,
-               values_.row_bytes - hidden - chunk * kVectorBytes);
-    }
+    // Bit `first` is of the row that the lane copies a part of.
+    const unsigned there = __ballot_sync(~0u, block_ >= 0) >> own;
+    const unsigned to = shared_address(next_stage()) + box_offset(static_cast<int>(own), static_cast<int>(chunk));
+    start_rows(keys_, there, chunk, own, to);
+    start_rows(values_, there, chunk, own, to + kBoxes * kBoxBytes);
   }
-  // Copies a lane's vector of each box of a row, of which `bytes` are left from the first one on; zeros where none are.
-  __device__ __forceinline__ static void copy_row(char* to, const char* from, int bytes) {
+  __device__ __forceinline__ void start_rows(const DecodePool& pool, unsigned there, unsigned chunk, unsigned own,
+                                             unsigned to) {
+    const unsigned before = vectors_before(pool);
+    // What is the same for all rows is added up once; the compiler would add a part of it for each.
+    const uint64_t data = opaque(reinterpret_cast<uint64_t>(pool.data + key_head_ * pool.head_bytes) + chunk * kVectorBytes);
+    // A lane's rows differ in bit 2 and above it, since own < 4; bit 2 is one of the chunk as well (box_offset).
+    const unsigned to_row[2] = {opaque(to), opaque(to ^ 4 * kVectorBytes)};
+    unsigned with_box[kBoxes];  // `there`, unless the rows end before the lane's chunk of a box
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      cp_async(reinterpret_cast<uint4*>(to + box * kBoxBytes), from + box * 128, bytes > box * 128 ? kVectorBytes : 0);
+      with_box[box] = pool.row_bytes > box * 128 + static_cast<int>(chunk) * kVectorBytes ? there : 0;
+#pragma unroll
+    for (int first = 0; first < kTile; first += kRowsAtOnce) {
+      const char* const from =
+          reinterpret_cast<const char*>(data + uint64_t{__shfl_sync(~0u, before, first + own)} * kVectorBytes);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box)
+        cp_async_if(with_box[box] & 1u << first, to_row[first / 4 % 2] + first * 128 + box * kBoxBytes, from + box * 128);
+    }
   }
 
   const DecodePool &keys_, &values_;

@@ -199,8 +199,10 @@ __device__ __forceinline__ void multiply_values(Accumulator<kRowTiles, kOutColum
         for (int pair = 0; pair < 2; ++pair) {
 #pragma unroll
           for (int word = 0; word < 2; ++word) {
-            right[0].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4420), kind);
-            right[1].words[0][word] = widen_float8_pair<__half>(__byte_perm(x[2 * pair + word], 0, 0x4431), kind);
+            // Two columns of one key, and of the next one, become two keys of one column, and of the next one.
+            const uint2 columns = widen_float8_word<__half>(__byte_perm(x[2 * pair + word], 0, 0x3120), kind);
+            right[0].words[0][word] = columns.x;
+            right[1].words[0][word] = columns.y;
           }
           multiply<Element>(out, left, right, 4 * n + 2 * pair);
         }
