@@ -138,183 +138,219 @@ class LatentSm90Loads : public DecodeTiles<kLatentSm90Tile, DecodeLoaders::kWarp
   LatentSm90Shared& shared_;
 };
 
-template <class Element>
-class LatentSm90Kernel {
+// A warpgroup that computes: with kMakesWeights the one that makes scores and weights, or else the one that takes these.
+template <class Element, bool kMakesWeights>
+class LatentSm90Warpgroup {
  public:
-  __device__ static void run(const DecodeArguments& arguments, LatentSm90Shared& shared);
+  __device__ __forceinline__ LatentSm90Warpgroup(const DecodeArguments& arguments, LatentSm90Shared& shared)
+      : arguments_(arguments), shared_(shared), warp_(static_cast<int>(threadIdx.x) / kWarpSize % 4) {}
+
+  __device__ __forceinline__ void run(const DecodeShare& share);
 
  private:
   using Scores = Accumulator<1, kLatentSm90Tile / 8>;
-  static constexpr int kHalfColumns = 2 * 64;  // of a warpgroup's columns, which it multiplies at once
+  static constexpr int kHalfColumns = 2 * 64;  // of the warpgroup's columns, which it multiplies at once
   using Outputs = Accumulator<1, kHalfColumns / 8>[2];
   using Rows = DecodeRows<1>;
   static constexpr int kSteps = kLatentSm90Tile / 16;  // of a product of values
+  static constexpr int kFirstBox = kMakesWeights ? 0 : kValueBoxes / 2;
+  using Weights = unsigned[kSteps][4];
   enum NamedBarrier { kScoresBarrier = 1, kPartBarrier };
 
-  template <bool kMakesScores>
-  __device__ __forceinline__ static void compute(const DecodeArguments& arguments, LatentSm90Shared& shared,
-                                                 const DecodeShare& share);
+  __device__ __forceinline__ static void release(uint64_t* barrier) {
+    if (lane() == 0) arrive(barrier);
+  }
+  __device__ __forceinline__ char* box(int n) const { return shared_.stage[at_.stage][n]; }
+
+  __device__ __forceinline__ void rescale(int half, float factor) {
+    rescale_rows(out_[0], 0, half, factor);
+    rescale_rows(out_[1], 0, half, factor);
+  }
+  __device__ __forceinline__ void multiply_keys(Scores& scores) const;
+  __device__ __forceinline__ void make_weights(Weights& weights, Scores& scores, const Rows& rows, int key);
+  __device__ __forceinline__ void take_factors(const Rows& rows);
+  __device__ __forceinline__ void multiply_values(Weights& weights);
+  __device__ __forceinline__ void exchange_states(int buffer);
+
+  const DecodeArguments& arguments_;
+  LatentSm90Shared& shared_;
+  int warp_;
+  PipelineState<kLatentSm90Stages> at_;
+  int whole_begin_, whole_end_;  // the keys that all rows of the warp see
+  Outputs out_;
+  ScoreState states_[1][2];
 };
 
-// A warpgroup's part: with kMakesScores that of the one that makes scores and weights, or else of the one that takes them.
-template <class Element>
-template <bool kMakesScores>
-__device__ __forceinline__ void LatentSm90Kernel<Element>::compute(const DecodeArguments& arguments, LatentSm90Shared& shared,
-                                                                   const DecodeShare& share) {
-  const AttentionProblem& problem = arguments.problem;
-  const DecodeShape& shape = arguments.shape;
-  const ScoreMod& score_mod = arguments.score_mod;
-  const float scale = score_mod.remaining_scale();
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize % 4, lane = cuda::lane();
-  const int warp_rows = latent_rows_per_warp(shape), skipped = warp_rows * warp;
-  const auto release = [&](uint64_t* barrier) {
-    if (lane == 0) arrive(barrier);
-  };
-  constexpr int kFirstBox = kMakesScores ? 0 : kValueBoxes / 2;
-  PipelineState<kLatentSm90Stages> at;
+// S = Q K^T, one group of columns after the other as they arrive.
+template <class Element, bool kMakesWeights>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::multiply_keys(Scores& scores) const {
+  const uint64_t queries = opaque(k_major_descriptor(shared_address(shared_.query[0]))),
+                 keys = opaque(k_major_descriptor(shared_address(box(0))));
+#pragma unroll
+  for (int group = 0; group < kLatentSm90Groups; ++group) {
+    wait(&shared_.full[at_.stage][group], at_.parity);
+    fence_async_proxy();  // the copies were ordinary writes
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+      if (step >= 4 * latent_group_boxes(group)) continue;
+      const unsigned offset = latent_group_box(group, step / 4) * kLatentSm90BoxBytes + step % 4 * 32;
+      Wgmma<Element, kLatentSm90Tile>::template ss<false>(flat(scores), offset_descriptor(queries, offset),
+                                                          offset_descriptor(keys, offset), group > 0 || step > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  fence_registers(flat(scores));
+}
+
+// Makes weights of scores, rescales the outputs, and leaves both weights and factors to the other warpgroup.
+template <class Element, bool kMakesWeights>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::make_weights(Weights& weights, Scores& scores,
+                                                                                          const Rows& rows, int key) {
+  const ScoreMod& score_mod = arguments_.score_mod;
+  float factors[2] = {1, 1};
+  if (rows.count > 0) {
+    if (score_mod.has_score_mod) [[unlikely]]
+      apply_mod(arguments_.problem, score_mod, scores, rows, key);
+    if (key < whole_begin_ || key + kLatentSm90Tile > whole_end_) [[unlikely]]
+      hide(scores, arguments_.shape, rows, key);
+    softmax_step(scores, states_, score_mod.remaining_scale(), rows.count, [&](int, int half, float factor) {
+      factors[half] = factor;
+      rescale(half, factor);
+    });
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const float (&x)[4] = scores[0][2 * step + word / 2];
+      weights[step][word] = Fragments<Element>::pair(x[word % 2 * 2], x[word % 2 * 2 + 1]);
+    }
+  sync_named(kScoresBarrier, kWarpgroupSize);  // all warps' products have read the box where weights go
+  if (rows.count > 0) {
+    const unsigned base = shared_address(box(kWeightBox));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      stmatrix_x4(weights[step], base + box_offset(16 * warp_ + lane() % 16, 2 * step + lane() / 16));
+    if (lane_in_quad() == 0) {
+      shared_.factor[at_.stage][16 * warp_ + quad()] = factors[0];
+      shared_.factor[at_.stage][16 * warp_ + 8 + quad()] = factors[1];
+    }
+  }
+  fence_async_proxy();
+  __syncwarp();
+  release(&shared_.weights_full[at_.stage]);
+}
+
+// Waits for the weights of a tile, and rescales the outputs.
+template <class Element, bool kMakesWeights>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::take_factors(const Rows& rows) {
+  wait(&shared_.weights_full[at_.stage], at_.parity);
+  fence_async_proxy();
+  if (rows.count == 0) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float factor = shared_.factor[at_.stage][16 * warp_ + 8 * half + quad()];
+    if (__any_sync(~0u, factor != 1)) rescale(half, factor);
+  }
+}
+
+// O += P V, and releases the tile. Weights are in registers where they were made, else in the tile.
+template <class Element, bool kMakesWeights>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::multiply_values(Weights& weights) {
+  const uint64_t left = opaque(k_major_descriptor(shared_address(box(kWeightBox))));
+  fence_registers(flat(out_[0]));
+  fence_registers(flat(out_[1]));
+  if constexpr (kMakesWeights) fence_registers(weights);
+  wgmma_fence();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint64_t values = opaque(mn_major_descriptor(shared_address(box(kFirstBox + 2 * half)), kLatentSm90BoxBytes));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint64_t right = offset_descriptor(values, step * 16 * 128);
+      if constexpr (kMakesWeights)
+        Wgmma<Element, kHalfColumns>::template rs<true>(flat(out_[half]), weights[step], right, true);
+      else
+        Wgmma<Element, kHalfColumns>::template ss<true>(flat(out_[half]), offset_descriptor(left, step * 32), right, true);
+    }
+    wgmma_commit();
+  }
+  wgmma_wait<1>();
+  release(&shared_.empty[at_.stage][0]);
+  wgmma_wait<0>();
+  release(&shared_.empty[at_.stage][1]);
+  fence_registers(flat(out_[0]));
+  fence_registers(flat(out_[1]));
+}
+
+// At the end of a part both warpgroups get the states of all rows. The other one has read those of the part before the last
+// one, which were in the same buffer, since it has come to the end of the last one.
+template <class Element, bool kMakesWeights>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::exchange_states(int buffer) {
+  float2* const to = &shared_.state[buffer][16 * warp_ + quad()];
+  if constexpr (kMakesWeights) {
+    sum_states(states_);
+    if (lane_in_quad() == 0) {
+      to[0] = {states_[0][0].max, states_[0][0].sum};
+      to[8] = {states_[0][1].max, states_[0][1].sum};
+    }
+  }
+  sync_named(kPartBarrier, 2 * kWarpgroupSize);
+  if constexpr (!kMakesWeights) {
+    states_[0][0] = {to[0].x, to[0].y};
+    states_[0][1] = {to[8].x, to[8].y};
+  }
+}
+
+template <class Element, bool kMakesWeights>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::run(const DecodeShare& share) {
+  const DecodeShape& shape = arguments_.shape;
+  const int warp_rows = latent_rows_per_warp(shape), skipped = warp_rows * warp_;
   unsigned query_parity = 0;
   int state_buffer = 0;
   DecodeWalk walk(share);
 #pragma unroll 1
   for (;;) {
-    walk.next(problem, arguments.pieces, shape, arguments.whole_items);
+    walk.next(arguments_.problem, arguments_.pieces, shape, arguments_.whole_items);
     if (walk.done()) break;
     const Rows rows(shape, walk, kLatentSm90Rows, skipped, warp_rows);
-    // The keys that all rows of the warp see.
-    const int whole_begin = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset),
-              whole_end = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);
+    whole_begin_ = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset);
+    whole_end_ = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);
     const bool has_rows = rows.first - skipped < walk.s.queries * shape.group;  // the part, of which this warp may have none
-    Outputs out;
-    ScoreState states[1][2];
-    clear(out[0]);
-    clear(out[1]);
+    clear(out_[0]);
+    clear(out_[1]);
+    states_[0][0] = states_[0][1] = {};
     const int end = has_rows ? walk.end : 0;
 #pragma unroll 1
     for (int tile = walk.tile; tile < end; ++tile) {
-      char* const stage = shared.stage[at.stage][0];
-      char* const weight_box = shared.stage[at.stage][kWeightBox];
-      unsigned weights[kSteps][4];
-      if constexpr (kMakesScores) {
+      Weights weights;
+      if constexpr (kMakesWeights) {
         if (tile == walk.tile) {
-          wait(&shared.query_full, query_parity);
+          wait(&shared_.query_full, query_parity);
           query_parity ^= 1;
         }
         Scores scores;
-        const uint64_t queries = opaque(k_major_descriptor(shared_address(shared.query[0]))),
-                       keys = opaque(k_major_descriptor(shared_address(stage)));
-#pragma unroll
-        for (int group = 0; group < kLatentSm90Groups; ++group) {
-          wait(&shared.full[at.stage][group], at.parity);
-          fence_async_proxy();
-          wgmma_fence();
-#pragma unroll
-          for (int step = 0; step < 8; ++step) {
-            if (step >= 4 * latent_group_boxes(group)) continue;
-            const unsigned offset = latent_group_box(group, step / 4) * kLatentSm90BoxBytes + step % 4 * 32;
-            Wgmma<Element, kLatentSm90Tile>::template ss<false>(flat(scores), offset_descriptor(queries, offset),
-                                                                offset_descriptor(keys, offset), group > 0 || step > 0);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        fence_registers(flat(scores));
-        if (tile + 1 == end) release(&shared.query_empty);
-        float factors[2] = {1, 1};
-        if (rows.count > 0) {
-          const int key = kLatentSm90Tile * tile;
-          if (score_mod.has_score_mod) [[unlikely]]
-            apply_mod(problem, score_mod, scores, rows, key);
-          if (key < whole_begin || key + kLatentSm90Tile > whole_end) [[unlikely]]
-            hide(scores, shape, rows, key);
-          softmax_step(scores, states, scale, rows.count, [&](int, int half, float factor) {
-            factors[half] = factor;
-            rescale_rows(out[0], 0, half, factor);
-            rescale_rows(out[1], 0, half, factor);
-          });
-        }
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-          for (int word = 0; word < 4; ++word) {
-            const float (&x)[4] = scores[0][2 * step + word / 2];
-            weights[step][word] = Fragments<Element>::pair(x[word % 2 * 2], x[word % 2 * 2 + 1]);
-          }
-        sync_named(kScoresBarrier, kWarpgroupSize);  // all warps' products have read the box where weights go
-        if (rows.count > 0) {
-          const unsigned base = shared_address(weight_box);
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step)
-            stmatrix_x4(weights[step], base + box_offset(16 * warp + lane % 16, 2 * step + lane / 16));
-          if (lane_in_quad() == 0) {
-            shared.factor[at.stage][16 * warp + quad()] = factors[0];
-            shared.factor[at.stage][16 * warp + 8 + quad()] = factors[1];
-          }
-        }
-        fence_async_proxy();
-        __syncwarp();
-        release(&shared.weights_full[at.stage]);
+        multiply_keys(scores);
+        if (tile + 1 == end) release(&shared_.query_empty);
+        make_weights(weights, scores, rows, kLatentSm90Tile * tile);
       } else {
-        wait(&shared.weights_full[at.stage], at.parity);
-        fence_async_proxy();
-        if (rows.count > 0) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float factor = shared.factor[at.stage][16 * warp + 8 * half + quad()];
-            if (__any_sync(~0u, factor != 1)) {
-              rescale_rows(out[0], 0, half, factor);
-              rescale_rows(out[1], 0, half, factor);
-            }
-          }
-        }
+        take_factors(rows);
       }
-      const uint64_t left = opaque(k_major_descriptor(shared_address(weight_box)));
-      fence_registers(flat(out[0]));
-      fence_registers(flat(out[1]));
-      if constexpr (kMakesScores) fence_registers(weights);
-      wgmma_fence();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint64_t values = opaque(
-            mn_major_descriptor(shared_address(stage + (kFirstBox + 2 * half) * kLatentSm90BoxBytes), kLatentSm90BoxBytes));
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          const uint64_t right = offset_descriptor(values, step * 16 * 128);
-          if constexpr (kMakesScores)
-            Wgmma<Element, kHalfColumns>::template rs<true>(flat(out[half]), weights[step], right, true);
-          else
-            Wgmma<Element, kHalfColumns>::template ss<true>(flat(out[half]), offset_descriptor(left, step * 32), right, true);
-        }
-        wgmma_commit();
-      }
-      wgmma_wait<1>();
-      release(&shared.empty[at.stage][0]);
-      wgmma_wait<0>();
-      release(&shared.empty[at.stage][1]);
-      fence_registers(flat(out[0]));
-      fence_registers(flat(out[1]));
-      at.advance();
+      multiply_values(weights);
+      at_.advance();
     }
-    // The other warpgroup has read the states of the part before the last one by now.
-    float2* const to = &shared.state[state_buffer][16 * warp + quad()];
-    if constexpr (kMakesScores) {
-      sum_states(states);
-      if (lane_in_quad() == 0) {
-        to[0] = {states[0][0].max, states[0][0].sum};
-        to[8] = {states[0][1].max, states[0][1].sum};
-      }
-    }
-    sync_named(kPartBarrier, 2 * kWarpgroupSize);
-    if constexpr (!kMakesScores)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) states[0][half] = {to[8 * half].x, to[8 * half].y};
+    exchange_states(state_buffer);
     state_buffer ^= 1;
-    store_latent_rows<Element>(arguments, walk, rows, out[0], states, 64 * kFirstBox, kMakesScores, skipped);
-    store_latent_rows<Element>(arguments, walk, rows, out[1], states, 64 * kFirstBox + kHalfColumns, false, skipped);
+    constexpr int kFirstColumn = 64 * kFirstBox;
+    store_latent_rows<Element>(arguments_, walk, rows, out_[0], states_, kFirstColumn, kMakesWeights, skipped);
+    store_latent_rows<Element>(arguments_, walk, rows, out_[1], states_, kFirstColumn + kHalfColumns, false, skipped);
   }
 }
 
 template <class Element>
-__device__ void LatentSm90Kernel<Element>::run(const DecodeArguments& arguments, LatentSm90Shared& shared) {
+__device__ __forceinline__ void run_latent_sm90(const DecodeArguments& arguments, LatentSm90Shared& shared) {
   const AttentionProblem& problem = arguments.problem;
   constexpr int kComputeWarps = 8;
   if (threadIdx.x == 0) {
@@ -343,10 +379,10 @@ __device__ void LatentSm90Kernel<Element>::run(const DecodeArguments& arguments,
     LatentSm90Loads<Element>(arguments, shared).run(walk);
   } else if (warpgroup == 1) {
     reg_alloc<232>();
-    compute<true>(arguments, shared, share);
+    LatentSm90Warpgroup<Element, true>(arguments, shared).run(share);
   } else {
     reg_alloc<200>();
-    compute<false>(arguments, shared, share);
+    LatentSm90Warpgroup<Element, false>(arguments, shared).run(share);
   }
 }
 
@@ -356,7 +392,7 @@ __global__ void __launch_bounds__(kLatentSm90Threads, 1)
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // in code for another GPU it is empty, and never launched
   extern __shared__ __align__(128) char shared[];
   const unsigned skip = -shared_address(shared) % kBoxAlignment;
-  LatentSm90Kernel<Element>::run(arguments, *reinterpret_cast<LatentSm90Shared*>(shared + skip));
+  run_latent_sm90<Element>(arguments, *reinterpret_cast<LatentSm90Shared*>(shared + skip));
 #endif
 }
 
