@@ -191,6 +191,20 @@ def cascade():
     return flash_online.cascade_attention(randn(11, 8, 64, grad=False), *pools, levels, sinks=sinks, return_lse=True)
 
 
+def latent_keys(heads, **options):
+    """A step over keys whose first columns are the values."""
+
+    def call():
+        pool = randn(14, 1, 64, 576, grad=False)
+        table, lengths = torch.randperm(14, device="cuda").view(2, 7).to(torch.int32), (400, 65)
+        query, counts = randn(2, heads, 1, 576, grad=False), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        return flash_online.kvcache_attention(
+            query, pool, pool[..., :512], counts, block_table=table, return_lse=True, **options
+        )
+
+    return call
+
+
 def appended_at_slots():
     caches = [randn(5, 2, 16, 64, grad=False) for _ in range(2)]
     slots = torch.tensor([3, -1, 79, 80, 17, 2**40], device="cuda")
@@ -205,6 +219,8 @@ CACHED = {
     "float8": cached(dtype=torch.float16, cache_dtype=torch.float8_e4m3fn),
     "float32": cached(dtype=torch.float32, window=(100, 0)),
     "latent keys": cached(lengths=(70, 5), head_dim=576),
+    "values that are columns of keys": latent_keys(16),
+    "values that are columns of keys, 128 rows": latent_keys(128, window=(100, 0)),
     "slots": appended_at_slots,
     "decode": decode(1),
     "decode in pieces": decode(16, num_splits=3, window=(200, 0)),

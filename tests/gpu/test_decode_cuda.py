@@ -317,6 +317,86 @@ def test_one_item_cut_by_every_share(heads, queries, head_dim):
         check_close(query, caches, integers(length))
 
 
+# --- latent keys -----------------------------------------------------------------------------------------------------------
+
+
+def check_latent(heads=16, width=576, values=512, key_heads=1, **options):
+    check(heads=(heads * key_heads, key_heads), head_dims=(width, values), joined="latent", **options)
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("page", [None, 1, 7, 64])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_lengths_at_every_edge_of_latent_keys(heads, page, splits):
+    check_latent(heads, lengths=EDGES, page=page, dtype=HALF if page == 7 else BFLOAT16, options={"num_splits": splits})
+
+
+@pytest.mark.parametrize(
+    "heads, queries",
+    [(1, 1), (3, 3), (8, 4), (33, 1), (16, 3), (63, 1), (16, 4), (65, 1), (64, 2), (127, 1), (16, 8), (43, 3)],
+)
+def test_rows_of_latent_keys(heads, queries):
+    """Up to 32 rows a warp of the Hopper kernel has 8 of them, up to 64 it has 16; behind them another item begins."""
+    check_latent(heads, lengths=(0, 1, 64, 200, 900), queries=queries)
+
+
+@pytest.mark.parametrize("width, values", [(576, 512), (512, 512), (264, 256), (448, 72), (576, 8)])
+def test_widths_of_latent_keys(width, values):
+    check_latent(20, width, values, lengths=FEW, page=48)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"options": {"softcap": 2.0}},
+        {"alibi": 2, "sinks": True},
+        {"options": {"window": (70, None)}, "queries": 3},
+        {"options": {"window": (63, None), "num_splits": 2}, "sinks": True},
+        {"options": {"scale": -0.5}},
+        {"options": {"causal": False}, "queries": 2},
+        {"leftpad": (0, 1, 9, 64, 17), "batch_idx": True},
+        {"order": "HND"},
+        {"gap": 8},
+        {"holes": 0.3},
+        {"size": 8.0},
+        {"layouts": ("unaligned", "contiguous", "contiguous")},
+        {"layouts": ("strided", "contiguous", "contiguous")},
+        {"key_heads": 2},
+        {"queries": (1, 3, 0, 2, 4), "spare_rows": (5, 0)},
+        {"queries": (1, 0, 0, 4, 1), "give_longest": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("heads", [16, 30])
+def test_options_of_latent_keys(heads, more):
+    """Rows of queries that are no multiples of 16 bytes apart are the other GPUs' kernel's."""
+    check_latent(heads, lengths=FEW, **more)
+
+
+@pytest.mark.parametrize("count, heads", [(33, 16), (200, 16), (70, 128)])
+def test_numbers_of_sequences_of_latent_keys(count, heads):
+    choose = random.Random(count)
+    check_latent(heads, lengths=tuple(choose.choice([0, 1, 40, 64, 130]) for _ in range(count)), seed=count)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_item_of_latent_keys_cut_by_every_share(heads):
+    query, key = randn(1, heads, 1, 576), randn(1, 1, 40000, 576)
+    for length in (40000, 20033):
+        check_close(query, (key, key[..., :512]), integers(length))
+
+
+def test_runs_over_latent_keys_repeat():
+    key, lengths = randn(5, 1, 9000, 576), integers(9000, 0, 777, 4096, 64)
+    for heads in (16, 128):
+        query = randn(5, heads, 1, 576)
+        out, lse = attend(query, key, key[..., :512], lengths, return_lse=True)
+        assert not out.isnan().any()
+        for _ in range(20):
+            again = attend(query, key, key[..., :512], lengths, return_lse=True)
+            assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 # --- bits ------------------------------------------------------------------------------------------------------------------
 
 

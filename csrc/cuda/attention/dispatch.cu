@@ -69,11 +69,13 @@ constexpr Family<Pass> family(const char* name) {
 // In order of preference.
 constexpr Family<ForwardPass> kForward[] = {family<ForwardPass, AttentionForwardSm90, HeadDimsForwardSm90>("sm90"),
                                             family<ForwardPass, AttentionForwardSm80, HeadDims>("sm80")};
-constexpr Family<ForwardPass> kCached[] = {family<ForwardPass, AttentionDecode, HeadDimsDecode>("decode"),
-                                           family<ForwardPass, AttentionDecodeLatent, HeadDimsDecodeLatent>("latent"),
-                                           family<ForwardPass, AttentionCachedSm90, HeadDimsCachedSm90>("sm90"),
-                                           family<ForwardPass, AttentionCachedSm80, HeadDimsCachedSm80>("sm80")};
-constexpr Family<ForwardPass> kCachedTiles[] = {kCached[2], kCached[0], kCached[1], kCached[3]};  // sm90 first
+constexpr Family<ForwardPass> kCached[] = {
+    family<ForwardPass, AttentionDecode, HeadDimsDecode>("decode"),
+    family<ForwardPass, AttentionDecodeLatentSm90, HeadDimsDecodeLatentSm90>("latent_sm90"),
+    family<ForwardPass, AttentionDecodeLatent, HeadDimsDecodeLatent>("latent"),
+    family<ForwardPass, AttentionCachedSm90, HeadDimsCachedSm90>("sm90"),
+    family<ForwardPass, AttentionCachedSm80, HeadDimsCachedSm80>("sm80")};
+constexpr Family<ForwardPass> kCachedTiles[] = {kCached[3], kCached[0], kCached[1], kCached[2], kCached[4]};  // sm90 first
 constexpr Family<BackwardPass> kBackward[] = {family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
                                               family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80")};
 

@@ -79,6 +79,14 @@ struct AttentionDecodeLatent {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
+// decode/latent_sm90.cuh: the same for compute capability 9.0, by wgmma.
+template <int kHeadDim>
+struct AttentionDecodeLatentSm90 {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
 // sm80/backward.cuh.
 template <int kHeadDim>
 struct AttentionBackwardSm80 {

@@ -1,6 +1,8 @@
 // Asynchronous copies from global to shared memory that do not go through registers (cp.async).
 #pragma once
 
+#include <cstdint>
+
 #include "shared_memory.cuh"
 
 namespace flash_online::cuda {
@@ -23,6 +25,10 @@ __device__ __forceinline__ void cp_async_if(unsigned wanted, unsigned shared, co
       : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Lets this thread arrive at an mbarrier, one of the arrivals that it counts, once all copies that it has started are there.
+__device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // Waits until all but the last kPending groups that this thread has committed are complete.
 template <int kPending = 0>
 __device__ __forceinline__ void cp_async_wait() {

@@ -63,13 +63,14 @@ class RowMerge {
     float2 states[kWarps], columns[kWarps][kPairs][kWarpSize];
   };
 
+  // Of the row's runs of kColumns columns every `runs`-th one, from `run` on.
   __device__ __forceinline__ static void merge(const AttentionProblem& problem, const CachedRow& row, const RowParts& parts,
-                                               Shared& shared) {
+                                               Shared& shared, int run = 0, int runs = 1) {
     const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize, lane = thread % kWarpSize;
     float* const lse = static_cast<float*>(problem.lse);
     Element* const out = out_of<Element>(problem, row);
     const int width = static_cast<int>(problem.head_dim_v);
-    for (int first = 0; first == 0 || first < width; first += kColumns) {
+    for (int first = run * kColumns; first == 0 || first < width; first += runs * kColumns) {
       float2 sum[kPairs] = {};
       const ScoreState own =
           merge_run(parts, parts.count * warp / kWarps, parts.count * (warp + 1) / kWarps, first, width, sum);
@@ -96,11 +97,11 @@ class RowMerge {
 
   // The same by one warp, whose other rows need no barrier.
   __device__ __forceinline__ static void merge_by_warp(const AttentionProblem& problem, const CachedRow& row,
-                                                       const RowParts& parts) {
+                                                       const RowParts& parts, int run = 0, int runs = 1) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, width = static_cast<int>(problem.head_dim_v);
     float* const lse = static_cast<float*>(problem.lse);
     Element* const out = out_of<Element>(problem, row);
-    for (int first = 0; first == 0 || first < width; first += kColumns) {
+    for (int first = run * kColumns; first == 0 || first < width; first += runs * kColumns) {
       float2 sum[kPairs] = {};
       const ScoreState state = merge_run(parts, 0, parts.count, first, width, sum);
       const bool stores_lse = lse && first == 0 && lane == 0;

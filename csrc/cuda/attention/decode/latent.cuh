@@ -11,12 +11,68 @@
 
 namespace flash_online::cuda {
 
+// Stores a warp's columns of sixteen rows, 8 * kCount of them from `first_column` on: to the tensors, or to the parts with
+// which they are merged. `states` are over all keys of the part; has_states: whether the warp stores them too. `skipped`: how
+// many rows of the part lie before `rows`.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_latent_rows(const DecodeArguments& arguments, const DecodeWalk& walk,
+                                                  const DecodeRows<1>& rows, const Accumulator<1, kCount>& out,
+                                                  const ScoreState (&states)[1][2], int first_column, bool has_states,
+                                                  int skipped = 0) {
+  const AttentionProblem& problem = arguments.problem;
+  const int width = static_cast<int>(problem.head_dim_v);
+  int first = first_column + 2 * lane_in_quad();
+  make_opaque(first);  // or the places of all columns are computed once, and take registers throughout
+  const bool has_state = has_states && lane_in_quad() == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const ScoreState& state = states[0][half];
+    const int r = 8 * half + quad();
+    if (r >= rows.count) continue;
+    const CachedRow row = rows.place(r);
+    // Rows of keys, and so those of values, are multiples of eight columns.
+    if (const DecodePartRow part(arguments, walk, row, skipped + r); part.data) {
+      if (has_state) part.set_state(state);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j)
+        if (first + 8 * j < width)
+          *reinterpret_cast<float2*>(part.data + first + 8 * j) = {out[0][j][2 * half], out[0][j][2 * half + 1]};
+      continue;
+    }
+    float* const lse = static_cast<float*>(problem.lse);
+    const float scale = finish_row(problem, row, state, lse && has_state ? lse + lse_index(problem, row) : nullptr);
+    const int64_t column_stride = problem.out.stride[3];
+    Element* const to = out_of<Element>(problem, row);
+    const bool pairs = column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int column = first + 8 * j;
+      if (column >= width) break;
+      const float x = out[0][j][2 * half] * scale, y = out[0][j][2 * half + 1] * scale;
+      if (pairs) {
+        *reinterpret_cast<unsigned*>(to + column) = Fragments<Element>::pair(x, y);
+      } else {
+        to[column * column_stride] = narrow<Element>(x);
+        to[(column + 1) * column_stride] = narrow<Element>(y);
+      }
+    }
+  }
+}
+
+// Adds up the sums of a quad's lanes, which each have some of a row's weights.
+__device__ __forceinline__ void sum_states(ScoreState (&states)[1][2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) states[0][half].sum += __shfl_xor_sync(~0u, states[0][half].sum, step);
+}
+
 constexpr int kLatentTile = 32, kLatentWarps = 8, kLatentThreads = kLatentWarps * kWarpSize, kLatentRows = 16;
 constexpr int kLatentBoxBytes = kLatentTile * 128;
 
 // A CTA's ring of tiles of keys.
 template <int kBoxes>
-class LatentLoads : public DecodeTiles<kLatentTile, true> {
+class LatentLoads : public DecodeTiles<kLatentTile, DecodeLoaders::kCta> {
  public:
   static constexpr int kStageBytes = kBoxes * kLatentBoxBytes;
   static_assert(kLatentThreads == 8 * kLatentTile);  // eight threads copy a row: a line of 128 bytes of each box
@@ -87,8 +143,6 @@ class LatentKernel {
 
   __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, const char* keys,
                                                        char* exchanged);
-  __device__ __forceinline__ static void finish_part(const DecodeArguments& arguments, const DecodeWalk& walk, const Rows& rows,
-                                                     const Outputs& out, const ScoreState (&states)[1][2]);
 };
 
 // S = Q K^T: the warp's share, and then the sums of all warps. Neighbouring steps have sums of their own, as in DecodeKernel.
@@ -117,52 +171,6 @@ __device__ __forceinline__ void LatentKernel<Element, kHeadDim>::multiply_keys(S
   for (int j = 0; j < kGroups; ++j) {
     const float4 a = at[j * kWarpSize], b = at[(kGroups + j) * kWarpSize];
     scores[0][j][0] = a.x + b.x, scores[0][j][1] = a.y + b.y, scores[0][j][2] = a.z + b.z, scores[0][j][3] = a.w + b.w;
-  }
-}
-
-// Stores the warp's columns of all rows: to the tensors, or to the parts with which they are merged.
-template <class Element, int kHeadDim>
-__device__ __forceinline__ void LatentKernel<Element, kHeadDim>::finish_part(const DecodeArguments& arguments,
-                                                                             const DecodeWalk& walk, const Rows& rows,
-                                                                             const Outputs& out,
-                                                                             const ScoreState (&states)[1][2]) {
-  const AttentionProblem& problem = arguments.problem;
-  const int width = static_cast<int>(problem.head_dim_v), first = 64 * warp() + 2 * lane_in_quad();
-  const bool has_state = warp() == 0 && lane_in_quad() == 0;  // whether the lane stores the rows' states
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    ScoreState state = states[0][half];
-    state.sum += __shfl_xor_sync(~0u, state.sum, 1);
-    state.sum += __shfl_xor_sync(~0u, state.sum, 2);
-    const int r = 8 * half + quad();
-    if (r >= rows.count) continue;
-    const CachedRow row = rows.place(r);
-    // Rows of keys, and so those of values, are multiples of eight columns.
-    if (const DecodePartRow part(arguments, walk, row, r); part.data) {
-      if (has_state) part.set_state(state);
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (first + 8 * j < width)
-          *reinterpret_cast<float2*>(part.data + first + 8 * j) = {out[0][j][2 * half], out[0][j][2 * half + 1]};
-      continue;
-    }
-    float* const lse = static_cast<float*>(problem.lse);
-    const float scale = finish_row(problem, row, state, lse && has_state ? lse + lse_index(problem, row) : nullptr);
-    const int64_t column_stride = problem.out.stride[3];
-    Element* const to = out_of<Element>(problem, row);
-    const bool pairs = column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 4 == 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int column = first + 8 * j;
-      if (column >= width) break;
-      const float x = out[0][j][2 * half] * scale, y = out[0][j][2 * half + 1] * scale;
-      if (pairs) {
-        *reinterpret_cast<unsigned*>(to + column) = F::pair(x, y);
-      } else {
-        to[column * column_stride] = narrow<Element>(x);
-        to[(column + 1) * column_stride] = narrow<Element>(y);
-      }
-    }
   }
 }
 
@@ -225,7 +233,8 @@ __device__ void LatentKernel<Element, kHeadDim>::run(const DecodeArguments& argu
       softmax_step(scores, out, states, scale);
       multiply_values<Element, false, kLatentBoxBytes>(out, scores, stage + warp() * kLatentBoxBytes, __NV_E4M3);
     }
-    finish_part(arguments, walk, rows, out, states);
+    sum_states(states);
+    store_latent_rows<Element>(arguments, walk, rows, out, states, 64 * warp(), warp() == 0);
   }
 }
 
@@ -263,14 +272,20 @@ inline bool has_latent_values(const AttentionProblem& p) {
          (p.key_heads == 1 || same(1)) && same(2) && same(3);
 }
 
-template <int kHeadDim>
-const char* AttentionDecodeLatent<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
-  const AttentionProblem& p = pass.problem;
+// What no kernel of latent keys takes.
+inline const char* latent_refusal(const AttentionProblem& p) {
   if (const char* const reason = decode_refusal(p)) return reason;
   if (is_float8(p.cache.dtype)) return "latent keys of float8";
   if (p.cache.key_scale) return "scales of latent keys";
   if (!has_latent_values(p)) return "the values are not the first columns of the keys";
   if (p.head_dim_v > 64 * kLatentWarps) return "values of more than 512 columns";
+  return nullptr;
+}
+
+template <int kHeadDim>
+const char* AttentionDecodeLatent<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
+  const AttentionProblem& p = pass.problem;
+  if (const char* const reason = latent_refusal(p)) return reason;
   const LatentSetup<kHeadDim> setup(p, gpu.shared_bytes);
   if (setup.stages < 2) return "the GPU has too little shared memory for this head dim";
   if (decode_most_units(p, setup.shape) >= int64_t{1} << 30) return "the caches of all sequences have room for too many keys";

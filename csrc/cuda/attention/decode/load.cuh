@@ -30,9 +30,12 @@ __device__ __forceinline__ void wait_for_groups(int pending) {
     cp_async_wait<kDecodeMostStages - 2>();
 }
 
-// The tiles of kTile keys that a warp loads, or with kOfCta the whole CTA, one after the other, and where the rows of the next
-// one lie: a lane looks for one row, which of a CTA's tile eight threads share.
-template <int kTile, bool kOfCta>
+// Who loads a tile together: a warp, whose lanes look for a row each; a CTA, of which eight threads share a row; a warpgroup,
+// each of whose warps takes a quarter of the rows, which its lanes look for.
+enum class DecodeLoaders { kWarp, kCta, kWarpgroup };
+
+// The tiles of kTile keys that they load, one after the other, and where the rows of the next one lie.
+template <int kTile, DecodeLoaders kLoaders>
 class DecodeTiles {
  public:
   __device__ __forceinline__ DecodeTiles(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
@@ -50,12 +53,15 @@ class DecodeTiles {
  protected:
   __device__ __forceinline__ bool done() const { return walk_.done(); }
   __device__ __forceinline__ void next_tile() {
-    tile_ += kOfCta ? 1 : shape_.warps();
+    tile_ += kLoaders == DecodeLoaders::kWarp ? shape_.warps() : 1;
     find_tile();
   }
   // The lane's row in a tile.
   __device__ __forceinline__ static int own_row() {
-    return kOfCta ? static_cast<int>(threadIdx.x) / 8 : static_cast<int>(threadIdx.x) % kTile;
+    const int thread = static_cast<int>(threadIdx.x);
+    if constexpr (kLoaders == DecodeLoaders::kCta) return thread / 8;
+    constexpr int kRows = kLoaders == DecodeLoaders::kWarp ? kTile : kTile / 4;
+    return (kLoaders == DecodeLoaders::kWarp ? 0 : thread / kWarpSize % 4 * kRows) + thread % kRows;
   }
   // Looks at what the table answered: the lane's row is nowhere unless the pool has its block.
   __device__ __forceinline__ void check_block() { block_ = static_cast<int>(checked_block(problem_.cache, block_)); }
@@ -70,6 +76,7 @@ class DecodeTiles {
   const DecodeShape& shape_;
   int key_head_ = 0;  // of the next tile
   int block_ = -1, row_ = 0;  // of the lane's row of that tile, as the table has them
+  DecodeWalk walk_;
 
  private:
   __device__ __forceinline__ void enter_part() {
@@ -82,7 +89,7 @@ class DecodeTiles {
     only_block_ = has_row && !cache.table ? static_cast<int>(row) : -1;
     // A shorter sequence than the longest may have no such rows.
     tile_ = tile_and_head.x * shape_.tile_rows < walk_.s.queries * shape_.group
-                ? walk_.tile + (kOfCta ? 0 : static_cast<int>(threadIdx.x) / kWarpSize)
+                ? walk_.tile + (kLoaders == DecodeLoaders::kWarp ? static_cast<int>(threadIdx.x) / kWarpSize : 0)
                 : walk_.end;
   }
 
@@ -104,7 +111,6 @@ class DecodeTiles {
     if (key >= walk_.s.seen_begin && key < walk_.s.seen_end) block_ = table_row_ ? table_row_[entry] : only_block_;
   }
 
-  DecodeWalk walk_;
   bool whole_items_;
   int tile_ = 0;  // the next one
   const int32_t* table_row_ = nullptr;  // the sequence's; null: all of its keys are in one block
@@ -113,8 +119,8 @@ class DecodeTiles {
 
 // kBoxes: of keys, and of values, per tile of kTile keys.
 template <int kBoxes, int kTile>
-class DecodeLoads : public DecodeTiles<kTile, false> {
-  using Tiles = DecodeTiles<kTile, false>;
+class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp> {
+  using Tiles = DecodeTiles<kTile, DecodeLoaders::kWarp>;
 
  public:
   static_assert(kTile <= kWarpSize);

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(Merge::kThreads, 8) merge_shares(const __grid_
   const int first_row = tile_and_head.x * shape.tile_rows, rows = min(s.queries * shape.group - first_row, shape.tile_rows);
   // Few parts are merged by a warp per row, many by the whole CTA.
   const bool by_warp = borders < 8;
+  const int run = static_cast<int>(blockIdx.z), runs = static_cast<int>(gridDim.z);
   const int turns = by_warp ? Merge::kWarps : 1, turn = by_warp ? static_cast<int>(threadIdx.x) / kWarpSize : 0;
 #pragma unroll 1
   for (int r = cta - first_cta - 1 + borders * (static_cast<int>(blockIdx.y) * turns + turn); r < rows;
@@ -50,9 +51,9 @@ __global__ void __launch_bounds__(Merge::kThreads, 8) merge_shares(const __grid_
     const CachedRow place{share.sequence, tile_and_head.y * shape.group + row - query * shape.group, tile_and_head.y,
                           s.queries_begin + query};
     if (by_warp)
-      Merge::merge_by_warp(problem, place, of_row);
+      Merge::merge_by_warp(problem, place, of_row, run, runs);
     else
-      Merge::merge(problem, place, of_row, shared);
+      Merge::merge(problem, place, of_row, shared, run, runs);
   }
 }
 
@@ -65,7 +66,9 @@ void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, cons
   constexpr int kThreads = RowMerge<__half>::kThreads, kWarps = RowMerge<__half>::kWarps;
   // A warp has two rows where an item is cut once. More CTAs would wait for those of the kernel before to leave their SMs.
   const int64_t rows = std::min<int64_t>(problem.heads / problem.key_heads * problem.queries, shape.tile_rows);
-  const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(std::max<int64_t>(rows, 1), int64_t{2 * kWarps})));
+  const dim3 grid(
+      ctas - 1, static_cast<unsigned>(ceil_div(std::max<int64_t>(rows, 1), int64_t{2 * kWarps})),
+      static_cast<unsigned>(ceil_div(std::max<int64_t>(problem.head_dim_v, 1), int64_t{RowMerge<__half>::kColumns})));
   if (problem.dtype == DType::kFloat16)
     launch_dependent(merge_shares<__half>, arguments, grid, kThreads, stream);
   else

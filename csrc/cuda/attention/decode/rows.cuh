@@ -18,12 +18,13 @@ struct DecodeRows {
   // Of the lane's rows, or in their place of the last one that exists: the query, and the row past its first.
   int query[kRowTiles][2], in_group[kRowTiles][2];
 
-  __device__ __forceinline__ DecodeRows(const DecodeShape& shape, const DecodeWalk& walk) {
-    constexpr int kRows = 16 * kRowTiles;
+  // Of an item's tile of tile_rows rows (at most: where there are fewer, it is the only one) `most` from `skipped` on.
+  __device__ __forceinline__ DecodeRows(const DecodeShape& shape, const DecodeWalk& walk, int tile_rows = 16 * kRowTiles,
+                                        int skipped = 0, int most = 16 * kRowTiles) {
     const int2 tile_and_head = shape.tile_and_head(walk.item);
-    first = tile_and_head.x * kRows;
+    first = tile_and_head.x * tile_rows + skipped;
     group = shape.group;
-    count = max(min(walk.s.queries * group - first, kRows), 0);
+    count = max(min(walk.s.queries * group - first, most), 0);
     key_head = tile_and_head.y;
     n = walk.n;
     queries_begin = walk.s.queries_begin;
@@ -128,27 +129,23 @@ __device__ __forceinline__ void hide(Accumulator<kRowTiles, kColumns>& scores, c
     }
 }
 
-// Makes weights of scores, and rescales the outputs where a maximum rises. The sums of states are a lane's own.
-template <int kRowTiles, int kColumns, int kOutColumns>
-__device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& scores, Accumulator<kRowTiles, kOutColumns>& out,
-                                             ScoreState (&states)[kRowTiles][2], float scale) {
+// Makes weights of the scores of `count` rows, and calls rescale(i, half, factor) where the maximum of a row of the warp rises.
+// The sums of states are a lane's own.
+template <int kRowTiles, int kColumns, class Rescale>
+__device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& scores, ScoreState (&states)[kRowTiles][2],
+                                             float scale, int count, Rescale&& rescale) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (16 * i + 8 * half >= count) continue;
       float most = lowest<float>();
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) most = fmaxf(most, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, most * scale);
-      if (__any_sync(~0u, factor != 1)) {
-#pragma unroll
-        for (int j = 0; j < kOutColumns; ++j) {
-          out[i][j][2 * half] *= factor;
-          out[i][j][2 * half + 1] *= factor;
-        }
-      }
+      if (__any_sync(~0u, factor != 1)) rescale(i, half, factor);
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
@@ -160,6 +157,22 @@ __device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& s
         }
       states[i][half].add(sum);
     }
+}
+
+// Multiplies the outputs of rows by a factor.
+template <int kRowTiles, int kOutColumns>
+__device__ __forceinline__ void rescale_rows(Accumulator<kRowTiles, kOutColumns>& out, int i, int half, float factor) {
+#pragma unroll
+  for (int j = 0; j < kOutColumns; ++j) {
+    out[i][j][2 * half] *= factor;
+    out[i][j][2 * half + 1] *= factor;
+  }
+}
+template <int kRowTiles, int kColumns, int kOutColumns>
+__device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& scores, Accumulator<kRowTiles, kOutColumns>& out,
+                                             ScoreState (&states)[kRowTiles][2], float scale) {
+  softmax_step(scores, states, scale, 16 * kRowTiles,
+               [&](int i, int half, float factor) { rescale_rows(out, i, half, factor); });
 }
 
 // Where, in a box, a lane of ldmatrix finds the 16 bytes that it points to, at the box's first columns; chunk c of a row is
