@@ -153,8 +153,8 @@ def decode(page, **options):
 
 
 def few_queries(heads=(8, 2), queries=1, head_dim=128, lengths=(700, 0, 33), page=16, cache_dtype=None, starts=None, **options):
-    """One to nine queries over pages, dense or packed from `starts` on: the family for steps of decoding takes them, but for
-    num_splits beside packed queries."""
+    """Queries over pages, dense or packed from `starts` on: the family for steps of decoding takes them where there are at most
+    16 rows per key head or pages that Hopper does not take, but for num_splits beside packed queries."""
 
     def call():
         entries = max(lengths) // page + 1
@@ -225,7 +225,7 @@ CACHED = {
     "decode": decode(1),
     "decode in pieces": decode(16, num_splits=3, window=(200, 0)),
     "decode, long": few_queries(lengths=(20000,)),
-    "decode, 32 rows": few_queries(heads=(16, 1), queries=2),
+    "decode, 32 rows": few_queries(heads=(16, 1), queries=2, page=3),
     "decode, 72 rows": few_queries(queries=9, heads=(8, 1), head_dim=64, page=3),
     "decode, many sequences": few_queries(lengths=(5, 0, 40) * 25, head_dim=64),
     **{f"decode, head dim {e}": few_queries(head_dim=e) for e in (40, 96, 192, 256)},
@@ -247,6 +247,9 @@ CACHED = {
     "decode, packed, float8": few_queries(heads=(12, 1), queries=3, starts=(0, 1, 3, 6), cache_dtype=torch.float8_e4m3fn),
     "shared": cascade,
     "decode, 64 pieces": few_queries(lengths=(9000, 70), num_splits=64),
+    "small tiles in shares": few_queries(heads=(16, 1), queries=3, sinks=lambda: torch.rand(16, device="cuda")),
+    "small tiles in shares, packed": few_queries(heads=(12, 1), queries=5, starts=(0, 3, 3, 8), head_dim=64),
+    "large tiles in shares": few_queries(queries=33, lengths=(9000, 40, 3000, 0)),
 }
 
 

@@ -1,5 +1,6 @@
 """Steps of decoding on CUDA: the kernel for few queries over cached keys, at the sizes at which something in it changes: a tile
-of 16 or 32 keys or rows, a step of eight tiles, a share of a CTA, a chunk of 32 sequences. Whatever no query sees is NaN."""
+of 16 or 32 keys or rows, a step of eight tiles, a share of a CTA, a chunk of 32 sequences. More rows run on Hopper in tiles
+whose keys the shares of CTAs cut. Whatever no query sees is NaN."""
 
 from __future__ import annotations
 
@@ -397,6 +398,121 @@ def test_runs_over_latent_keys_repeat():
             assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
+# --- more than 16 rows: on Hopper, tiles that shares cut --------------------------------------------------------------------
+
+BLOCKS = (0, 1, 63, 64, 65, 127, 129, 511, 513, 1500)  # lengths at the edges of blocks of keys and of the shortest share
+
+# Groups that fill a tile of 64 rows in part and whole, two of them, one of 128, and several; groups that are no power of two.
+TILES = [
+    ((8, 1), 3), ((16, 1), 4), ((16, 2), 9), ((128, 1), 1), ((128, 1), 3), ((24, 1), 3), ((10, 2), 13), ((4, 4), 50),
+    ((8, 2), 50), ((6, 2), 67),
+]  # fmt: skip
+# With room for so many keys they are too many to be read twice, and large tiles take more than 64 rows.
+ROOM = 20000
+
+
+@pytest.mark.parametrize("capacity", [1503, ROOM])
+@pytest.mark.parametrize("heads, queries", TILES, ids=str)
+def test_tiles_at_every_edge(heads, queries, capacity):
+    check(lengths=BLOCKS, queries=queries, heads=heads, head_dims=(128, 128), capacity=capacity)
+
+
+@pytest.mark.parametrize("capacity", [703, ROOM])
+@pytest.mark.parametrize("heads, queries", [((8, 1), 5), ((8, 2), 50)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 40), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+def test_tiles_of_head_dims(dtype, head_dims, heads, queries, capacity):
+    check(queries=queries, heads=heads, head_dims=head_dims, capacity=capacity, dtype=dtype)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [None, 8, 24, 64, 256])
+def test_tiles_in_pages(page, order):
+    check(lengths=BLOCKS, queries=6, heads=(16, 2), head_dims=(128, 128), page=page, order=order)
+
+
+@pytest.mark.parametrize("queries", [5, 30])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"options": {"window": (0, 0)}}, {"options": {"window": (200, None)}}, {"options": {"causal": False}},
+        {"options": {"window": (70, 9), "causal": False}}, {"options": {"softcap": 2.0}}, {"alibi": 1}, {"alibi": 2},
+        {"sinks": True}, {"sinks": True, "options": {"window": (3, None)}}, {"size": 8.0}, {"holes": 0.2},
+        {"page": None, "leftpad": (0, 3, 90, 4000)}, {"page": None, "batch_idx": True}, {"shared_pages": True},
+        {"layouts": ("transposed",) * 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_tiles(more, queries):
+    check(**({"lengths": (0, 70, 1100, 2900), "queries": queries, "heads": (16, 2), "head_dims": (128, 128)} | more))
+
+
+@pytest.mark.parametrize("capacity", [3003, ROOM])
+@pytest.mark.parametrize("queries", [(3, 0, 4, 1), (60, 0, 7, 1), (1, 300, 2, 2)])
+def test_tiles_of_packed_queries(queries, capacity):
+    """Sequences of one tile beside one of many: each has its own tiles on the line."""
+    lengths = (3000, 500, 0, 1200)
+    check(lengths=lengths, queries=queries, heads=(16, 2), head_dims=(128, 128), capacity=capacity, sinks=True)
+
+
+@pytest.mark.parametrize("lengths", [(6000, 0, 40, 300, 1, 2500), (5,) * 40 + (4000,)], ids=str)
+@pytest.mark.parametrize("queries", [4, 16])
+def test_tiles_of_lengths_far_apart(queries, lengths):
+    check(lengths=lengths, queries=queries, heads=(16, 2), head_dims=(64, 64), capacity=ROOM)
+
+
+@pytest.mark.parametrize("heads, queries, head_dim", [(16, 2, 128), (32, 2, 64), (128, 1, 128), (5, 40, 128), (1, 300, 64)])
+def test_one_tile_cut_by_every_share(heads, queries, head_dim):
+    query, caches = randn(1, heads, queries, head_dim), [randn(1, 1, 70000, head_dim) for _ in range(2)]
+    for length in (70000, 40001, 130):
+        check_close(query, caches, integers(length))
+
+
+@pytest.mark.parametrize("heads, queries", [((16, 2), 4), ((16, 2), 16), ((16, 2), 40)])
+def test_runs_of_tiles_repeat_on_two_streams(heads, queries):
+    calls = []
+    for lengths in ((9000, 0, 12345), (100, 3000, 17, 7777, 1, 5000, 640)):
+        caches = [randn(len(lengths), heads[1], max(lengths), 128) for _ in range(2)]
+        calls.append((randn(len(lengths), heads[0], queries, 128), *caches, integers(*lengths)))
+    wanted = [attend(*call, return_lse=True) for call in calls]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in calls], []
+    for _ in range(20):
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(attend(*call, return_lse=True))
+    torch.cuda.synchronize()
+    for n, result in enumerate(found):
+        assert all(map(torch.equal, result, wanted[n % 2]))
+    assert not any(tensor.isnan().any() for pair in wanted for tensor in pair)
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_graph_of_tiles_is_replayed_at_other_lengths(packed, queries):
+    batch, entries = 9, 200
+    caches = [randn(700, 2, 16, 128) for _ in range(2)]
+    lengths, table = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in (batch, (batch, entries)))
+    query = randn(batch * queries, 16, 128) if packed else randn(batch, 16, queries, 128)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * queries
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": queries} if packed else {}
+
+    def step():
+        return attend(query, *caches, lengths, block_table=table, **options)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for most in (0, 1, 3200, 64, 10**6, 700):
+        lengths.copy_(torch.randint(-3, most + 1, (batch,)))
+        table.copy_(torch.randint(0, 700, (batch, entries)))
+        if packed and most != 1:
+            starts.copy_(torch.randint(0, batch * queries + 1, (batch + 1,)).sort().values)
+        graph.replay()
+        assert torch.equal(out, step()) and not out.isnan().any(), most
+
+
 # --- bits ------------------------------------------------------------------------------------------------------------------
 
 
@@ -528,24 +644,49 @@ def _calls():
     }
 
 
-def test_which_calls_the_family_takes():
+def _calls_of_tiles():
+    """The same for the Hopper kernel."""
+
+    def call(heads=(16, 2), queries=4, keys=9000, batch=1, **options):
+        caches = [randn(batch, heads[1], keys, 128) for _ in range(2)]
+        return attend(randn(batch, heads[0], queries, 128), *caches, integers(*[keys] * batch), **options)
+
+    return {
+        "a step": (lambda: call(queries=1), None),
+        "few rows": (call, None),
+        "one tile": (lambda: call(heads=(128, 1), queries=1), None),
+        "many rows, few tiles": (lambda: call(queries=64), None),
+        "a window and sinks": (lambda: call(window=(900, None), sinks=torch.zeros(16, device=DEVICE)), None),
+        "one piece": (lambda: call(num_splits=1), None),
+        "pieces": (lambda: call(num_splits=2), "num_splits"),
+        "softcap": (lambda: call(softcap=3.0), "few queries"),
+    }
+
+
+FAMILIES = {"decode": _calls, "sm90": _calls_of_tiles}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_calls_a_family_takes(family):
     """A process of its own, where FLASH_ONLINE_KERNEL lets no other family run: what it refuses is an error with the reason."""
-    environment = os.environ | {"FLASH_ONLINE_KERNEL": "decode", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    if family == "sm90" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    environment = os.environ | {"FLASH_ONLINE_KERNEL": family, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, __file__, family], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    for name, (_, words) in _calls().items():
+    for name, (_, words) in FAMILIES[family]().items():
         message = found[name]
         if words is None:
             assert message is None, (name, message)
         else:
-            assert message is not None and words in message.partition("decode: ")[2].partition(";")[0], (name, message)
+            assert message is not None and words in message.partition(f"{family}: ")[2].partition(";")[0], (name, message)
 
 
 def _main():
     """Makes every call, and prints the errors by name."""
     errors = {}
-    for name, (call, _) in _calls().items():
+    for name, (call, _) in FAMILIES[sys.argv[1]]().items():
         try:
             call()
             torch.cuda.synchronize()

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "head_dims.h"
 #include "kernels.h"
+#include "sm90/forward/cached/rows.h"
 
 namespace flash_online::cuda {
 
@@ -154,12 +155,18 @@ bool has_no_queries(const AttentionProblem& problem) {
   return problem.heads == 0 || (problem.query_starts ? problem.total_queries : problem.batch * problem.queries) == 0;
 }
 
-// Whether a call over cached keys has so many rows that Hopper's forward kernel, a CTA per tile of 64 rows, reads keys as fast
-// as the decode kernel, which then does not have to read them once per 32 rows.
-bool has_tiles_for_all_sms(const AttentionProblem& problem) {
-  constexpr int64_t kDecodeRows = 16, kTileRows = 64;
-  const int64_t rows = problem.key_heads == 0 ? 0 : problem.heads / problem.key_heads * problem.queries;
-  return rows > kDecodeRows && problem.batch * problem.key_heads * ceil_div(rows, kTileRows) * 4 >= int64_t{sm_count()} * 3;
+// Whether Hopper's forward kernel goes before the decode kernel over cached keys: there are more rows than the latter's 16, and
+// fewer than twice as many tiles read the same keys as in the latter, though each reads them faster. Where scores are modified,
+// no shares cut the keys of the former's tiles, which then have to fill the SMs.
+bool prefers_tiles(const AttentionProblem& problem) {
+  constexpr int64_t kDecodeRows = 16;
+  constexpr int kTileRows = 64;
+  if (problem.key_heads == 0) return false;
+  const int64_t rows = problem.heads / problem.key_heads * problem.queries, tiles = cached_tiles_per_key(problem, kTileRows);
+  const int64_t rows_at_once = std::max(problem.head_dim, problem.head_dim_v) <= 128 ? 2 * kDecodeRows : kDecodeRows;
+  if (rows <= kDecodeRows || tiles >= 2 * ceil_div(rows, rows_at_once)) return false;
+  return (problem.softcap == 0 && !problem.alibi_slopes) ||
+         problem.batch * problem.key_heads * tiles * 4 >= int64_t{sm_count()} * 3;
 }
 
 // One thread per group of keys that share a draw.
@@ -187,7 +194,7 @@ Plan<ForwardPass> plan_forward(const AttentionProblem& problem) {
 
 Plan<ForwardPass> plan_cached(const AttentionProblem& problem) {
   if (has_no_queries(problem)) return {};
-  return has_tiles_for_all_sms(problem) ? plan(kCachedTiles, ForwardPass{problem}) : plan(kCached, ForwardPass{problem});
+  return prefers_tiles(problem) ? plan(kCachedTiles, ForwardPass{problem}) : plan(kCached, ForwardPass{problem});
 }
 
 Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {

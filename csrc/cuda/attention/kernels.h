@@ -23,7 +23,7 @@ struct AttentionForwardSm90 {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
-// sm90/forward/cached.cuh: the same over cached keys, for many queries.
+// sm90/forward/cached/cached.cuh: the same over cached keys, for many queries.
 template <int kHeadDim>
 struct AttentionCachedSm90 {
   static const char* refusal(const ForwardPass& pass, const Gpu& gpu);

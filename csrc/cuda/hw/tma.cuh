@@ -73,6 +73,16 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, T
       : "memory");
 }
 
+// The same for what is read once: the L2 cache evicts it first.
+__device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& map, TmaCoord at, uint64_t* barrier) {
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy makes of evict_first and a fraction of 1
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch), "l"(kEvictFirst)
+      : "memory");
+}
+
 // Makes this thread's ordinary stores to shared memory visible to TMA and wgmma, which read through another proxy.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

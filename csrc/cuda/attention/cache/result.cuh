@@ -51,12 +51,12 @@ struct RowParts {
   __device__ __forceinline__ float2 state_of(int i) const { return *reinterpret_cast<const float2*>(part(i) + state); }
 };
 
-// Merges the parts of rows, one at a time, by a CTA of kThreads: its warps merge a run of parts each, whose columns the lanes
+// Merges the parts of rows, one at a time, by a CTA of kNumWarps: its warps merge a run of parts each, whose columns the lanes
 // divide, and then what the warps have is merged in ascending order.
-template <class Element>
+template <class Element, int kNumWarps = 4>
 class RowMerge {
  public:
-  static constexpr int kThreads = 128, kWarps = kThreads / kWarpSize;
+  static constexpr int kWarps = kNumWarps, kThreads = kWarps * kWarpSize;
   static constexpr int kPairs = 2, kColumns = 2 * kPairs * kWarpSize;  // that a warp sums at a time; pairs of a lane
   static constexpr int kPartsAtOnce = 4;  // that a lane reads before it merges any
   struct Shared {

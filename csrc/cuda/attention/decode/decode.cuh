@@ -1,8 +1,6 @@
 // The decode family as dispatch.cu calls it: what it takes, its workspace, its launches.
 #pragma once
 
-#include <bit>
-
 #include "../../../core/visit.h"
 #include "../../hw/launch.h"
 #include "../kernels.h"
@@ -35,39 +33,14 @@ inline CachedPieces decode_pieces(const AttentionProblem& problem) {
 }
 
 inline DecodeShape decode_shape(const AttentionProblem& problem, int tile_rows, int tile_keys, int warps) {
-  constexpr int64_t kFar = 1 << 29;
-  const auto bound = [](int64_t window) { return static_cast<int>(window < kFar ? window : -1); };
-  const auto log2 = [](int power) { return std::countr_zero(static_cast<unsigned>(power)); };
-  const int row_tiles = static_cast<int>(std::max<int64_t>(ceil_div(decode_rows_of(problem), int64_t{tile_rows}), 1));
-  return {.group = static_cast<int>(problem.heads / problem.key_heads),
-          .tile_rows = tile_rows,
-          .row_tiles = row_tiles,
-          .items = static_cast<int>(problem.key_heads) * row_tiles,
-          .tile_keys_log2 = log2(tile_keys),
-          .warps_log2 = log2(warps),
-          .window_left = bound(problem.visible.left),
-          .window_right = bound(problem.visible.right)};
+  return DecodeShape::of(problem, problem.heads / problem.key_heads, tile_rows, tile_keys, warps);
 }
 
-// How many steps an item has at most: over all of its keys, or over those in the windows of all queries.
-inline int64_t decode_most_steps(const AttentionProblem& problem, const DecodeShape& shape) {
-  const int64_t tile = int64_t{1} << shape.tile_keys_log2;
-  int64_t tiles = ceil_div(capacity_of(problem.cache), tile);
-  if (shape.window_left >= 0 && shape.window_right >= 0) {
-    const int64_t keys = problem.queries + shape.window_left + shape.window_right;  // that lie anywhere
-    tiles = std::min(tiles, (keys + tile - 2) / tile + 1);
-  }
-  return std::max<int64_t>(ceil_div(tiles, int64_t{1} << shape.warps_log2), 1);
-}
 // Whether no share cuts an item, which then belongs to the CTA in whose share it begins: pieces by num_splits, and items that
 // take less time than the merge of their parts would.
 inline bool decode_has_whole_items(const AttentionProblem& problem, const DecodeShape& shape) {
   constexpr int64_t kFewSteps = 2;
-  return problem.cache.splits > 0 || decode_most_steps(problem, shape) <= kFewSteps;
-}
-// The longest that the line of work could be.
-inline int64_t decode_most_units(const AttentionProblem& problem, const DecodeShape& shape) {
-  return problem.batch * shape.items * (decode_most_steps(problem, shape) + std::max<int64_t>(problem.cache.splits, 1) - 1);
+  return problem.cache.splits > 0 || shape.most_steps(problem) <= kFewSteps;
 }
 
 inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4& view, int64_t width) {
@@ -101,8 +74,7 @@ struct DecodeSetup {
   }
   int shared_bytes() const { return decode_shared_bytes(layout, kStageBytes, kQueryBytes); }
   int ctas(const AttentionProblem& problem) const {
-    return static_cast<int>(
-        std::clamp<int64_t>(decode_most_units(problem, shape), 1, int64_t{sm_count()} * layout.ctas_per_sm));
+    return static_cast<int>(std::clamp<int64_t>(shape.most_units(problem), 1, int64_t{sm_count()} * layout.ctas_per_sm));
   }
 };
 
@@ -174,7 +146,7 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
         const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(p, gpu.shared_bytes);
         if (setup.layout.warps == 0)
           reason = "the GPU has too little shared memory for this head dim";
-        else if (decode_most_units(p, setup.shape) >= int64_t{1} << 30)
+        else if (setup.shape.most_units(p) >= int64_t{1} << 30)
           reason = "the caches of all sequences have room for too many keys";
       });
   return reason;

@@ -260,7 +260,7 @@ struct LatentSetup {
         shape(decode_shape(problem, kLatentRows, kLatentTile, 1)) {
     // Where there is little to do, a CTA takes several tiles: one costs less than merging a part.
     constexpr int64_t kLeastUnits = 3;
-    ctas = static_cast<int>(std::clamp<int64_t>(ceil_div(decode_most_units(problem, shape), kLeastUnits), 1, sm_count()));
+    ctas = static_cast<int>(std::clamp<int64_t>(ceil_div(shape.most_units(problem), kLeastUnits), 1, sm_count()));
   }
   int shared_bytes() const { return stages * kStageBytes + kExchangedBytes; }
 };
@@ -288,7 +288,7 @@ const char* AttentionDecodeLatent<kHeadDim>::refusal(const ForwardPass& pass, co
   if (const char* const reason = latent_refusal(p)) return reason;
   const LatentSetup<kHeadDim> setup(p, gpu.shared_bytes);
   if (setup.stages < 2) return "the GPU has too little shared memory for this head dim";
-  if (decode_most_units(p, setup.shape) >= int64_t{1} << 30) return "the caches of all sequences have room for too many keys";
+  if (setup.shape.most_units(p) >= int64_t{1} << 30) return "the caches of all sequences have room for too many keys";
   return nullptr;
 }
 

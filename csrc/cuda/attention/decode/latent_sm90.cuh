@@ -80,7 +80,7 @@ class LatentSm90Loads : public DecodeTiles<kLatentSm90Tile, DecodeLoaders::kWarp
   // The rows of queries that exist. The results of others are not looked at.
   __device__ __forceinline__ void load_queries() {
     const ConstView4& view = problem_.query;
-    const int2 tile_and_head = shape_.tile_and_head(walk_.item);
+    const int2 tile_and_head = walk_.s.tile_and_head(shape_, walk_.item);
     const int first = tile_and_head.x * shape_.tile_rows, group = shape_.group,
               rows = min(walk_.s.queries * group - first, shape_.tile_rows),
               bytes = static_cast<int>(problem_.head_dim) * 2 - chunk() * kVectorBytes;
@@ -406,7 +406,7 @@ struct LatentSm90Setup {
   explicit LatentSm90Setup(const AttentionProblem& problem)
       : shape(decode_shape(problem, static_cast<int>(std::clamp<int64_t>(decode_rows_of(problem), 1, kLatentSm90Rows)),
                            kLatentSm90Tile, 1)) {
-    ctas = static_cast<int>(std::clamp<int64_t>(decode_most_units(problem, shape), 1, sm_count()));
+    ctas = static_cast<int>(std::clamp<int64_t>(shape.most_units(problem), 1, sm_count()));
   }
 };
 
@@ -422,7 +422,7 @@ const char* AttentionDecodeLatentSm90<kHeadDim>::refusal(const ForwardPass& pass
           kVectorBytes !=
       0)
     return "the rows of the queries are not multiples of 16 bytes";
-  if (decode_most_units(p, LatentSm90Setup(p).shape) >= int64_t{1} << 30)
+  if (LatentSm90Setup(p).shape.most_units(p) >= int64_t{1} << 30)
     return "the caches of all sequences have room for too many keys";
   return nullptr;
 }

@@ -9,6 +9,9 @@
 // All numbers have 32 bits: decode.cuh refuses longer lines.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "../../../core/cache.h"
 #include "../../../core/mask.h"
 #include "../../hw/warp.h"
@@ -21,16 +24,58 @@ namespace flash_online::cuda {
 struct DecodeShape {
   int group;  // query heads per key head: the rows of a key head are theirs side by side, query by query
   int tile_rows, row_tiles;  // row_tiles: of the longest sequence, per key head
-  int items;  // per piece of a sequence: tiles of rows of all key heads
+  int key_heads;  // or as many fewer as go abreast, and then row_tiles is 1 where tiles of rows do
   int tile_keys_log2, warps_log2;
   int window_left, window_right;  // below 0: no bound
+  int least_share = 1;  // steps: shares are no smaller, though CTAs have nothing to do then
+  // Neighbouring key heads, and all their tiles of rows, that go abreast: as many CTAs take the same share, each for one of
+  // them. What they read at a time is the same, or lies side by side in a cache whose tokens have their heads together.
+  int heads_abreast = 1, row_tiles_abreast = 1;
+
+  // `group`: how many query heads lie side by side in a tile.
+  static DecodeShape of(const AttentionProblem& problem, int64_t group, int tile_rows, int tile_keys, int warps,
+                        int heads_abreast = 1, bool rows_abreast = false) {
+    constexpr int64_t kFar = 1 << 29;
+    const auto bound = [](int64_t window) { return static_cast<int>(window < kFar ? window : -1); };
+    const auto log2 = [](int power) { return std::countr_zero(static_cast<unsigned>(power)); };
+    const int row_tiles = static_cast<int>(std::max<int64_t>(ceil_div(group * problem.queries, int64_t{tile_rows}), 1));
+    return {.group = static_cast<int>(group),
+            .tile_rows = tile_rows,
+            .row_tiles = rows_abreast ? 1 : row_tiles,
+            .key_heads = static_cast<int>(problem.heads / group / heads_abreast),
+            .tile_keys_log2 = log2(tile_keys),
+            .warps_log2 = log2(warps),
+            .window_left = bound(problem.visible.left),
+            .window_right = bound(problem.visible.right),
+            .heads_abreast = heads_abreast,
+            .row_tiles_abreast = rows_abreast ? row_tiles : 1};
+  }
+  __host__ __device__ constexpr int abreast() const { return heads_abreast * row_tiles_abreast; }
+  // The tile of rows and the key head of one that goes abreast, from those on the line.
+  __device__ __forceinline__ int2 of_abreast(int2 tile_and_head, int which) const {
+    const int head = static_cast<int>(static_cast<unsigned>(which) / static_cast<unsigned>(row_tiles_abreast));
+    return {tile_and_head.x + which - head * row_tiles_abreast, tile_and_head.y * heads_abreast + head};
+  }
+  // How many steps an item has at most, over all of its keys or those in the windows of all queries; and how long the line
+  // could be, of one of those that go abreast.
+  int64_t most_steps(const AttentionProblem& problem) const {
+    const int64_t tile = int64_t{1} << tile_keys_log2;
+    int64_t tiles = ceil_div(capacity_of(problem.cache), tile);
+    if (window_left >= 0 && window_right >= 0) {
+      const int64_t seen = problem.queries + window_left + window_right;  // keys, which may begin anywhere in a tile
+      tiles = std::min(tiles, (seen + tile - 2) / tile + 1);
+    }
+    return std::max<int64_t>(ceil_div(tiles, int64_t{1} << warps_log2), 1);
+  }
+  int64_t most_units(const AttentionProblem& problem) const {
+    return problem.batch * key_heads * row_tiles * (most_steps(problem) + std::max<int64_t>(problem.cache.splits, 1) - 1);
+  }
 
   __host__ __device__ constexpr int warps() const { return 1 << warps_log2; }
-  // An item's tile of rows, and its key head.
-  __device__ __forceinline__ int2 tile_and_head(int item) const {
-    if (row_tiles == 1) return {0, item};
-    const int head = static_cast<int>(static_cast<unsigned>(item) / static_cast<unsigned>(row_tiles));
-    return {item - head * row_tiles, head};
+  // Of a sequence of so many queries, at least one: its tiles of rows per key head.
+  __device__ __forceinline__ int row_tiles_of(int queries) const {
+    if (row_tiles == 1) return 1;
+    return static_cast<int>(static_cast<unsigned>(queries * group + tile_rows - 1) / static_cast<unsigned>(tile_rows));
   }
   // The tile of keys that begins a range of keys, and the one behind its last.
   __device__ __forceinline__ int first_tile(int begin) const { return begin >> tile_keys_log2; }
@@ -51,8 +96,17 @@ struct DecodeSequence {
   int pieces;
   int weight;  // steps per item, at least 1: an item that sees nothing has a result too
 
+  // Per piece: tiles of rows of all key heads.
+  __device__ __forceinline__ int items(const DecodeShape& shape) const { return shape.key_heads * shape.row_tiles_of(queries); }
   __device__ __forceinline__ int length(const DecodeShape& shape) const {
-    return queries > 0 ? pieces * shape.items * weight : 0;
+    return queries > 0 ? pieces * items(shape) * weight : 0;
+  }
+  // An item's tile of rows, and its key head.
+  __device__ __forceinline__ int2 tile_and_head(const DecodeShape& shape, int item) const {
+    if (shape.row_tiles == 1) return {0, item};
+    const int row_tiles = shape.row_tiles_of(queries);
+    const int head = static_cast<int>(static_cast<unsigned>(item) / static_cast<unsigned>(row_tiles));
+    return {item - head * row_tiles, head};
   }
 };
 
@@ -85,10 +139,10 @@ struct DecodeShare {
   int sequence, sequence_begin;
   DecodeSequence s;  // that sequence
 
-  // Share `cta` of `ctas` of a line of `length` units, without its sequence.
-  __device__ __forceinline__ static DecodeShare of_line(int length, int ctas, int cta) {
+  // Share `cta` of `ctas` of a line of `length` units, of at least `least` each, without its sequence.
+  __device__ __forceinline__ static DecodeShare of_line(int length, int least, int ctas, int cta) {
     DecodeShare share{};
-    share.size = max(static_cast<int>(static_cast<unsigned>(length + ctas - 1) / static_cast<unsigned>(ctas)), 1);
+    share.size = max(static_cast<int>(static_cast<unsigned>(length + ctas - 1) / static_cast<unsigned>(ctas)), least);
     share.begin = min(cta * share.size, length);
     share.end = min(share.begin + share.size, length);
     return share;
@@ -122,7 +176,7 @@ __device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProbl
     }
     const int all = before + __shfl_sync(~0u, end, kWarpSize - 1);
     if (share.size == 0 && chunk + kChunk >= sequences) {
-      share = DecodeShare::of_line(all, ctas, cta);
+      share = DecodeShare::of_line(all, shape.least_share, ctas, cta);
       if (share.begin == share.end) break;
       if (chunk > 0) {
         chunk = before = 0;
@@ -154,7 +208,7 @@ __device__ __forceinline__ DecodeShare find_share(const AttentionProblem& proble
   if (problem.batch > kWarpSize) return find_share_by_chunks<4>(problem, pieces, shape, ctas, cta);
   if (problem.batch > 1) return find_share_by_chunks<1>(problem, pieces, shape, ctas, cta);
   const DecodeSequence s = decode_sequence(problem, pieces, shape, 0);
-  DecodeShare share = DecodeShare::of_line(s.length(shape), ctas, cta);
+  DecodeShare share = DecodeShare::of_line(s.length(shape), shape.least_share, ctas, cta);
   share.s = s;
   return share;
 }
@@ -182,7 +236,7 @@ struct DecodeWalk {
       if (left <= 0) return;
       const bool seeks = begin_ >= 0;
       bool is_new = false;
-      if (!seeks && ++item == shape.items) {
+      if (!seeks && ++item == s.items(shape)) {
         item = 0;
         if (++piece == s.pieces) piece = 0, ++n, is_new = true;
       }
@@ -195,7 +249,7 @@ struct DecodeWalk {
       if (seeks) {
         item = static_cast<int>(static_cast<unsigned>(begin_) / static_cast<unsigned>(s.weight));
         skip = begin_ - item * s.weight;
-        for (piece = 0; item >= shape.items; ++piece) item -= shape.items;
+        for (piece = 0; item >= s.items(shape); ++piece) item -= s.items(shape);
         begin_ = -1;
       }
       if (!whole_items || skip == 0) return enter(shape, skip, whole_items);

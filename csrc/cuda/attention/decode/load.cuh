@@ -80,7 +80,7 @@ class DecodeTiles {
 
  private:
   __device__ __forceinline__ void enter_part() {
-    const int2 tile_and_head = shape_.tile_and_head(walk_.item);
+    const int2 tile_and_head = walk_.s.tile_and_head(shape_, walk_.item);
     key_head_ = tile_and_head.y;
     const CacheView& cache = problem_.cache;
     const int64_t row = cache_row(cache, walk_.n);

@@ -13,10 +13,12 @@ struct MergePartsArguments {
   DecodeShape shape;
   DecodeParts parts;
   int ctas;
+  int runs;  // of columns, which CTAs of their own merge
 };
 
-template <class Element, class Merge = RowMerge<Element>>
-__global__ void __launch_bounds__(Merge::kThreads, 8) merge_shares(const __grid_constant__ MergePartsArguments arguments) {
+template <class Merge>
+__global__ void __launch_bounds__(Merge::kThreads, 1024 / Merge::kThreads)
+    merge_shares(const __grid_constant__ MergePartsArguments arguments) {
   __shared__ typename Merge::Shared shared;
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
@@ -35,12 +37,14 @@ __global__ void __launch_bounds__(Merge::kThreads, 8) merge_shares(const __grid_
   if (skip == 0) return;
   const int begin = share.begin - skip, first_cta = begin / share.size,
             borders = (begin + s.weight - 1) / share.size - first_cta;
-  const DecodeParts& parts = arguments.parts;
-  const int2 tile_and_head = shape.tile_and_head(item);
+  const int runs = arguments.runs, which = static_cast<int>(blockIdx.z / static_cast<unsigned>(runs)),
+            run = static_cast<int>(blockIdx.z) - which * runs;  // which: of those that go abreast
+  DecodeParts parts = arguments.parts;
+  parts.data += which * int64_t{2 * arguments.ctas} * parts.size();
+  const int2 tile_and_head = shape.of_abreast(s.tile_and_head(shape, item), which);
   const int first_row = tile_and_head.x * shape.tile_rows, rows = min(s.queries * shape.group - first_row, shape.tile_rows);
   // Few parts are merged by a warp per row, many by the whole CTA.
-  const bool by_warp = borders < 8;
-  const int run = static_cast<int>(blockIdx.z), runs = static_cast<int>(gridDim.z);
+  const bool by_warp = borders < max(8, Merge::kWarps);
   const int turns = by_warp ? Merge::kWarps : 1, turn = by_warp ? static_cast<int>(threadIdx.x) / kWarpSize : 0;
 #pragma unroll 1
   for (int r = cta - first_cta - 1 + borders * (static_cast<int>(blockIdx.y) * turns + turn); r < rows;
@@ -62,17 +66,22 @@ __global__ void __launch_bounds__(Merge::kThreads, 8) merge_shares(const __grid_
 void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, const DecodeParts& parts, int ctas,
                  CUstream_st* stream) {
   if (ctas < 2) return;
-  const MergePartsArguments arguments{problem, shape, parts, ctas};
-  constexpr int kThreads = RowMerge<__half>::kThreads, kWarps = RowMerge<__half>::kWarps;
-  // A warp has two rows where an item is cut once. More CTAs would wait for those of the kernel before to leave their SMs.
-  const int64_t rows = std::min<int64_t>(problem.heads / problem.key_heads * problem.queries, shape.tile_rows);
-  const dim3 grid(
-      ctas - 1, static_cast<unsigned>(ceil_div(std::max<int64_t>(rows, 1), int64_t{2 * kWarps})),
-      static_cast<unsigned>(ceil_div(std::max<int64_t>(problem.head_dim_v, 1), int64_t{RowMerge<__half>::kColumns})));
-  if (problem.dtype == DType::kFloat16)
-    launch_dependent(merge_shares<__half>, arguments, grid, kThreads, stream);
+  const int runs = static_cast<int>(ceil_div(std::max<int64_t>(problem.head_dim_v, 1), int64_t{RowMerge<__half>::kColumns}));
+  const MergePartsArguments arguments{problem, shape, parts, ctas, runs};
+  const int64_t rows = std::max<int64_t>(std::min<int64_t>(shape.group * problem.queries, shape.tile_rows), 1);
+  const auto launch_with = [&]<int kWarps>(std::integral_constant<int, kWarps>) {
+    // A warp has two rows where an item is cut once. More CTAs would wait for those of the kernel before to leave their SMs.
+    const dim3 grid(ctas - 1, static_cast<unsigned>(ceil_div(rows, int64_t{2 * kWarps})),
+                    static_cast<unsigned>(shape.abreast() * runs));
+    const auto kernel = problem.dtype == DType::kFloat16 ? merge_shares<RowMerge<__half, kWarps>>
+                                                         : merge_shares<RowMerge<__nv_bfloat16, kWarps>>;
+    launch_dependent(kernel, arguments, grid, kWarps * kWarpSize, stream);
+  };
+  // Where rows are many, they are tiles of the Hopper kernel, which leaves no room beside it: CTAs may be large.
+  if (rows > 16 && shape.tile_rows > 32)
+    launch_with(std::integral_constant<int, 16>{});
   else
-    launch_dependent(merge_shares<__nv_bfloat16>, arguments, grid, kThreads, stream);
+    launch_with(std::integral_constant<int, 4>{});
 }
 
 }  // namespace flash_online::cuda

@@ -23,7 +23,8 @@ struct DecodeParts {
   }
 };
 
-// Merges the parts that the shares of `ctas` CTAs cut items into.
+// Merges the parts that the shares of `ctas` CTAs, or as many for each of those that go abreast, cut items into. Parts
+// of the first of these lie before those of the second one.
 void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, const DecodeParts& parts, int ctas,
                  CUstream_st* stream);
 

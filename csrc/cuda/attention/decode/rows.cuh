@@ -21,7 +21,7 @@ struct DecodeRows {
   // Of an item's tile of tile_rows rows (at most: where there are fewer, it is the only one) `most` from `skipped` on.
   __device__ __forceinline__ DecodeRows(const DecodeShape& shape, const DecodeWalk& walk, int tile_rows = 16 * kRowTiles,
                                         int skipped = 0, int most = 16 * kRowTiles) {
-    const int2 tile_and_head = shape.tile_and_head(walk.item);
+    const int2 tile_and_head = walk.s.tile_and_head(shape, walk.item);
     first = tile_and_head.x * tile_rows + skipped;
     group = shape.group;
     count = max(min(walk.s.queries * group - first, most), 0);

@@ -12,6 +12,7 @@
 #include "../../../hw/math.cuh"
 #include "../../../hw/tma.cuh"
 #include "../../common/mask_map.cuh"
+#include "cached/line_scheduler.cuh"
 #include "tile_scheduler.cuh"
 #include "tiles.h"
 #include "varlen_tile_scheduler.cuh"
@@ -89,13 +90,20 @@ struct CachedSm90Arguments : ForwardSm90Arguments {
   CachedTileList cached;
 };
 
+// And one in which shares of CTAs cut the keys of tiles.
+struct SplitSm90Arguments : CachedSm90Arguments {
+  LineOfTiles line;
+};
+
 // Variant: a ForwardSm90Variant. What packed sequences have, cached keys have too.
 template <class T, class Variant>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90Tile kTile = Variant::kTile;
   static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked,
-                        kCached = Variant::kCached;
-  using Arguments = std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>;
+                        kCached = Variant::kCached, kSplit = Variant::kSplit;
+  using Arguments =
+      std::conditional_t<kSplit, SplitSm90Arguments, std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>>;
+  static_assert(!kSplit || (kCached && !kHasOptions));
   static constexpr bool kMasked = kHasOptions && !kPacked;  // there may be a mask, and then a mask map
   static constexpr bool kHasDropout = kTile.dropout_warps > 0;
   static constexpr bool kSplitValues = kTile.split_values;
@@ -155,9 +163,10 @@ struct ForwardSm90Kernel {
 
   struct Empty {};
   struct Nothing {};  // beside an Empty, which must have an address of its own
+  struct NoPart {};
 
   using TileListOfVariant = std::conditional_t<kCached, CachedTileList, VarlenTileList>;
-  using VarlenScheduler = VarlenTileScheduler<kTile.queries(), TileListOfVariant>;
+  using VarlenScheduler = std::conditional_t<kSplit, LineScheduler, VarlenTileScheduler<kTile.queries(), TileListOfVariant>>;
   using Scheduler = std::conditional_t<kPacked, VarlenScheduler, TileScheduler>;
   struct VarlenShared {
     uint64_t value_loaded[kStages];  // barriers of values whose tail has yet to be cleared
@@ -188,6 +197,8 @@ struct ForwardSm90Kernel {
     int batch, head, first_query;  // packed: batch is the sequence, first_query counts within it; batch -1: no more tiles
     [[no_unique_address]] std::conditional_t<kPacked, PackedSequence, Empty> sequence;
     [[no_unique_address]] std::conditional_t<kCached, SeenKeys, Nothing> seen;
+    // Split: where the partial results of the tile's rows go; null: they are final.
+    [[no_unique_address]] std::conditional_t<kSplit, float*, NoPart> part;
     int band_begin, band_end;  // band_of the first query, in keys
     int begin, end;  // blocks that any query sees
     struct {
@@ -228,8 +239,12 @@ struct ForwardSm90Kernel {
     if constexpr (kCached) return tile.head << a.cached.group_shift;
     return tile.head;
   }
+  // Counted from the tile's first head.
+  __device__ __forceinline__ static int head_in_group(const Arguments& a, int row) {
+    return row & ((1 << a.cached.group_shift) - 1);
+  }
   __device__ __forceinline__ static int head_of_row(const Arguments& a, const WorkTile& tile, int row) {
-    if constexpr (kCached) return first_head(a, tile) + (row & ((1 << a.cached.group_shift) - 1));
+    if constexpr (kCached) return first_head(a, tile) + head_in_group(a, row);
     return tile.head;
   }
   // Over cached keys the maps of queries and results have the dimensions [batch, query, head, column], so that a box is as many
@@ -295,6 +310,7 @@ struct ForwardSm90Kernel {
   struct MathWarpgroup;
 
   // Parts of the above.
+  __device__ __forceinline__ static Scheduler make_scheduler(const Arguments& a, Shared& shared);
   __device__ __forceinline__ static void set_sequence(WorkTile& tile, const PackedSequence& sequence,
                                                       const Visibility& visible);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);

@@ -713,6 +713,9 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   __device__ __forceinline__ void finish_rows(int stage, float (&inverse)[2]);
   __device__ __forceinline__ void store_out(int stage, const float (&inverse)[2]);
+  __device__ __forceinline__ float* row_of_part(const WorkTile& tile, int lane, int r) const;
+  __device__ __forceinline__ void store_states_of_part(const WorkTile& tile);
+  __device__ __forceinline__ void store_part(const WorkTile& tile);
   __device__ __forceinline__ void store_out_by_tma(int stage, const float (&inverse)[2]);
   template <class Buffer>
   __device__ __forceinline__ void store_cached_rows(const WorkTile& tile, const Buffer& buffer);

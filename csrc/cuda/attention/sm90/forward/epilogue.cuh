@@ -9,15 +9,24 @@ namespace flash_online::cuda {
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::finish_rows(int stage, float (&inverse)[2]) {
   const WorkTile& tile = shared.tile[stage];
+  int here = lane;
+  if constexpr (kSplit) make_opaque(here);  // or what follows from it takes registers throughout the tiles
   bool is_empty[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 1);
     softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 2);
+  }
+  if constexpr (kSplit) {
+    if (tile.part) return store_states_of_part(tile);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
     is_empty[r] = softmax[r].sum == 0;
     float factor = 1;
     if (a.scores.sinks) {
-      const float sink = a.scores.sinks[head_of_row(a, tile, kRowsPerWarp * warp + lane / 4 + 8 * r)] * kLog2E;
+      const float sink =
+          a.scores.sinks[head_of_row(a, tile, row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + here / 4 + 8 * r)] * kLog2E;
       factor = softmax[r].raise_max(sink);
       softmax[r].add(softmax[r].weight(sink));
     }
@@ -25,15 +34,15 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     if constexpr (kHasDropout) inverse[r] *= a.dropout.keep_scale;
   }
   // Of the four lanes of a quad, the first two write the lse of one row each.
-  const bool second = lane % 4 == 1;
+  const bool second = here % 4 == 1;
   RowSoftmax own;
   own.max = second ? softmax[1].max : softmax[0].max;
   own.sum = second ? softmax[1].sum : softmax[0].sum;
-  const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
+  const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + here / 4 + (second ? 8 : 0);
   const int row = kCached
                       ? tile.first_query + query_of_row(a, row_of_tile)
-                      : tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + (second ? 8 : 0);
-  if (lane % 4 < 2 && column_part == 0 && row < queries(a, tile) && a.lse) {
+                      : tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + here / 4 + (second ? 8 : 0);
+  if (here % 4 < 2 && column_part == 0 && row < queries(a, tile) && a.lse) {
     const int64_t at = (kPacked && !kCached ? 0 : tile.batch * a.lse_stride[0]) +
                        head_of_row(a, tile, row_of_tile) * a.lse_stride[1] + query_begin(tile) + row;
     // From base 2 to the natural logarithm, in two floats.
@@ -48,6 +57,42 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
   }
   __syncwarp();
+}
+
+// Where the row r of a lane goes in a part that is to be merged; null: the row does not exist.
+template <class T, class Variant>
+__device__ __forceinline__ float* ForwardSm90Kernel<T, Variant>::MathWarpgroup::row_of_part(const WorkTile& tile, int lane,
+                                                                                            int r) const {
+  const int row = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + 8 * r;
+  return tile.first_query + query_of_row(a, row) < queries(a, tile) ? tile.part + row * a.line.parts.pitch : nullptr;
+}
+
+// Maximum and sum of a part's rows, which sinks do not belong to.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_states_of_part(const WorkTile& tile) {
+  int here = lane;
+  make_opaque(here);  // or what follows from it takes registers throughout the tiles
+  const bool second = here % 4 == 1;
+  if (float* const row = row_of_part(tile, here, second ? 1 : 0); row && here % 4 < 2)
+    *reinterpret_cast<float2*>(row + a.line.parts.pitch - 2) = {second ? softmax[1].max : softmax[0].max,
+                                                                second ? softmax[1].sum : softmax[0].sum};
+  __syncwarp();
+}
+
+// The outputs of a part's rows, as they are. A quad stores whole sectors of 32 bytes.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_part(const WorkTile& tile) {
+  int here = lane;
+  make_opaque(here);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float* const row = row_of_part(tile, here, r);
+    if (!row) continue;
+    float* const to = row + here % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kOutRegisters / 4; ++j)
+      if (8 * j < a.head_dim_v) *reinterpret_cast<float2*>(to + 8 * j) = {out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
+  }
 }
 
 // The warp's rows from its buffer, where the rows of a tile are those of several heads. The last rows of a sequence are stored
@@ -90,6 +135,8 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
   const WorkTile& tile = shared.tile[stage];
   const int first = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
   auto& buffer = shared.out.box[4 * row_block + warp];
+  int here = lane;
+  if constexpr (kSplit) make_opaque(here);  // or the offsets take registers throughout the tiles
   if (lane == 0) tma_store_wait_read();
   __syncwarp();
 #pragma unroll
@@ -98,7 +145,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       words[i] = Fragments<T>::pair(out[8 * step + 2 * i] * inverse[i % 2], out[8 * step + 2 * i + 1] * inverse[i % 2]);
-    stmatrix_x4(words, shared_address(buffer[step / 4]) + matrix_offset(0, step % 4 * 2));
+    stmatrix_x4(words, shared_address(buffer[step / 4]) + matrix_offset(here, 0, step % 4 * 2));
   }
   if constexpr (kCached) return store_cached_rows(tile, buffer);
   if (const int rows = queries(a, tile) - first; kPacked && rows < kRowsPerWarp) {
@@ -130,15 +177,17 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
   // The four lanes of a quad hold 2 columns each of every 8. A transposition within the quad gives each lane all 8 of one group
   // of columns out of four: 16 bytes to store.
   static_assert(kOutColumns % 32 == 0);
-  const bool odd = lane & 1, upper = lane & 2;
+  int here = lane;
+  if constexpr (kSplit) make_opaque(here);
+  const bool odd = here & 1, upper = here & 2;
   const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
     const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
     (high ? low_word : high_word) = got;
   };
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + 8 * r;
-    const int row = kCached ? tile.first_query + query_of_row(a, row_of_tile) : first + lane / 4 + 8 * r;
+    const int row_of_tile = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + here / 4 + 8 * r;
+    const int row = kCached ? tile.first_query + query_of_row(a, row_of_tile) : first + here / 4 + 8 * r;
     T* to = static_cast<T*>(a.out) + (kPacked && !kCached ? 0 : tile.batch * a.out_stride[0]) +
             head_of_row(a, tile, row_of_tile) * a.out_stride[1] + (query_begin(tile) + row) * a.out_stride[2];
 #pragma unroll
@@ -153,7 +202,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
       swap(odd, words[2], words[3], 1);
       swap(upper, words[0], words[2], 2);
       swap(upper, words[1], words[3], 2);
-      const int column = column_part * kOutColumns + 32 * i + lane % 4 * 8;
+      const int column = column_part * kOutColumns + 32 * i + here % 4 * 8;
       if (row < queries(a, tile) && column < a.head_dim_v)
         *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
     }
@@ -162,6 +211,13 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
 
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out(int stage, const float (&inverse)[2]) {
+  if constexpr (kSplit) {
+    if (shared.tile[stage].part) {
+      store_part(shared.tile[stage]);
+      __syncwarp();
+      return;
+    }
+  }
   if constexpr (kTile.staged_out)
     store_out_by_tma(stage, inverse);
   else

@@ -4,9 +4,10 @@
 #pragma once
 
 #include "../../../hw/mbarrier.cuh"
+#include "../../../hw/pdl.cuh"
 #include "../../../hw/setmaxnreg.cuh"
 #include "../../../hw/shared_memory.cuh"
-#include "cached_producer.cuh"
+#include "cached/producer.cuh"
 #include "consumer.cuh"
 #include "epilogue.cuh"
 #include "producer.cuh"
@@ -44,6 +45,10 @@ template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& shared) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) init_barriers(a, shared);
+  if constexpr (kSplit) {
+    grid_dependency_wait();
+    launch_dependents();  // what follows may rely on all before this kernel having ended
+  }
   __syncthreads();
   // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys and split values need; then come the
   // math warpgroups, and after them the dropout warps.

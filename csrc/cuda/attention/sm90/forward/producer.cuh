@@ -88,6 +88,18 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
 }
 
 template <class T, class Variant>
+__device__ __forceinline__ auto ForwardSm90Kernel<T, Variant>::make_scheduler(const Arguments& a, Shared& shared) -> Scheduler {
+  if constexpr (kSplit)
+    return Scheduler(a.cached.problem, a.line);
+  else if constexpr (kCached)
+    return Scheduler(a.cached, shared.packed.scheduler);
+  else if constexpr (kPacked)
+    return Scheduler(a.packed, shared.packed.scheduler);
+  else
+    return Scheduler{};
+}
+
+template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(WorkTile& tile, const PackedSequence& sequence,
                                                                             const Visibility& visible) {
   const KeyRange seen = keys_of_any(visible, 0, sequence.queries, sequence.keys);
@@ -98,14 +110,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(Work
 template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a, Shared& shared, int lane) {
   PipelineState<kWorkTiles> state;
-  Scheduler scheduler = [&] {
-    if constexpr (kCached)
-      return Scheduler(a.cached, shared.packed.scheduler);
-    else if constexpr (kPacked)
-      return Scheduler(a.packed, shared.packed.scheduler);
-    else
-      return Scheduler{};
-  }();
+  Scheduler scheduler = make_scheduler(a, shared);
   int queries = a.queries, keys = a.keys;
   [[maybe_unused]] int query_begin = 0, key_begin = 0, sequence = -1;
   [[maybe_unused]] unsigned wanted_parity = 0;
@@ -113,7 +118,10 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
     WorkTileCoord next;
     if constexpr (kPacked) {
       next = scheduler.next();
-      if (next.batch >= 0 && next.batch != sequence) {
+      if constexpr (kSplit) {
+        const DecodeSequence& s = scheduler.sequence();
+        query_begin = s.queries_begin, queries = s.queries, key_begin = s.keys_begin, keys = s.keys;
+      } else if (next.batch >= 0 && next.batch != sequence) {
         sequence = next.batch;
         Rows query_rows, key_rows;
         if constexpr (kCached) {
@@ -145,18 +153,25 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
     const auto begin_of = [&](int r) { return max(band_begin + query_of_row(a, r), 0) / kKeys; };
     const auto end_of = [&](int s) { return (min(band_end + query_of_row(a, s), keys) + kKeys - 1) / kKeys; };
     const int rows = last - first + 1;
-    int begin = begin_of(0), end = end_of(rows - 1);
-    if (end <= begin) begin = 0, end = 1;
+    int begin = begin_of(0), end = end_of(rows - 1), first_block = 0;
+    if constexpr (kSplit) {
+      // Of a part, which may have been cut out of what other tiles see.
+      first_block = scheduler.begin();
+      begin = max(begin, first_block), end = min(end, scheduler.end());
+    }
+    if (end <= begin) begin = first_block, end = begin + 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
     WorkTile& tile = shared.tile[state.stage];
     if constexpr (kCached) {
       // Right away: there are too few registers to keep all that a sequence is until the end.
       if (lane == 0) set_sequence(tile, {query_begin, key_begin, queries, keys, static_cast<int>(visible.offset)}, visible);
+      if constexpr (kSplit)
+        if (lane == 0) tile.part = scheduler.part();
     }
     if (lane < kRowBlocks) {
       // A warpgroup past the last query processes one block all the same, so that it needs no code of its own.
       const int first_row = lane * kRowsPerWarpgroup, last_row = min(first_row + kRowsPerWarpgroup, rows) - 1;
-      const int own_begin = first_row < rows ? min(begin_of(first_row), end - 1) : begin;
+      const int own_begin = first_row < rows ? max(min(begin_of(first_row), end - 1), begin) : begin;
       tile.row_block[lane].begin = own_begin;
       tile.row_block[lane].end = first_row < rows ? min(max(end_of(last_row), own_begin + 1), end) : own_begin + 1;
       tile.row_block[lane].whole_begin = (max(band_begin + query_of_row(a, last_row), 0) + kKeys - 1) / kKeys;

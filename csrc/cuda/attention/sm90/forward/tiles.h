@@ -178,18 +178,49 @@ constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
   return packed;
 }
 
+// How shares of CTAs cut tiles over cached keys (cached/line_scheduler.cuh).
+enum class ForwardSm90Split {
+  kNone,
+  kTiles,  // those of whole tiles
+  kSmallTiles,  // of 64 rows, for calls that take as long as their keys take to arrive
+};
+
+// A tile that shares cut, from one over cached keys. Blocks are a power of two of keys.
+constexpr ForwardSm90Tile forward_sm90_split(ForwardSm90Tile cached, ForwardSm90Split split) {
+  // What is on its way to an SM for small tiles: more is read no faster, and less evenly by the SMs.
+  constexpr int kBytesAhead = 64 << 10, kElementBytes = 2, kKeys = 64;
+  if (split == ForwardSm90Split::kNone) return cached;
+  if (split == ForwardSm90Split::kSmallTiles) {
+    const int columns = (cached.head_dim + 63) / 64 * 64 + (cached.head_dim_v + 63) / 64 * 64,
+              stages = kBytesAhead / (columns * kKeys * kElementBytes);
+    cached.warpgroups = 1;
+    cached.query_stages = cached.query_in_registers ? 1 : 2;
+    cached.keys = kKeys;
+    cached.stages = stages < 2 ? 2 : stages;
+    cached.ping_pong = false;
+    cached.registers = 240;
+    cached.producer_registers = 56;
+  } else if (cached.keys == 96) {
+    cached.stages = cached.stages * cached.keys / kKeys;
+    cached.keys = kKeys;
+  }
+  return cached;
+}
+
 // The tile of a kernel: an entry of kForwardSm90Plain, by index, and what the kernel has.
-template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCached = false>
+template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCached = false,
+          ForwardSm90Split kOfSplit = ForwardSm90Split::kNone>
 struct ForwardSm90Variant {
   static constexpr bool kHasOptions = kFeatures != ForwardSm90Features::kPlain,
                         kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked || kOfCached,
-                        kCached = kOfCached;
+                        kCached = kOfCached, kSplit = kOfSplit != ForwardSm90Split::kNone;
   static constexpr ForwardSm90Tile kUncached =
       kFloatMask    ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
       : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
       : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
                     : kForwardSm90Plain[kEntry];
-  static constexpr ForwardSm90Tile kTile = kCached ? forward_sm90_cached(kUncached) : kUncached;
+  static constexpr ForwardSm90Tile kWhole = kCached ? forward_sm90_cached(kUncached) : kUncached,
+                                   kTile = forward_sm90_split(kWhole, kOfSplit);
 };
 
 // What every entry promises.
@@ -211,14 +242,18 @@ constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
 }
 
 template <size_t kCount>
-constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount], bool cached = false) {
+constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount], bool cached = false,
+                                      ForwardSm90Split split = ForwardSm90Split::kNone) {
   for (const ForwardSm90Tile& tile : table)
-    if (!forward_sm90_is_valid(cached && tile.max_queries == 0 ? forward_sm90_cached(tile) : tile)) return false;
+    if (!forward_sm90_is_valid(cached && tile.max_queries == 0 ? forward_sm90_split(forward_sm90_cached(tile), split) : tile))
+      return false;
   return true;
 }
 static_assert(forward_sm90_are_valid(kForwardSm90Plain) && forward_sm90_are_valid(kForwardSm90Packed) &&
               forward_sm90_are_valid(kForwardSm90Options) && forward_sm90_are_valid(kForwardSm90FloatMask) &&
-              forward_sm90_are_valid(kForwardSm90Packed, true) && forward_sm90_are_valid(kForwardSm90Options, true));
+              forward_sm90_are_valid(kForwardSm90Packed, true) && forward_sm90_are_valid(kForwardSm90Options, true) &&
+              forward_sm90_are_valid(kForwardSm90Packed, true, ForwardSm90Split::kTiles) &&
+              forward_sm90_are_valid(kForwardSm90Packed, true, ForwardSm90Split::kSmallTiles));
 
 // Plain entries of the same head dims, dense or packed, give a row the same bits.
 static_assert([] {

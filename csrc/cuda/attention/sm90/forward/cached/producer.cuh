@@ -2,7 +2,7 @@
 // and values lie, and the one that clears values.
 #pragma once
 
-#include "producer.cuh"
+#include "../producer.cuh"
 
 namespace flash_online::cuda {
 
@@ -51,8 +51,13 @@ struct ForwardSm90Kernel<T, Variant>::CachedBlocks {
     if (lane < a.cached.boxes) {
       constexpr int kBoxes = std::extent_v<decltype(Buffer::box)>;
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box)
-        tma_load(buffer.box[box][lane * a.cached.box_rows], map, {box * kBoxColumns, place.row, head, block}, barrier);
+      for (int box = 0; box < kBoxes; ++box) {
+        const TmaCoord at{box * kBoxColumns, place.row, head, block};
+        if constexpr (kSplit)
+          tma_load_once(buffer.box[box][lane * a.cached.box_rows], map, at, barrier);
+        else
+          tma_load(buffer.box[box][lane * a.cached.box_rows], map, at, barrier);
+      }
     }
     __syncwarp();
   }
@@ -99,7 +104,7 @@ struct ForwardSm90Kernel<T, Variant>::CachedProducer {
 #pragma unroll
         for (int box = 0; box < kHeadDimBoxes; ++box)
           tma_load(shared.query[query.stage].box[box], a.query_tma,
-                   cached_row_at(box, head / a.q_heads_per_query_head,
+                   cached_row_at(box, (head + head_in_group(a, row_block * kRowsPerWarpgroup)) / a.q_heads_per_query_head,
                                  first_query + query_of_row(a, row_block * kRowsPerWarpgroup), batch * a.query_batch_step),
                    &shared.query_full[query.stage]);
       }
