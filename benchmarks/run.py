@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
-from benchmarks import docs, linear, machine, models, rows, training  # noqa: E402
+from benchmarks import docs, linear, machine, models, rows, scaling, training  # noqa: E402
 from benchmarks.attention import cases as attention_cases  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
@@ -111,6 +111,10 @@ def run_linear(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     return linear.run(cases, options.device, facts_of(options, options.device), path, options.providers, options.chunks)
 
 
+def run_scaling(_: argparse.ArgumentParser, __: argparse.Namespace) -> int:
+    return scaling.run()
+
+
 def run_docs(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return docs.run(options.check, options.figures)
 
@@ -187,6 +191,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--providers", nargs="+", choices=linear.PEERS, help="beside ours only these; needs --out")
     command.add_argument("--chunks", nargs="+", type=int, default=[], help="other budgets of a chunk of logits, in MiB")
+    add("scaling", run_scaling, "context parallelism on paper: communication simulated against computation")
     command = add("docs", run_docs, "every table and figure of the docs, from the committed records")
     command.add_argument("--check", action="store_true", help="write nothing, say whether the tables are up to date")
     command.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="the figures' folder")

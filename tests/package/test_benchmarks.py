@@ -41,6 +41,7 @@ def modules(monkeypatch):
         "training",
         "models",
         "linear",
+        "scaling",
         "harness",
         "case",
         "nvcc",
@@ -584,6 +585,31 @@ def test_fused_attention_in_triton():
         pytest.skip("Triton's interpreter takes arrays of one element for numbers, as numpy did before 2.4")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", INTERPRETED], cwd=REPOSITORY, env=environment, check=True)
+
+
+def test_communication_beside_computation(modules):
+    stage, seconds = modules["scaling"].Stage, modules["scaling"].seconds
+    assert seconds([stage(2, 3, 1)]) == 6
+    assert seconds([stage(2, 3), stage(1, 3), stage(4, 3)]) == 12  # arrivals end at 2, 3 and 9: the third after computation 0
+    assert seconds([stage(1, 1, 5), stage(1, 1, 5)]) == 12  # departures bound it
+    assert seconds([stage(0, 1)] * 7) == 7
+
+
+def test_the_page_of_scaling_has_its_tables(modules):
+    page = (REPOSITORY / "docs" / "distributed_scaling.md").read_text()
+    assert modules["scaling"].tables() in page
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 64])
+def test_shares_of_ideal(modules, gpus):
+    scaling = modules["scaling"]
+    model = scaling.Model(scaling.Cluster(), scaling.Problem(1 << 20, gpus))
+    plans = {name: plan for name, plan in model.plans() if plan}
+    assert ("Ulysses" in plans) == (gpus <= 32)
+    for name, plan in plans.items():
+        assert 0 < model.share(plan) <= 1 and plan.held >= 0, name
+        work = sum(stage.computation for stage in plan.forward + plan.backward)
+        assert work == pytest.approx(model.forward + model.backward), name
 
 
 def test_the_cells_of_attention(modules):
