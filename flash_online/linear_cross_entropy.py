@@ -105,10 +105,16 @@ class _RowLosses(Function):
         tensors = input, linear_weight, linear_bias, target, weight
         ctx.save_for_backward(*tensors)
         ctx.options, ctx.wanted = options, wanted
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and autograd's zeros would be no DTensors
         return _call(ops.linear_cross_entropy_forward.default, *tensors, *options, argmax)
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse, *_):
+        if grad_loss is None:
+            if grad_lse is None:
+                return (None,) * 8
+            grad_loss = torch.zeros_like(grad_lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _differentiable_gradients(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
         else:
@@ -218,6 +224,8 @@ def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_l
     if not torch.is_grad_enabled() or not any(_require_grad(tensors)) or reduction == 0 or transforms_active():
         return False
     if weight is not None and weight.requires_grad:
+        return False
+    if _policy.is_dtensor(tensors[0]):  # what the mean divides by is a sum over ranks
         return False
     # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
     if dtype == torch.float16 or tensors[0].shape[0] * tensors[1].shape[1] * tensors[1].shape[0] == 0:

@@ -199,10 +199,11 @@ def _check_arguments(input, weight_shard, target, first_class, linear_bias, weig
     for name, tensor in named.items():
         if tensor is not None or name in ("input", "weight_shard", "target"):
             check_tensor(name, tensor)
-            reason = _policy.refusal("linear_cross_entropy", tensor)
+            reason = "a DTensor; give this rank's part of it, tensor.to_local()"
+            if not _policy.is_dtensor(tensor):
+                reason = _policy.refusal("linear_cross_entropy", tensor)
             if reason is not None:
-                advice = "; give the local shard, tensor.to_local()" if "DTensor" in reason else ""
-                raise _policy.no_kernel(_NAME, f"{name}: {reason}{advice}")
+                raise _policy.no_kernel(_NAME, f"{name}: {reason}")
     if target.is_floating_point():
         raise InvalidArgument(f"target: dtype {target.dtype}, expected class indices (int64 or uint8), not probabilities")
     check_linear_cross_entropy(
