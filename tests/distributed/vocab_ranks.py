@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import joined
+from torch.utils.checkpoint import checkpoint
 
 import flash_online
 from flash_online import linear_cross_entropy
@@ -243,6 +244,24 @@ def derivatives(us: Ranks) -> None:
                 torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-11)
 
 
+def wrapped(us: Ranks) -> None:
+    """Checkpointed, and around a break of torch.compile's graph."""
+    tensors, target = made(11, torch.float32)
+    first, count = cuts(11, us.ranks)[us.rank]
+
+    def loss(input, weight):
+        return vocab_parallel_linear_cross_entropy(input * 1.5, weight, target, first_class=first)
+
+    found = []
+    for function in (loss, lambda *t: checkpoint(loss, *t, use_reentrant=False), torch.compile(loss, backend="eager")):
+        leaves = [t.clone().requires_grad_() for t in (tensors[0], tensors[1][first : first + count])]
+        value = function(*leaves)
+        value.backward()
+        found.append([value.detach(), *(t.grad for t in leaves)])
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, found[0], strict=True))
+
+
 def memory(us: Ranks, patch: pytest.MonkeyPatch) -> None:
     """No rank has more than a chunk of its own logits."""
     from flash_online import _linear_cross_entropy_ops as chunked
@@ -371,6 +390,7 @@ def main() -> None:
         chunks(us, patch)
         edges(us)
         derivatives(us)
+        wrapped(us)
         memory(us, patch)
         traffic(us, patch)
         failures(us)
