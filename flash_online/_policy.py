@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,24 +53,47 @@ def _major(index: int) -> int:
     return major
 
 
-def _subclass_refusal(kind: type) -> str | None:
-    """Why our kernels do not take a subclass of Tensor; None where they do. Parameter and torch's internal subclasses (fake and
-    functional tensors) disable __torch_function__, and are taken."""
-    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
-        return f"{kind.__name__} is a tensor subclass with its own __torch_function__"
-    if kind.__name__ == "DTensor":
-        return "a DTensor: our operators have no sharding rules"
+# What distributed.register_dtensor() sets: (function, number of the argument, DTensor, dim of the call) -> reason or None.
+dtensor_refusal: Callable[[str, int, Tensor, Any], str | None] | None = None
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, told by its name: torch.distributed takes a while to import, and may be missing."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def dropout_refusal(tensor: Tensor, dropout_p: float) -> str | None:
+    """Why attention does not take this query beside dropout; None where it does."""
+    if dropout_p > 0 and is_dtensor(tensor):
+        return "dropout_p: above 0 beside DTensors, on whose shards heads would draw the same numbers"
     return None
 
 
-def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> str | None:
-    """Why our kernels do not take these tensors, with the result in `dtype`; None where they do."""
+def _subclass_refusal(tensor: Tensor, function: str, position: int, dim) -> str | None:
+    """Why our kernels do not take a subclass of Tensor; None where they do. Parameter and torch's internal subclasses (fake and
+    functional tensors) disable __torch_function__, and are taken."""
+    kind = type(tensor)
+    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return f"{kind.__name__} is a tensor subclass with its own __torch_function__"
+    if not is_dtensor(tensor):
+        return None
+    if dtensor_refusal is None:
+        return "a DTensor: our operators have sharding rules only after flash_online.distributed.register_dtensor()"
+    return dtensor_refusal(function, position, tensor, dim)
+
+
+def refusal(
+    function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None, dim: Any = None, first: int = 0
+) -> str | None:
+    """Why our kernels do not take these tensors, with the result in `dtype`; None where they do. `dim` is what the function
+    reduces, as far as the caller says it, and `first` the number of the first tensor among the function's arguments."""
     for tensor in tensors:
         if tensor is None:
             continue
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter:
-            reason = _subclass_refusal(kind)
+            position = first + next(i for i, other in enumerate(tensors) if other is tensor)
+            reason = _subclass_refusal(tensor, function, position, dim)
             if reason is not None:
                 return reason
         if tensor.is_nested:
@@ -97,11 +121,11 @@ def refusal(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = 
     return None
 
 
-def why_forwarded(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> str | None:
+def why_forwarded(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None, dim: Any = None) -> str | None:
     """Why a function that torch has too passes these tensors on to torch's; None where our kernels take them."""
     if in_onnx_export():
         return "torch.onnx.export is active: ONNX has torch's operators, and not ours"
-    return refusal(function, *tensors, dtype=dtype)
+    return refusal(function, *tensors, dtype=dtype, dim=dim)
 
 
 def in_onnx_export() -> bool:
@@ -118,13 +142,20 @@ def has_cuda_kernel(function: str, index: int) -> bool:
     return function in ON_CUDA and _major(index) >= _OLDEST_GPU
 
 
-def require_kernel(function: str, *, dtype: torch.dtype | None = None, **tensors: Tensor | None) -> None:
+def require_kernel(function: str, *, dtype: torch.dtype | None = None, dim: Any = None, **tensors: Tensor | None) -> None:
     """Raises NotImplementedError, with the name of the argument and the reason, where our kernels do not take these tensors or
     results in `dtype`; for functions not in torch."""
-    for name, tensor in tensors.items():
-        reason = refusal(function, tensor, dtype=dtype)
+    for position, (name, tensor) in enumerate(tensors.items()):
+        reason = refusal(function, tensor, dtype=dtype, dim=dim, first=position)
         if reason is not None:
             raise no_kernel(function, reason if reason.startswith("dtype") else f"{name}: {reason}")
+
+
+def require_no_dropout(function: str, query: Tensor, dropout_p: float) -> None:
+    """Raises NotImplementedError where this query cannot have dropout."""
+    reason = dropout_refusal(query, dropout_p)
+    if reason is not None:
+        raise no_kernel(function, reason)
 
 
 def no_kernel(function: str, reason: str) -> NotImplementedError:

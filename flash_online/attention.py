@@ -124,6 +124,7 @@ def attention(
     query, key, value, mask = autocast(query, key, value, mask)
     check_kinds(query, key, value, mask)
     _policy.require_kernel("attention", query=query, key=key, value=value, mask=mask)
+    _policy.require_no_dropout("attention", query, dropout_p)
     query, key, value, mask, restore = canonicalize(query, key, value, mask)
     if alibi_slopes is not None:
         if broadcast("query, alibi_slopes", query.shape[:-2], alibi_slopes.shape) != query.shape[:-2]:

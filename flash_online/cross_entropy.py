@@ -201,6 +201,7 @@ def _reduces_at_once(input, target, weight, dtype) -> bool:
     """Whether CrossEntropyLoss can compute a reduced loss that has no z-loss."""
     return (
         input.numel() > 0
+        and not _policy.is_dtensor(input)  # of whose shards each would have a mean of its own
         and not target.requires_grad
         and (weight is None or not weight.requires_grad)
         and (dtype is input.dtype or dtype is accumulator_of(input.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import functional
 from ._linear_cross_entropy_ops import scratch_bytes
 from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_order
-from ._policy import no_kernel, refusal, strict_is_active, why_forwarded
+from ._policy import is_dtensor, no_kernel, refusal, strict_is_active, why_forwarded
 from .attention import attention
 from .cascade import cascade_attention
 from .cross_entropy import cross_entropy
@@ -105,7 +105,7 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     tensors = [leaf for leaf in tree_leaves(bound) if isinstance(leaf, Tensor)]
     device = str(tensors[0].device) if tensors else "no device"
     decide = refusal if original is None else why_forwarded
-    reason = decide(name, *tensors, dtype=bound.get("dtype"))
+    reason = decide(name, *tensors, dtype=bound.get("dtype"), dim=bound.get("dim"))
     if reason is not None and original is not None:
         if strict_is_active():
             reason += "; strict() forbids the call"
@@ -117,6 +117,7 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     record = _record()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake:
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to_local() if is_dtensor(t) else t, (args, kwargs))
         args, kwargs = tree_map_only(Tensor, fake.from_tensor, (args, kwargs))
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with record:

@@ -20,7 +20,7 @@ from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
 from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor
 from ._ops import InvalidArgument
 from ._patches import describe, shards
-from ._policy import forward_to_torch, in_onnx_export, require_kernel, traced_by_jit, why_forwarded
+from ._policy import dropout_refusal, forward_to_torch, in_onnx_export, require_kernel, traced_by_jit, why_forwarded
 from .attention import attention_impl, default_scale, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
@@ -116,7 +116,7 @@ def scaled_dot_product_attention(
     dropout_p = check_float("dropout_p", dropout_p)
     if scale is not None:
         scale = check_float("scale", scale)
-    reason = why_forwarded("scaled_dot_product_attention", query, key, value, attn_mask)
+    reason = why_forwarded("scaled_dot_product_attention", query, key, value, attn_mask) or dropout_refusal(query, dropout_p)
     if reason is not None:
         return forward_to_torch(
             *("scaled_dot_product_attention", reason, ORIGINALS["scaled_dot_product_attention"]),
@@ -178,7 +178,7 @@ def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: 
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
     if dtype is not None:
         dtype = check_dtype(dtype)
-    reason = why_forwarded(name, input, dtype=dtype)
+    reason = why_forwarded(name, input, dtype=dtype, dim=dim)
     if reason is not None:
         return forward_to_torch(name, reason, ORIGINALS[name], input, dim, stacklevel + 3, dtype)
     if dim is None:

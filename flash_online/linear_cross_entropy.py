@@ -105,10 +105,16 @@ class _RowLosses(Function):
         tensors = input, linear_weight, linear_bias, target, weight
         ctx.save_for_backward(*tensors)
         ctx.options, ctx.wanted = options, wanted
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and autograd's zeros would be no DTensors
         return _call(ops.linear_cross_entropy_forward.default, *tensors, *options, argmax)
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse, *_):
+        if grad_loss is None:
+            if grad_lse is None:
+                return (None,) * 8
+            grad_loss = torch.zeros_like(grad_lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _differentiable_gradients(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
         else:
@@ -219,6 +225,8 @@ def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_l
         return False
     if weight is not None and weight.requires_grad:
         return False
+    if _policy.is_dtensor(tensors[0]):  # what the mean divides by is a sum over ranks
+        return False
     # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
     if dtype == torch.float16 or tensors[0].shape[0] * tensors[1].shape[1] * tensors[1].shape[0] == 0:
         return False
@@ -232,10 +240,10 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def check_linear_cross_entropy(
-    input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, max_dims=None
+    input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, max_dims=None, weight_name="linear_weight"
 ) -> None:
-    """Raises what torch raises for tensors and options that do not fit together."""
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+    """Raises what torch raises for tensors and options that do not fit together. Messages call linear_weight `weight_name`."""
+    for name, tensor in (("input", input), (weight_name, linear_weight), ("target", target)):
         check_tensor(name, tensor)
     for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
         if tensor is not None:
@@ -244,11 +252,11 @@ def check_linear_cross_entropy(
         accepted = "[H] or [..., H]" if max_dims is None else "[H] or [N, H]"
         raise InvalidArgument(f"input: shape {list(input.shape)}, expected {accepted}")
     if linear_weight.dim() < 2:
-        raise InvalidArgument(f"linear_weight: shape {list(linear_weight.shape)}, expected [C, H] or [C, d_1, ..., d_K, H]")
+        raise InvalidArgument(f"{weight_name}: shape {list(linear_weight.shape)}, expected [C, H] or [C, d_1, ..., d_K, H]")
     (*batch, hidden), (classes, *positions, weight_hidden) = input.shape, linear_weight.shape
-    beside = f"beside an input of shape {list(input.shape)} and a linear_weight of shape {list(linear_weight.shape)}"
+    beside = f"beside an input of shape {list(input.shape)} and a {weight_name} of shape {list(linear_weight.shape)}"
     if weight_hidden != hidden:
-        raise InvalidArgument(f"linear_weight: width (last dimension) is {weight_hidden}, expected input's {hidden}")
+        raise InvalidArgument(f"{weight_name}: width (last dimension) is {weight_hidden}, expected input's {hidden}")
     if linear_bias is not None and list(linear_bias.shape) != [classes, *positions]:
         raise InvalidArgument(f"linear_bias: shape {list(linear_bias.shape)}, expected {[classes, *positions]} {beside}")
     if positions and not batch:
@@ -259,12 +267,12 @@ def check_linear_cross_entropy(
         raise InvalidArgument(
             f"ignore_index: {ignore_index}, but beside class probabilities nothing can be ignored; leave it out"
         )
-    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias), ("target", target)):
+    for name, tensor in ((weight_name, linear_weight), ("linear_bias", linear_bias), ("target", target)):
         if tensor is not None and tensor.device != input.device:
             raise InvalidArgument(f"{name}: on {tensor.device}, expected input's device {input.device}")
     dtype = product_dtype(input)
     check_floating("linear_cross_entropy: input", dtype)
-    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+    for name, tensor in ((weight_name, linear_weight), ("linear_bias", linear_bias)):
         if tensor is not None and product_dtype(tensor) != dtype:
             raise InvalidArgument(f"{name}: dtype {tensor.dtype}, expected input's {input.dtype}")
     if not probabilities and list(target.shape) != rows and (batch or list(target.shape) != [1]):
@@ -281,7 +289,8 @@ def check_linear_cross_entropy(
     check_cross_entropy(logits, target, weight, -100 if ignore_index is None else ignore_index, label_smoothing)
 
 
-def _check_logit_options(softcap, scale) -> tuple[float, float]:
+def check_logit_options(softcap, scale) -> tuple[float, float]:
+    """softcap and scale as floats. Raises InvalidArgument or TypeError for what they may not be."""
     for name, number in (("softcap", softcap), ("scale", scale)):
         if isinstance(number, Tensor) and number.requires_grad:
             raise InvalidArgument(
@@ -295,11 +304,13 @@ def _check_logit_options(softcap, scale) -> tuple[float, float]:
 
 def linear_cross_entropy_impl(
     input, linear_weight, target, linear_bias, weight, reduction: int, ignore_index, label_smoothing, return_lse, z_loss, dtype,
-    softcap=0.0, scale=1.0, return_z_loss=False, return_argmax=False,
+    softcap=0.0, scale=1.0, return_z_loss=False, return_argmax=False, shard=None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """linear_cross_entropy, once its arguments are checked and it is decided that our kernels run; `reduction` is a
-    reduction_enum."""
+    reduction_enum. `shard`, where linear_weight and linear_bias are a part of the classes, knows the number of all `classes`
+    and computes the `row_losses` over them."""
     (*batch, _), (classes, *positions, _) = input.shape, linear_weight.shape
+    classes = classes if shard is None else shard.classes
     probabilities = target.dim() == len(batch) + 1 + len(positions) and target.is_floating_point()
     ignore_index = -100 if ignore_index is None else check_int("ignore_index", ignore_index)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
@@ -325,13 +336,14 @@ def linear_cross_entropy_impl(
         target = target.flatten(1) if positions else target.unsqueeze(1)
 
     tensors, options = (input, linear_weight, linear_bias, target), (ignore_index, label_smoothing, products, scale, softcap)
-    if _computes_gradients_forward(tensors, weight, products, reduction, return_lse):
+    if shard is None and _computes_gradients_forward(tensors, weight, products, reduction, return_lse):
         weight = _class_weights(weight, products, target)
         result, lse, argmax = _ReducedLoss.apply(
             *tensors, weight, options, _require_grad(tensors), return_argmax, reduction, z_loss
         )
     else:
-        loss, lse, row_weight, argmax = _row_losses(tensors, weight, options, return_argmax)
+        row_losses = _row_losses if shard is None else shard.row_losses
+        loss, lse, row_weight, argmax = row_losses(tensors, weight, options, return_argmax)
         result = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
     results = [result]
     if return_z_loss:  # the loss of rows whose cross-entropy is 0
@@ -529,7 +541,7 @@ def linear_cross_entropy(
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)
-    softcap, scale = _check_logit_options(softcap, scale)
+    softcap, scale = check_logit_options(softcap, scale)
     for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
         check_flag(name, flag)
     if return_argmax and linear_weight.shape[0] == 0:

@@ -67,8 +67,12 @@ class _MergeOp:
         parts = ctx.saved_tensors
         count = len(parts) // 2
         outs, lses = list(parts[:count]), list(parts[count:])
+        if _policy.is_dtensor(outs[0]):  # for a result without a gradient autograd makes zeros that are no DTensor
+            grad_out = grad_out if _policy.is_dtensor(grad_out) else torch.zeros_like(outs[0])
+            grad_lse = grad_lse if _policy.is_dtensor(grad_lse) else torch.zeros_like(lses[0])
         if not torch.compiler.is_compiling() and (
             torch.is_grad_enabled()
+            or _policy.is_dtensor(grad_out)  # its rules have no results that are lists
             # Under autograd's own batching (is_grads_batched) no operator that takes lists can be called.
             or any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in (grad_out, grad_lse))
         ):

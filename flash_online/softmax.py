@@ -161,7 +161,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
     check_tensor("input", input)
     if dtype is not None:
         dtype = check_dtype(dtype)
-    _policy.require_kernel("softmax", input=input, dtype=dtype)
+    _policy.require_kernel("softmax", input=input, dtype=dtype, dim=dim)
     return softmax_impl("softmax", input, dim, dtype, False)
 
 
@@ -171,7 +171,7 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
     check_tensor("input", input)
     if dtype is not None:
         dtype = check_dtype(dtype)
-    _policy.require_kernel("log_softmax", input=input, dtype=dtype)
+    _policy.require_kernel("log_softmax", input=input, dtype=dtype, dim=dim)
     return softmax_impl("log_softmax", input, dim, dtype, True)
 
 
@@ -266,7 +266,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     Source: arXiv 1805.02867, as `softmax`.
     """
     check_tensor("input", input)
-    _policy.require_kernel("logsumexp", input=input)
+    _policy.require_kernel("logsumexp", input=input, dim=dim)
     if not input.is_floating_point():
         input = input.to(torch.get_default_dtype())
     check_floating("logsumexp: input", input.dtype)
@@ -416,7 +416,7 @@ def topk_softmax(
     check_tensor("input", input)
     if dtype is not None:
         dtype = check_dtype(dtype)
-    _policy.require_kernel("topk_softmax", input=input, dtype=dtype)
+    _policy.require_kernel("topk_softmax", input=input, dtype=dtype, dim=dim)
     dim = check_dim(dim, input.dim())
     if dtype is None:
         dtype = input.dtype

@@ -149,6 +149,7 @@ def varlen_attention(
     query, key, value = autocast(query, key, value)
     check_kinds(query, key, value, None)
     _policy.require_kernel("varlen_attention", query=query, key=key, value=value)
+    _policy.require_no_dropout("varlen_attention", query, dropout_p)
     check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = varlen_impl(
         query,

@@ -1,0 +1,375 @@
+"""vocab_parallel_linear_cross_entropy: the loss of an output layer whose classes are cut over ranks.
+
+Each rank computes two numbers a row over its own classes, lse and the target's logit, in chunks of logits (_vocab_rows.py).
+They are gathered once, and every rank computes the same loss from all of them. In the backward pass each rank computes the
+logits of its classes again; its gradient of weight and bias is its own, and that of the input is summed over the ranks.
+
+The collectives are pairs of autograd Functions, each the other's derivative, so that derivatives of any order are exact: a
+value is either whole (the same on every rank, and so is its gradient) or a rank's own.
+
+Every rank must reach the same collectives in the same order, also in the backward pass of a backward pass. Autograd runs the
+nodes of a graph in the reverse order of their making, so it suffices that the ranks make the same Functions of this module in
+the same order, and that each is needed on all ranks or on none: whatever the number of classes or of chunks is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import _policy
+from .._autograd import transforms_active
+from .._checks import check_dtype, check_flag, check_float, check_floating, check_int, check_tensor
+from .._ops import InvalidArgument, accumulator_of
+from ..cross_entropy import reduction_enum
+from ..linear_cross_entropy import (
+    check_linear_cross_entropy,
+    check_logit_options,
+    linear_cross_entropy_impl,
+    product_dtype,
+)
+from ._agree import agree, check_group, gather, header_device
+from ._vocab_rows import ELSEWHERE, as_index, differentiable_rows, shard_gradients, shard_rows
+
+_NAME = "distributed.vocab_parallel_linear_cross_entropy"
+
+
+class _Gather(Function):
+    """A rank's own tensor -> all ranks' [W, ...], whole."""
+
+    @staticmethod
+    def forward(ctx, own, group):
+        ctx.group = group
+        return gather(own, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Slice.apply(grad, ctx.group), None
+
+
+class _Slice(Function):
+    """A whole [W, ...] -> a rank's own part of it."""
+
+    @staticmethod
+    def forward(ctx, whole, group):
+        ctx.group = group
+        return whole[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, ctx.group), None
+
+
+class _Copy(Function):
+    """A whole tensor -> the same, whose gradient on a rank is the rank's own part of a sum."""
+
+    @staticmethod
+    def forward(ctx, whole, group):
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Sum.apply(grad, ctx.group), None
+
+
+class _Sum(Function):
+    """A rank's own part of a sum -> the sum over the ranks, whole."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        return _summed(part.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Copy.apply(grad, ctx.group), None
+
+
+def _summed(part: Tensor, group) -> Tensor:
+    """`part`, which is contiguous, summed over the ranks in place."""
+    if part.numel():
+        dist.all_reduce(part, group=group)
+    return part
+
+
+class _Merge(Function):
+    """logsumexp over the shards [W, N, P]. The gradient of a row is 0 where that of its result is, whatever the row holds."""
+
+    @staticmethod
+    def forward(ctx, shards):
+        whole = torch.logsumexp(shards, 0)
+        ctx.save_for_backward(shards, whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        shards, whole = ctx.saved_tensors
+        return (grad * (shards - whole).exp()).masked_fill(grad == 0, 0)
+
+
+class _ShardRows(Function):
+    """`shard_rows` of (input, linear_weight, linear_bias); the gradient of input is summed over the ranks in the accumulator's
+    dtype, and rounded once."""
+
+    @staticmethod
+    def forward(ctx, input, linear_weight, linear_bias, target, smooth, options, argmax, group):
+        ctx.save_for_backward(input, linear_weight, linear_bias, target, smooth)
+        ctx.options, ctx.group = options, group
+        return shard_rows((input, linear_weight, linear_bias), target, smooth, options, argmax)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, target, smooth = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        grad = grad[: 2 + (smooth is not None)]  # those of argmax and its logit mean nothing
+        if torch.is_grad_enabled():
+            with torch.enable_grad():
+                leaves = [t for t, w in zip(tensors, wanted, strict=True) if w]
+                input = tensors[0].to(accumulator_of(ctx.options[0]))
+                rows = differentiable_rows((_Copy.apply(input, ctx.group), *tensors[1:]), target, smooth, ctx.options)
+                found = iter(torch.autograd.grad(rows, leaves, grad, create_graph=True))
+            grads = [next(found) if w else None for w in wanted]
+        else:
+            grads = shard_gradients(tensors, target, smooth, ctx.options, grad, wanted)
+            if wanted[0]:
+                grads[0] = _summed(grads[0], ctx.group).to(tensors[0].dtype)
+        return *grads, None, None, None, None, None
+
+
+class _Shard:
+    """The classes [first, first + count) of `classes` on this rank; firsts[rank] is where those of each rank begin."""
+
+    def __init__(self, group, firsts: list[int], count: int, classes: int):
+        self.group, self.firsts, self.count, self.classes = group, firsts, count, classes
+        self.first = firsts[dist.get_rank(group)]
+
+    def row_losses(self, tensors, weight, options, argmax: bool):
+        """(loss, lse, row_weight, argmax) of the whole vocabulary, as those of linear_cross_entropy's rows."""
+        *tensors, target = tensors
+        ignore_index, label_smoothing, *options = options
+        accumulator, ignored = accumulator_of(options[0]), target == ignore_index
+        self._check_targets(target, ignored)
+        here = ~ignored & (target >= self.first) & (target < self.first + self.count)
+        local = torch.where(here, target - self.first, ELSEWHERE)
+        weight = None if weight is None else weight.to(accumulator)
+        smooth, total = None, self.classes  # the weights of the classes of this shard, and the sum of all
+        if label_smoothing:
+            smooth = target.new_ones([self.count], dtype=accumulator)
+            if weight is not None:
+                smooth, total = weight[self.first : self.first + self.count].contiguous(), weight.sum()
+        rows = _ShardRows.apply(*tensors, local, smooth, tuple(options), argmax, self.group)
+        rows = _Gather.apply(rows, self.group)
+        lse = _Merge.apply(rows[:, 0])
+        loss = (lse - rows[:, 1].sum(0)).masked_fill(ignored, 0)
+        if weight is None:
+            row_weight = (~ignored).to(accumulator)
+        elif self.classes:
+            row_weight = weight[target.clamp(0, self.classes - 1)].masked_fill(ignored, 0)
+        else:
+            row_weight = torch.zeros_like(loss)
+        if weight is not None:
+            loss = loss * row_weight
+        if smooth is not None:
+            uniform = (total * lse - rows[:, 2].sum(0)).masked_fill(ignored, 0)
+            loss = (1 - label_smoothing) * loss + label_smoothing / max(self.classes, 1) * uniform
+        return loss, lse, row_weight, self._argmax(rows.detach()) if argmax else None
+
+    def _argmax(self, rows: Tensor) -> Tensor:
+        largest, index = rows[:, -2], as_index(rows[:, -1])
+        firsts = torch.tensor(self.firsts, device=rows.device)
+        order = firsts.argsort(stable=True)  # of equal logits the lowest class, in whatever order the ranks hold them
+        winner = order[largest[order].argmax(0)]
+        return firsts[winner] + index.gather(0, winner.unsqueeze(0)).squeeze(0)
+
+    def _check_targets(self, target: Tensor, ignored: Tensor) -> None:
+        right = ignored | ((target >= 0) & (target < self.classes))
+        if target.is_cuda:
+            torch._assert_async(right.all(), "target: out of bounds")
+        elif not right.all():
+            wrong = int(target[~right][0])
+            raise IndexError(f"target: {wrong} is out of bounds, expected 0 to {self.classes - 1} or ignore_index")
+
+
+def _check_arguments(input, weight_shard, target, first_class, linear_bias, weight, ignore_index, label_smoothing) -> None:
+    """Raises for what is wrong on this rank alone."""
+    named = {"input": input, "weight_shard": weight_shard, "target": target, "linear_bias": linear_bias, "weight": weight}
+    for name, tensor in named.items():
+        if tensor is not None or name in ("input", "weight_shard", "target"):
+            check_tensor(name, tensor)
+            reason = "a DTensor; give this rank's part of it, tensor.to_local()"
+            if not _policy.is_dtensor(tensor):
+                reason = _policy.refusal("linear_cross_entropy", tensor)
+            if reason is not None:
+                raise _policy.no_kernel(_NAME, f"{name}: {reason}")
+    if target.is_floating_point():
+        raise InvalidArgument(f"target: dtype {target.dtype}, expected class indices (int64 or uint8), not probabilities")
+    check_linear_cross_entropy(
+        input, weight_shard, target, linear_bias, None, ignore_index, label_smoothing, weight_name="weight_shard"
+    )
+    if check_int("first_class", first_class) < 0:
+        raise InvalidArgument(f"first_class: {first_class}, expected 0 or more")
+    if weight is not None:
+        if weight.dim() != 1 or not weight.is_floating_point() or weight.device != input.device:
+            raise InvalidArgument(
+                f"weight: shape {list(weight.shape)}, {weight.dtype} on {weight.device}; expected one floating number for each "
+                f"class of the whole vocabulary, on {input.device}"
+            )
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise InvalidArgument("weight: requires_grad is True, but beside class indices no gradient flows to it; detach it")
+
+
+def _check_cover(shards: list[list[int]], weight: Tensor | None, return_argmax: bool) -> int:
+    """The number of all classes. Raises InvalidArgument unless `shards`, first class and number of classes of each rank, are
+    disjoint and leave none out; empty ones may stand anywhere. It has the same input on every rank."""
+    classes = 0
+    for first, count, rank in sorted((first, count, rank) for rank, (first, count) in enumerate(shards) if count):
+        if first != classes:
+            fault = f"begins before class {classes}, where those of another end" if first < classes else "leaves out classes"
+            held = ", ".join(f"[{f}, {f + c}) on rank {r}" for r, (f, c) in enumerate(shards))
+            raise InvalidArgument(f"first_class: the shard of rank {rank} of the group {fault}; the ranks hold {held}")
+        classes += count
+    if weight is not None and weight.shape[0] != classes:
+        raise InvalidArgument(
+            f"weight: shape {list(weight.shape)}, expected one for each of the {classes} classes of all ranks"
+        )
+    if return_argmax and classes == 0:
+        raise InvalidArgument("return_argmax: the weight shards of all ranks have no class to predict")
+    return classes
+
+
+def _agreed_shard(group, arguments: dict, options: dict, error: Exception | None) -> _Shard:
+    """This rank's shard, once the ranks agree on everything else."""
+    input, weight_shard, target = (arguments[name] for name in ("input", "weight_shard", "target"))
+    linear_bias, weight = arguments["linear_bias"], arguments["weight"]
+    device, common, own = header_device(group, input), {}, [0, 0, 0]
+    if error is None:
+        # Whether a gradient is wanted decides which collectives the backward pass has.
+        grads = torch.is_grad_enabled(), input.requires_grad, weight_shard.requires_grad
+        common = {
+            "input": f"{list(input.shape)} {input.dtype}",
+            "weight_shard": f"[n, {', '.join(map(str, weight_shard.shape[1:]))}] {weight_shard.dtype}",
+            "target": f"{list(target.shape)} {target.dtype}",
+            "linear_bias": "none" if linear_bias is None else f"{linear_bias.dtype}, requires_grad {linear_bias.requires_grad}",
+            "weight": "none" if weight is None else f"{list(weight.shape)} {weight.dtype}",
+            "dtype of the products": str(product_dtype(input)),
+            "grad mode, requires_grad of input and of weight_shard": str(grads),
+            **{name: repr(value) for name, value in options.items()},
+        }
+        checksum = 0
+        if target.device == device:  # else it would wait for the GPU
+            flat = target.detach().flatten().to(torch.int64)
+            checksum = (flat * (2 * torch.arange(flat.numel(), device=device) + 1)).sum()
+        own = [arguments["first_class"], weight_shard.shape[0], checksum]
+    headers = agree(_NAME, group, device, common, own, error)
+    if any(checksum != headers[0][2] for *_, checksum in headers):
+        raise InvalidArgument(
+            "target: the ranks of the group have other targets; over a vocabulary that is cut all ranks need the same rows"
+        )
+    shards = [header[:2] for header in headers]
+    classes = _check_cover(shards, weight, options["return_argmax"])
+    return _Shard(group, [first for first, _ in shards], weight_shard.shape[0], classes)
+
+
+@torch.compiler.disable
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    first_class: int,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: object = None,
+    return_lse: bool = False,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    return_z_loss: bool = False,
+    return_argmax: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`linear_cross_entropy` of an output layer whose classes are cut over the ranks of a group: rank by rank some rows of its
+    weight. The loss is that of the whole vocabulary, and the same on every rank; no rank has more than a chunk of the logits of
+    its own classes.
+
+    Args:
+        input: `[H]` or `[..., H]`, the same on every rank; float16, bfloat16, float32 or float64.
+        weight_shard: `[n, H]` (or `[n, d_1, ..., d_K, H]`), the weights of the classes [first_class, first_class + n). Ranks
+            may have different n, 0 too.
+        target: class indices (int64 or uint8) of the whole vocabulary, the same on every rank; no probabilities.
+        group: the ranks that share the vocabulary; None is the default group. All of them make the call.
+        first_class: this rank's first class. Together the ranks hold every class once, in any order.
+        linear_bias: `[n]` (or `[n, d_1, ..., d_K]`), this rank's part.
+        weight: `[C]`, the weights of all classes, whole on every rank.
+        reduction: and all options from here on as in `linear_cross_entropy`, equal on all ranks.
+        ignore_index: -100 if None.
+        label_smoothing: 0 to 1.
+        options: accepted for compatibility with torch and not used.
+        return_lse: also return lse over the whole vocabulary, in nats.
+        z_loss: adds z_loss * lse^2 for each row that is not ignored.
+        dtype: that of the loss.
+        softcap: of the logits; 0 is none.
+        scale: of the logits, before the softcap.
+        return_z_loss: also return the part of the loss that z_loss adds.
+        return_argmax: also return the class of the largest logit, of equal ones the lowest of those that the ranks found.
+
+    Returns:
+        What `linear_cross_entropy` returns, equal on every rank.
+
+    A call exchanges a header of five integers per rank, which the host reads, then in one all-gather two numbers a row, in
+    float32 (float64 for float64): lse over the shard and the target's logit; three with label smoothing, and two more with
+    `return_argmax`. The backward pass has one all-reduce, that of the gradient of `input`, in float32 (float64); each rank's
+    part of it comes from a matrix product that CUDA does not round and the CPU rounds to the dtype of the products. The
+    backward pass computes the logits again: four matrix products in all.
+
+    What follows on the loss must be the same on every rank: each takes the gradient of one loss, not of a sum over ranks. The
+    gradient of `input` is whole on every rank, those of `weight_shard` and `linear_bias` are the rank's own. Second derivatives
+    keep all logits of the shard; torch.func and forward mode are refused. Under torch.compile the call runs eagerly. Without a
+    CPU backend in the group (gloo) the header takes a wait for the GPU, and a CUDA graph cannot capture the call.
+
+    Raises:
+        InvalidArgument: on every rank, where shapes, dtypes, options or targets differ between ranks, classes overlap or are
+            missing, or a rank refused its arguments. That rank raises what `linear_cross_entropy` would.
+        IndexError: a target is out of range (a device assert on CUDA).
+        TypeError: an argument of another type.
+        NotImplementedError: tensors that no kernel takes.
+        RuntimeError: torch.distributed is not initialised.
+
+    Source: the vocabulary-parallel loss of Megatron-LM, Shoeybi et al., arXiv 1909.08053, section 3.
+    """
+    check_group(group)
+    if transforms_active():  # raised at once, for no collective works in there
+        raise NotImplementedError(f"flash_online.{_NAME}: torch.func and forward-mode derivatives do not reach other ranks")
+    error, number = None, 0
+    try:
+        number = reduction_enum(reduction, None, None)
+        _check_arguments(input, weight_shard, target, first_class, linear_bias, weight, ignore_index, label_smoothing)
+        dtype = check_dtype(dtype)
+        if dtype is not None:
+            check_floating("linear_cross_entropy: result", dtype)
+        z_loss = check_float("z_loss", z_loss)
+        softcap, scale = check_logit_options(softcap, scale)
+        for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
+            check_flag(name, flag)
+        label_smoothing = float(label_smoothing)
+        ignore_index = -100 if ignore_index is None else check_int("ignore_index", ignore_index)
+    except Exception as refused:
+        error = refused  # the other ranks have to hear of it first
+    arguments = {"input": input, "weight_shard": weight_shard, "target": target, "first_class": first_class}
+    arguments |= {"linear_bias": linear_bias, "weight": weight}
+    common = {"reduction": number, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    common |= {"dtype": dtype, "softcap": softcap, "scale": scale}
+    common |= {"return_lse": bool(return_lse), "return_z_loss": return_z_loss, "return_argmax": return_argmax}
+    shard = _agreed_shard(group, arguments, common, error)
+    return linear_cross_entropy_impl(
+        *(input, weight_shard, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype),
+        *(softcap, scale, return_z_loss, return_argmax),
+        shard=shard,
+    )

@@ -1,0 +1,206 @@
+"""What one rank computes of a vocabulary that is cut over ranks: numbers of each row over its own classes, and their gradients,
+in chunks of logits and without communication.
+
+The numbers are linear in what the ranks have to exchange: lse over the shard's classes, the target's logit where the target is
+one of them, and with label smoothing the sum of the logits by class weight. Their gradient in a row's logits x is
+
+    grad_lse softmax(x) + grad_logit onehot(target) + grad_sum weights,
+
+where softmax(x) is over the shard alone. Chunks, scale and softcap are those of _linear_cross_entropy_ops.py.
+
+Names: N rows, H elements per row, C classes of the shard, P positions. input [N, H], linear_weight [C, P, H], linear_bias
+[C, P]; target int64 [N, P], counted from the shard's first class, ELSEWHERE where another rank has the class or the row is
+ignored; smooth [C] in the accumulator's dtype, the weights of the classes, or None; the products run in `dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as _torch
+from torch import Tensor
+
+from .._linear_cross_entropy_ops import _add_product, _Cap, _cap_rows, _pitch, _product, chunk_plan
+from .._ops import accumulator_of, ops
+from ..cross_entropy import cross_entropy_rows
+from ..linear_cross_entropy import _capped
+
+ELSEWHERE = -1  # the target of a row that has none among the shard's classes
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the width of an accumulator
+
+
+def as_number(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Indices as the bits of floating numbers, so that they travel in one tensor with them."""
+    return index.to(_INTEGERS[dtype]).view(dtype)
+
+
+def as_index(number: Tensor) -> Tensor:
+    """What `as_number` was given."""
+    return number.contiguous().view(_INTEGERS[number.dtype]).to(torch.int64)
+
+
+class _Logits:
+    """The logits of a shard: a chunk of rows of them at a time, and of a chunk a block at a time where softcap or label
+    smoothing takes them in the accumulator's dtype."""
+
+    def __init__(self, tensors, smooth, dtype, scale, softcap, step):
+        input, linear_weight, linear_bias = tensors
+        (self.rows, _), (self.classes, self.positions, _), device = input.shape, linear_weight.shape, input.device.type
+        columns, accumulator = self.classes * self.positions, accumulator_of(dtype)
+        self.input, self.dtype, self.accumulator, self.step = input, dtype, accumulator, step
+        self.matrix = linear_weight.flatten(0, 1).to(dtype)
+        self.bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
+        self.factor = scale / softcap if softcap else scale
+        self.buffer = input.new_empty([min(step, self.rows), _pitch(columns, dtype, device)], dtype=dtype)[:, :columns]
+        self.wide = smooth is not None and dtype != accumulator
+        self.block = min(_cap_rows(columns, accumulator, device), step) if softcap or self.wide else step
+        self.cap = None
+        if softcap:
+            self.cap = _Cap(softcap, input, min(self.block, self.rows), columns, accumulator, dtype == accumulator)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(which rows, their input, their logits before the softcap [n, C * P])."""
+        for begin in range(0, self.rows, self.step):
+            chunk = slice(begin, min(begin + self.step, self.rows))
+            x = self.input[chunk].to(self.dtype)
+            logits = self.buffer[: x.shape[0]]
+            _product(logits, x, self.matrix.t(), self.factor, self.bias)
+            yield chunk, x, logits
+
+    def blocks(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(which rows, a chunk's logits of them, the same [n, C, P] as the loss has them)."""
+        for begin in range(chunk.start, chunk.stop, self.block):
+            part = slice(begin, min(begin + self.block, chunk.stop))
+            plain = logits[begin - chunk.start : part.stop - chunk.start]
+            scores = plain
+            if self.cap is not None:
+                scores = self.cap.apply(plain)
+            elif self.wide:
+                scores = plain.to(self.accumulator)
+            yield part, plain, scores.unflatten(1, (self.classes, self.positions))
+
+    def put_gradient(self, grad: Tensor, no_grad: Tensor, plain: Tensor) -> None:
+        """Writes the gradient of a block's logits over them; `grad` is that of its scores, in their place."""
+        if self.cap is not None:
+            self.cap.differentiate(grad, no_grad, plain)
+        elif self.wide:
+            plain.copy_(grad.flatten(1))
+
+
+def shard_rows(tensors, target, smooth, options, argmax: bool) -> Tensor:
+    """[K, N, P] in the accumulator's dtype: lse; the target's logit, or 0; with `smooth` the weighted sum of the logits; with
+    `argmax` the largest logit before the softcap, and its class in the shard `as_number`. `options`: (dtype, scale, softcap).
+    """
+    input, linear_weight, _ = tensors
+    (rows, hidden), (classes, positions, _), dtype = input.shape, linear_weight.shape, options[0]
+    numbers = input.new_zeros([2 + (smooth is not None) + 2 * argmax, rows, positions], dtype=accumulator_of(dtype))
+    numbers[0] = float("-inf")
+    if argmax:
+        numbers[-2] = float("-inf")
+    if rows == 0 or classes * positions == 0:
+        return numbers
+    step, _ = chunk_plan(rows, classes * positions, hidden, dtype, input.device.type, False)
+    logits = _Logits(tensors, smooth, *options, step)
+    for chunk, _, chunk_logits in logits.chunks():
+        if argmax:  # before a cap, which may make several logits equal, and which overwrites them
+            largest, index = chunk_logits.unflatten(1, (classes, positions)).max(1)
+            numbers[-2, chunk], numbers[-1, chunk] = largest, as_number(index, numbers.dtype)
+        for part, _, scores in logits.blocks(chunk, chunk_logits):
+            t = target[part].unsqueeze(1)
+            numbers[0, part] = ops.logsumexp_forward.default(scores, 1)
+            numbers[1, part] = scores.gather(1, t.clamp(min=0)).to(numbers.dtype).masked_fill(t == ELSEWHERE, 0).squeeze(1)
+            if smooth is not None:
+                numbers[2, part] = torch.tensordot(scores, smooth, dims=([1], [0]))
+    return numbers
+
+
+def _partial_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out = scale * a b, where `out` may be float32 beside 16-bit a and b. On the CPU the product is then first rounded to
+    their dtype."""
+    if out.dtype == a.dtype:
+        _product(out, a, b, scale)
+        return
+    if out.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
+    if scale != 1:
+        out.mul_(scale)
+
+
+def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> list[Tensor | None]:
+    """The gradients of input, in the accumulator's dtype and of this shard's classes alone, linear_weight and linear_bias, each
+    where `wanted`; `grad` [K, N, P] is that of `shard_rows`' numbers."""
+    input, linear_weight, linear_bias = tensors
+    (rows, hidden), (classes, positions, _), (dtype, scale, _) = input.shape, linear_weight.shape, options
+    columns, accumulator = classes * positions, accumulator_of(dtype)
+    grad_input = input.new_zeros([rows, hidden], dtype=accumulator) if wanted[0] else None
+    if rows == 0 or columns == 0:
+        others = (torch.zeros_like(t) if w else None for t, w in zip(tensors[1:], wanted[1:], strict=True))
+        return [grad_input, *others]
+    in_16_bits = wanted[1] and linear_weight.dtype.itemsize == 2
+    step, accumulate = chunk_plan(rows, columns, hidden, dtype, input.device.type, in_16_bits)
+    if wanted[1]:
+        total = input.new_empty([columns, hidden], dtype=torch.float32 if accumulate else linear_weight.dtype)
+    bias_total = input.new_zeros([columns], dtype=accumulator) if wanted[2] else None
+
+    grad_lse, grad_logit = grad[0], grad[1].masked_fill(target == ELSEWHERE, 0)
+    # As losses of the shard alone: loss = lse - logit, 0 for a row without a target.
+    grad_loss, grad_lse = -grad_logit, grad_lse + grad_logit
+    no_grad = (grad_loss == 0) & (grad_lse == 0)
+    if smooth is not None:
+        no_grad &= grad[2] == 0
+    logits = _Logits(tensors, smooth, *options, step)
+    for chunk, x, chunk_logits in logits.chunks():
+        for part, plain, scores in logits.blocks(chunk, chunk_logits):
+            ops.cross_entropy_backward_.default(
+                grad_loss[part], grad_lse[part], scores, target[part], None, ELSEWHERE, 0.0, False, False
+            )
+            if smooth is not None:
+                scores.addcmul_(grad[2, part].unsqueeze(1), smooth.view(1, -1, 1))
+            logits.put_gradient(scores, no_grad[part], plain)
+        if wanted[0]:
+            _partial_product(grad_input[chunk], chunk_logits, logits.matrix, scale)
+        if wanted[1]:
+            # The gradient of an ignored row is 0 even where its input holds NaN: the product must not meet 0 * NaN.
+            x = x.masked_fill(no_grad[chunk].all(1, keepdim=True), 0)
+            _add_product(total, chunk_logits, x, scale, chunk.start == 0)
+        if wanted[2]:
+            bias_total += chunk_logits.sum(0, dtype=bias_total.dtype)
+    grad_weight = total.to(linear_weight.dtype).view(linear_weight.shape) if wanted[1] else None
+    grad_bias = (bias_total * scale).to(linear_bias.dtype).view(linear_bias.shape) if wanted[2] else None
+    return [grad_input, grad_weight, grad_bias]
+
+
+def differentiable_rows(tensors, target, smooth, options) -> Tensor:
+    """`shard_rows` without argmax in differentiable operations, for derivatives of any order; it keeps the logits."""
+    input, linear_weight, linear_bias = tensors
+    (classes, positions, hidden), rows, (dtype, scale, softcap) = linear_weight.shape, input.shape[0], options
+    accumulator = accumulator_of(dtype)
+    matrix = linear_weight.flatten(0, 1).to(dtype)
+    bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
+    step, _ = chunk_plan(rows, classes * positions, hidden, dtype, input.device.type, False)
+    pieces = []
+    for begin in range(0, max(rows, 1), step):
+        t = target[begin : begin + step]
+        logits = _torch.linear(input[begin : begin + step].to(dtype), matrix, bias).unflatten(1, (classes, positions))
+        if scale != 1:
+            logits = logits * scale
+        elsewhere = (t == ELSEWHERE).unsqueeze(1)
+        if softcap:
+            logits = _capped(logits.to(accumulator), softcap, elsewhere)
+        if logits.numel() == 0:
+            # Sums over no class are 0. They depend on the input by a sine, whose derivatives of every order do so too: a rank
+            # whose graph lacked the input would stay away from the collectives of the others' backward passes.
+            x = input[begin : begin + step].to(accumulator).nan_to_num(0, 0, 0)
+            none = logits.sum(1).to(accumulator) + 0 * x.sin().sum(1, keepdim=True)
+            found = [none - float("inf"), none, none]
+        else:
+            _, lse, _ = cross_entropy_rows(logits, t, None, ELSEWHERE, 0.0)
+            logit = logits.gather(1, t.unsqueeze(1).clamp(min=0)).masked_fill(elsewhere, 0).squeeze(1).to(accumulator)
+            found = [lse, logit]
+            if smooth is not None:
+                found.append(torch.tensordot(logits.to(accumulator), smooth, dims=([1], [0])))
+        pieces.append(torch.stack(found[: 2 + (smooth is not None)]))
+    return torch.cat(pieces, 1)
