@@ -5,7 +5,9 @@ The arguments are names of the functions below that begin with `check_`; each pr
 
 from __future__ import annotations
 
+import random
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -184,6 +186,52 @@ def check_packed(rank, ranks):
             raise AssertionError(f"{label}: {error}") from error
 
 
+def check_random(rank, ranks):
+    """Combinations that nobody thought of."""
+    for seed in range(30):
+        draw = random.Random(seed)
+        rows = 2 * ranks * draw.choice([1, 2, 5, 11, 23])
+        key_heads = draw.choice([1, 2, 3, 4])
+        heads, value_heads = key_heads * draw.choice([1, 2, 3]), draw.choice([key_heads, 1])
+        width, width_v = draw.choice([(8, 8), (13, 20), (32, 16)])
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+        cuts = sorted(draw.choices(range(rows + 1), k=draw.choice([1, 3, 6])))
+        starts = torch.tensor([0, *cuts, draw.choice([rows, cuts[-1]])], dtype=torch.int32)
+        options = {"causal": draw.random() < 0.5, "softcap": draw.choice([0.0, 0.0, 6.0])}
+        if draw.random() < 0.6:
+            options["window"] = draw.choice([None, 0, 3, 17, 50]), draw.choice([None, 0, 2, 19, 70])
+        if draw.random() < 0.4:
+            options["alibi"] = (heads,)
+        if draw.random() < 0.3:
+            options["sinks"] = True
+        keywords, sinks = made(options, heads)
+        keywords |= {"return_lse": True, "deterministic": True}
+        torch.manual_seed(seed)
+        counts = ((heads, width), (key_heads, width), (value_heads, width_v))
+        packed = draw.random() < 0.5
+        wholes = [torch.randn((rows, h, w) if packed else (2, h, rows, w)).to(dtype).requires_grad_() for h, w in counts]
+        weights = torch.randn_like(wholes[0][..., :1].expand(*wholes[0].shape[:-1], width_v))
+        lse_weights = torch.randn((heads, rows) if packed else (2, heads, rows))
+
+        def one_process(*tensors, packed=packed, starts=starts, rows=rows, keywords=keywords):
+            *tensors, sinks = tensors
+            if packed:
+                return flash_online.varlen_attention(*tensors, starts, starts, rows, rows, sinks=sinks, **keywords)
+            return flash_online.attention(*tensors, sinks=sinks, **keywords)
+
+        def call(*tensors, packed=packed, starts=starts, keywords=keywords, **how):
+            *tensors, sinks = tensors
+            if packed:
+                return context_parallel_varlen_attention(*tensors, starts, sinks=sinks, **keywords, **how)
+            return context_parallel_attention(*tensors, sinks=sinks, **keywords, **how)
+
+        heads_of_all, dims = (heads, key_heads, value_heads), (0, 1) if packed else (2, 2)
+        try:
+            compare(call, one_process, wholes, (weights, lse_weights), dims, heads_of_all, sinks, ranks)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {rows} rows, {options}: {error}") from error
+
+
 def small(ranks, *, heads=4, rows=8, dtype=torch.float64, requires_grad=True, batch=1):
     """Query, key and value of a whole sequence, and this rank's rows of them."""
     wholes = [torch.randn(batch, heads, rows * ranks, 6, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
@@ -192,9 +240,10 @@ def small(ranks, *, heads=4, rows=8, dtype=torch.float64, requires_grad=True, ba
 
 def check_layouts(rank, ranks):
     """The rows are those of torch's load balancer; a whole tensor comes back, with the gradients of its parts."""
-    balancer = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer  # private; in torch 2.11 to 2.14
+
     length = 6 * ranks
-    torchs = balancer._HeadTailLoadBalancer(length, ranks, "cpu")._generate_indices().flatten()
+    torchs = _load_balancer._HeadTailLoadBalancer(length, ranks, "cpu")._generate_indices().flatten()
     mine = torchs.chunk(ranks)[rank].long()
     assert torch.equal(positions(length), mine) and positions(length).dtype == torch.int64
     assert torch.equal(positions(length, layout="contiguous"), torch.arange(length).chunk(ranks)[rank])
@@ -535,13 +584,17 @@ CHECKS = {name: function for name, function in globals().items() if name.startsw
 
 
 def dead(rank, ranks):
-    """The last rank leaves before the call: the others end by the group's timeout, or as soon as its connection is closed."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    """The last rank does not come to a call: the others end by the group's timeout, or as soon as its connection is closed."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
     tensor = torch.randn(1, 4, 8, 6)
     context_parallel_attention(tensor, tensor, tensor, group=group)
-    if rank < ranks - 1:
-        with pytest.raises(RuntimeError):
-            context_parallel_attention(tensor, tensor, tensor, group=group)
+    if rank == ranks - 1:
+        time.sleep(4)
+        return
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        context_parallel_attention(tensor, tensor, tensor, group=group)
+    assert time.monotonic() - start < 3.5
 
 
 if __name__ == "__main__":
