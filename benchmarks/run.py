@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
-from benchmarks import docs, linear, machine, models, rows, scaling, training  # noqa: E402
+from benchmarks import distributed, docs, linear, machine, models, rows, scaling, training  # noqa: E402
 from benchmarks.attention import cases as attention_cases  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
@@ -111,6 +111,13 @@ def run_linear(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     return linear.run(cases, options.device, facts_of(options, options.device), path, options.providers, options.chunks)
 
 
+def run_distributed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it on every rank: torchrun --nproc-per-node N -m flash_online bench distributed")
+    path, device = out_of(parser, options, "distributed"), gpu_unless_quick(parser, options)
+    return distributed.run(options.quick, options.match, options.rounds, facts_of(options, device), path)
+
+
 def run_scaling(_: argparse.ArgumentParser, __: argparse.Namespace) -> int:
     return scaling.run()
 
@@ -191,6 +198,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     command.add_argument("--providers", nargs="+", choices=linear.PEERS, help="beside ours only these; needs --out")
     command.add_argument("--chunks", nargs="+", type=int, default=[], help="other budgets of a chunk of logits, in MiB")
+    command = add("distributed", run_distributed, "attention of a sequence over the ranks of torchrun, beside torch's")
+    add_measuring(command, None)
+    command.add_argument("--match", help="only cases whose kind, label and dtype have this in them; needs --out")
     add("scaling", run_scaling, "context parallelism on paper: communication simulated against computation")
     command = add("docs", run_docs, "every table and figure of the docs, from the committed records")
     command.add_argument("--check", action="store_true", help="write nothing, say whether the tables are up to date")

@@ -66,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("reference", "testing"):
+    if name in ("distributed", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     if name == "__version__":
         from ._info import version

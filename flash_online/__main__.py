@@ -5,8 +5,8 @@ check   every function beside float64, on the CPU and the GPU, in seconds; exit 
         With DOORs (transformers, ...): each against its host as installed here, with tiny random models
 demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
 trace   the walk of online softmax over the numbers that follow (float32; --float64 for double; --plot FILE draws it as well)
-bench   the benchmarks of a checkout: rows | attention | training | models | paper | family | linear | scaling | docs,
-        each with its --help
+bench   the benchmarks of a checkout: rows | attention | decode | training | models | paper | family | linear | distributed |
+        scaling | docs, each with its --help
 """
 
 from __future__ import annotations

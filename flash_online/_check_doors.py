@@ -25,8 +25,9 @@ def doors() -> dict[str, str]:
         path.stem.removeprefix("_check_"): f"integrations.{path.stem}"
         for path in sorted(package.glob("integrations/_check_*.py"))
     }
-    if (package / "compat" / "_check.py").is_file():
-        found["flash_attn"] = "compat._check"
+    for name, door in (("compat", "flash_attn"), ("distributed", "distributed")):
+        if (package / name / "_check.py").is_file():
+            found[door] = f"{name}._check"
     return found
 
 

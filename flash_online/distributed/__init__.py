@@ -1,6 +1,22 @@
-"""Several GPUs, on torch.distributed's collectives: an output layer whose classes are cut over ranks, and DTensors."""
+"""Several GPUs, on torch.distributed's collectives alone: attention of sequences that outgrow one, an output layer whose
+classes are cut over ranks, and DTensors.
 
+from flash_online.distributed import context_parallel_attention, positions, shard
+query, key, value = shard([query, key, value], 2, group)               # each rank its rows, in torch's head-tail layout
+out = context_parallel_attention(query, key, value, group=group, causal=True)   # every option of attention, exact to the bit
+"""
+
+from ._context_parallel import context_parallel_attention, context_parallel_varlen_attention
 from ._dtensor import register_dtensor
+from ._layout import positions, shard, unshard
 from ._vocab import vocab_parallel_linear_cross_entropy
 
-__all__ = ["register_dtensor", "vocab_parallel_linear_cross_entropy"]
+__all__ = [
+    "context_parallel_attention",
+    "context_parallel_varlen_attention",
+    "positions",
+    "register_dtensor",
+    "shard",
+    "unshard",
+    "vocab_parallel_linear_cross_entropy",
+]

@@ -1,0 +1,131 @@
+"""`torchrun --nproc-per-node N -m flash_online check distributed`: attention over N ranks beside one process, on the GPUs where
+there are as many, else on the CPU. Without torchrun it checks a group of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import attention, varlen_attention
+from . import context_parallel_attention, context_parallel_varlen_attention, shard
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 32
+ROWS = 48  # per rank
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (37, None)},
+    "softcap": {"softcap": 3.0},
+    "ALiBi": {"causal": True, "alibi_slopes": True},
+    "sinks": {"causal": True, "sinks": True},
+}
+ALLOWED = 0.02  # of the largest gradient of keys and values that are summed over ranks, in 16 bits
+
+
+@contextlib.contextmanager
+def _group(device: str) -> Iterator[None]:
+    """The default group: the one that is there, that of torchrun's environment, or one rank."""
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if device == "cuda" else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _device() -> str:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available() or torch.cuda.device_count() < ranks:
+        return "cpu"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return "cuda"
+
+
+def _run(call: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Out, lse and the gradients of inputs."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out, lse = call(*leaves)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _differences(ours: list[Tensor], wanted: list[Tensor], sums: bool) -> list[str]:
+    """What is not as promised: equal bits, but for gradients of keys and values that are `sums` over ranks."""
+    found = []
+    for name, one, other in zip(("out", "lse", "dquery", "dkey", "dvalue"), ours, wanted, strict=True):
+        if sums and name in ("dkey", "dvalue"):
+            if not (one - other).abs().max() <= ALLOWED * other.abs().max():
+                found.append(name)
+        elif not torch.equal(one, other):
+            found.append(name)
+    return found
+
+
+def check(say: Callable[[str], None]) -> bool:
+    device = _device()
+    with _group(device):
+        rank, ranks, right = dist.get_rank(), dist.get_world_size(), True
+        where = torch.cuda.get_device_name() if device == "cuda" else "CPU, gloo"
+        if rank:
+            say = lambda line: None  # noqa: E731
+        say(f"{ranks} rank{'s' * (ranks > 1)}, {where}")
+        generator = torch.Generator().manual_seed(2017)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+        def report(name: str, wrong: list[str]) -> None:
+            nonlocal right
+            verdicts: list[Any] = [None] * ranks
+            dist.all_gather_object(verdicts, wrong)
+            right &= not any(verdicts)
+            bad = "; ".join(f"rank {n}: {', '.join(names)}" for n, names in enumerate(verdicts) if names)
+            say(f"{'WRONG' if bad else 'ok':6} {name}{': ' + bad if bad else ''}")
+
+        whole = [randn(1, heads, ROWS * ranks, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+        grad = randn(1, HEADS, ROWS * ranks, WIDTH)
+        more = {"alibi_slopes": torch.rand(HEADS, generator=generator), "sinks": torch.rand(HEADS, generator=generator)}
+        for name, words in CASES.items():
+            options = {key: more[key].to(device) if value is True and key in more else value for key, value in words.items()}
+            options |= {"deterministic": True, "return_lse": True}
+            wanted = _run(partial(attention, **options), whole, grad)
+            for method in ("ulysses", "gathered"):
+                for layout in ("zigzag", "contiguous"):
+                    part = shard([*whole, grad], 2, layout=layout)
+                    call = partial(context_parallel_attention, method=method, layout=layout, **options)
+                    ours = _run(call, part[:3], part[3])
+                    mine = shard(wanted, [2, 2, 2, 2, 2], layout=layout)
+                    sums = method == "gathered" or KEY_HEADS % ranks != 0
+                    report(f"{name}, {method}, {layout}", _differences(ours, mine, sums))
+        ends = [0, 1, ROWS - 5, ROWS - 5, ROWS * ranks - 2]
+        starts = torch.tensor(sorted(ends), dtype=torch.int32, device=device)
+        packed = [tensor[0].transpose(0, 1).contiguous() for tensor in whole]
+        options = {"causal": True, "deterministic": True, "return_lse": True}
+        longest = ROWS * ranks
+        grad = grad[0].transpose(0, 1)
+
+        def one_process(*tensors: Tensor) -> Any:
+            return varlen_attention(*tensors, starts, starts, longest, longest, **options)
+
+        def on_ranks(*tensors: Tensor, method: str) -> Any:
+            return context_parallel_varlen_attention(*tensors, starts, max_seqlen=longest, method=method, **options)
+
+        wanted = _run(one_process, packed, grad)
+        for method in ("ulysses", "gathered"):
+            part = shard([*packed, grad], 0, layout="contiguous")
+            ours = _run(partial(on_ranks, method=method), part[:3], part[3])
+            mine = shard(wanted, [0, wanted[1].dim() - 1, 0, 0, 0], layout="contiguous")
+            report(f"packed documents, {method}", _differences(ours, mine, method == "gathered" or KEY_HEADS % ranks != 0))
+        return right

@@ -1,0 +1,389 @@
+"""Attention of sequences whose rows lie on several ranks: the public functions, and the choice of a method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _policy
+from .._attention_arguments import AttentionOptions
+from .._canonicalize import (
+    autocast,
+    broadcast,
+    canonicalize,
+    check_attention_options,
+    check_attention_types,
+    check_kinds,
+    check_longest,
+    check_packed,
+)
+from .._checks import check_float
+from .._ops import InvalidArgument, accumulator_of
+from ..attention import attention_impl, default_scale, tf32_for
+from ..varlen import varlen_impl
+from ._gathered import Gathered, GatheredCall, groups_of
+from ._group import Group, checked_on_all_ranks, group_of
+from ._layout import check_layout
+from ._ulysses import plan_heads, ulysses
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+METHODS = ("auto", "ulysses", "gathered")
+
+
+class _Keywords(TypedDict, total=False):
+    """The keywords of both functions that do not change the type of the result, for type checkers."""
+
+    group: dist.ProcessGroup | dist.DeviceMesh | None
+    method: str
+    layout: str
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    alignment: str
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    scale: float | None
+    deterministic: bool | None
+
+
+class _PackedKeywords(_Keywords, total=False):
+    """Those of context_parallel_varlen_attention."""
+
+    max_seqlen: int | None
+
+
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Keywords]
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    method: str = "auto",
+    layout: str = "zigzag",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "upper_left",
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact self-attention of a sequence whose rows lie on several ranks: `attention` of the whole sequence, of which each rank
+    gives and gets its rows. Out and lse are those of one process bit for bit.
+
+    Every rank of the group calls it, with the rows that `shard` gives it. Positions are those in the whole sequence.
+
+    Args:
+        query: `[..., Hq, n, E]`, n = L / ranks rows of the sequence; float16, bfloat16, float32 or float64; any strides.
+        key: `[..., Hk, n, E]`, as in `attention`, of as many rows as query. value: `[..., Hv, n, Ev]`.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
+        method: "ulysses" exchanges rows of all heads for all rows of some heads, and back; the ranks need not divide the heads.
+            "gathered" brings all keys and values to every rank, a group of key heads at a time. "auto" takes the one that
+            receives fewer bytes (docs/distributed.md has the rule).
+        layout: "zigzag" (n is even) or "contiguous", the layout of `shard`.
+        causal: as in `attention`, and so are window, alignment (of one length, both are the same), softcap, alibi_slopes, scale
+            and return_lse. Slopes and sinks have all Hq heads, and the same values on all ranks.
+        sinks: `[Hq]`. Its gradient is a rank's own part, to be summed over the ranks like that of any weight.
+        dropout_p: 0; there is no dropout here.
+        deterministic: as in `attention`.
+
+    Returns:
+        out `[..., Hq, n, Ev]`, this rank's rows, of query's dtype and order of strides. With `return_lse` also lse
+        `[..., Hq, n]`. With `deterministic=True` the gradients by Ulysses are those of one process bit for bit: of query
+        always, of key and value where the ranks divide Hk and Hv. Others of key and value are sums of the ranks' parts in
+        float32. Ulysses has second derivatives, gathered keys have first ones alone.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): an argument is not as above, or the ranks' calls differ (shapes,
+            dtypes, options, what requires a gradient). All ranks raise it, also where only one is wrong. Where a rank does not
+            call at all, the others end by the group's timeout.
+        NotImplementedError: the device has no kernel for this call; or a second derivative by gathered keys.
+
+    Backward passes communicate too: every rank runs them, in the same order. Under torch.compile the ranks' calls are not
+    compared.
+
+    Source: Ulysses, arXiv 2309.14509; gathered keys, as in Llama 3, arXiv 2407.21783; beside ring attention, arXiv 2310.01889.
+    """
+    found = group_of(group)
+    options = {"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale}
+    options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
+    options |= {"return_lse": return_lse, "deterministic": deterministic}
+
+    def check():
+        _check_options(query, key, value, -3, method, layout, options)
+        q, k, v = autocast(query, key, value)
+        check_kinds(q, k, v, None)
+        _policy.require_kernel("attention", query=q, key=k, value=v)
+        q, k, v, _, restore = canonicalize(q, k, v, None)
+        slopes = alibi_slopes
+        if slopes is not None:
+            if broadcast("query, alibi_slopes", q.shape[:-2], slopes.shape) != q.shape[:-2]:
+                raise InvalidArgument(
+                    f"alibi_slopes: got {list(slopes.shape)}; accepted are [Hq] and [..., Hq] of query's batch"
+                )
+            slopes = slopes.expand(q.shape[:-2]).flatten(0, -2)
+        _check_rows(q.shape[-2], k.shape[-2], layout)
+        return _described("context_parallel_attention", query, key, value, method, layout, options), (q, k, v, slopes, restore)
+
+    q, k, v, slopes, restore = checked_on_all_ranks(found, check)
+    batch = q.shape[:-3]
+    rows_first = (tensor.flatten(0, -4).permute(2, 0, 1, 3) for tensor in (q, k, v))
+    out, lse = _run(found, *rows_first, slopes, None, 0, method, layout, options)
+    out = restore(out.permute(1, 2, 0, 3).unflatten(0, batch))
+    return (out, restore(lse.permute(1, 2, 0).unflatten(0, batch))) if return_lse else out
+
+
+@overload
+def context_parallel_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_PackedKeywords],
+) -> Tensor: ...
+@overload
+def context_parallel_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_PackedKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, return_lse: bool, **options: Unpack[_PackedKeywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def context_parallel_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    method: str = "auto",
+    layout: str = "contiguous",
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "lower_right",
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact self-attention of documents packed into one stream whose rows lie on several ranks: `varlen_attention` of the whole
+    stream, of which each rank gives and gets its rows, bit for bit. Documents may be cut anywhere, and be empty.
+
+    Args:
+        query: `[n, Hq, E]`, n = T / ranks rows of the stream; float16, bfloat16, float32 or float64; any strides.
+        key: `[n, Hk, E]`, as in `varlen_attention`. value: `[n, Hv, Ev]`.
+        cu_seqlens: int32 `[documents + 1]` on query's device, ascending from 0: where each document begins in the whole stream,
+            the same on all ranks. Only the device reads it. Rows past `cu_seqlens[-1]` are padding, and get 0.
+        group: as in `context_parallel_attention`, and so are method and layout. "contiguous": a rank's rows follow one another
+            in the stream.
+        max_seqlen: at least the length of the longest document; None: that of the stream. A tight bound is worth giving.
+        causal: as in `varlen_attention`, and so are window, alignment (of one length, both are the same), softcap, scale and
+            return_lse. alibi_slopes: `[Hq]` or `[documents, Hq]`.
+        sinks: as in `context_parallel_attention`, and so are dropout_p and deterministic.
+
+    Returns:
+        out `[n, Hq, Ev]`, this rank's rows, of query's dtype and order of strides. With `return_lse` also lse `[Hq, n]`.
+        Gradients are as in `context_parallel_attention`.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): as in `context_parallel_attention`, on all ranks.
+        NotImplementedError: likewise.
+
+    Source: as there; a rank's chunk of a packed stream over the keys of its documents is Llama 3's (arXiv 2407.21783).
+    """
+    found = group_of(group)
+    options = {"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale}
+    options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
+    options |= {"return_lse": return_lse, "deterministic": deterministic}
+
+    def check():
+        _check_options(query, key, value, -2, method, layout, options)
+        q, k, v = autocast(query, key, value)
+        check_kinds(q, k, v, None)
+        _policy.require_kernel("varlen_attention", query=q, key=k, value=v)
+        try:
+            check_packed(q, k, v, cu_seqlens, cu_seqlens, 0, 0)
+        except InvalidArgument as error:
+            raise InvalidArgument(str(error).replace("cu_seqlens_q", "cu_seqlens")) from None
+        if max_seqlen is not None:
+            check_longest("max_seqlen", max_seqlen)
+        slopes = alibi_slopes
+        if slopes is not None:
+            shape = (cu_seqlens.shape[0] - 1, q.shape[1])
+            if slopes.dim() > 2 or broadcast("query, alibi_slopes", shape, slopes.shape) != shape:
+                raise InvalidArgument(
+                    f"alibi_slopes: got {list(slopes.shape)}; accepted are [{shape[1]}], one slope a query head, and "
+                    f"{list(shape)}, one for each document too"
+                )
+            slopes = slopes.expand(shape)
+        _check_rows(q.shape[0], k.shape[0], layout)
+        more = {"max_seqlen": max_seqlen, "cu_seqlens": f"{list(cu_seqlens.shape)} on {cu_seqlens.device.type}"}
+        if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
+            more["cu_seqlens"] += f" {hash(tuple(cu_seqlens.tolist()))}"  # on CUDA reading it would wait for the GPU
+        description = _described("context_parallel_varlen_attention", query, key, value, method, layout, options)
+        return description | more, (q, k, v, slopes)
+
+    q, k, v, slopes = checked_on_all_ranks(found, check)
+    length = q.shape[0] * found.ranks
+    longest = length if max_seqlen is None else min(max_seqlen, length)
+    rows_first = (tensor.unsqueeze(1) for tensor in (q, k, v))
+    out, lse = _run(found, *rows_first, slopes, cu_seqlens.contiguous(), longest, method, layout, options)
+    return (out.squeeze(1), lse.squeeze(1).transpose(0, 1)) if return_lse else out.squeeze(1)
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------------
+
+
+def _check_options(query, key, value, heads_dim: int, method, layout, options: dict[str, Any]) -> None:
+    flags = {name: options[name] for name in ("causal", "return_lse")}
+    check_attention_types(
+        {"query": query, "key": key, "value": value},
+        {name: options[name] for name in ("alibi_slopes", "sinks")},
+        flags | ({} if options["deterministic"] is None else {"deterministic": options["deterministic"]}),
+    )
+    names = ("causal", "window", "alignment", "softcap", "sinks", "alibi_slopes", "dropout_p")
+    check_attention_options(query, heads_dim, *(options[name] for name in names))
+    if options["dropout_p"] > 0:
+        raise InvalidArgument(f"dropout_p: got {options['dropout_p']}; accepted over several ranks is 0, no dropout")
+    if options["scale"] is not None:
+        check_float("scale", options["scale"])
+    if method not in METHODS:
+        raise InvalidArgument(f"method: got {method!r}; accepted are 'auto', 'ulysses' and 'gathered'")
+    check_layout(layout)
+
+
+def _check_rows(queries: int, keys: int, layout: str) -> None:
+    if keys != queries:
+        raise InvalidArgument(f"key: {keys} rows; accepted over several ranks is self-attention, query's {queries} rows")
+    if layout == "zigzag" and queries % 2:
+        raise InvalidArgument(f"query: {queries} rows on a rank; accepted in a zigzag layout are even numbers, two chunks")
+
+
+def _described(function: str, query, key, value, method: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks have to agree in, by argument."""
+    described: dict[str, Any] = {"function": function}
+    enabled = torch.is_grad_enabled()
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        gradient = ", requires grad" if enabled and tensor.requires_grad else ""
+        described[name] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}{gradient}"
+    described |= {"method": method, "layout": layout}
+    for name, option in options.items():
+        described[name] = f"{list(option.shape)} {option.dtype}" if isinstance(option, Tensor) else repr(option)
+    described["autocast"] = torch.is_autocast_enabled(query.device.type) if query.device.type in ("cpu", "cuda") else False
+    described["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    return described
+
+
+# --- The choice of a method, and its run ------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Bytes per rank: received from others, and held beside inputs and results, by one call."""
+
+    received: int
+    held: int
+
+
+def costs(query: Tensor, key: Tensor, value: Tensor, ranks: int, train: bool) -> dict[str, Cost]:
+    """What each method costs for rows-first tensors [n, batch, heads, width], with the backward pass if `train`."""
+    rows = query.shape[0] * query.shape[1]
+    size, wide = query.element_size(), accumulator_of(query.dtype).itemsize
+    plan = plan_heads(query.shape[2], key.shape[2], value.shape[2], 0, ranks)
+    heads = [max(end - begin for begin, end in split) for split in (plan.query, plan.key, plan.value)]
+    width, width_v = query.shape[3], value.shape[3]
+    exchanged = rows * size * (heads[0] * (width + width_v) + heads[1] * width + heads[2] * width_v)
+    both = key.shape[2] * width + value.shape[2] * width_v
+    gathered, groups = rows * both * size, groups_of(key, value, ranks)
+    summed = rows * both * wide
+    passes = 2 if train else 1
+    return {
+        "ulysses": Cost(passes * (ranks - 1) * exchanged, ranks * exchanged),
+        "gathered": Cost(
+            (ranks - 1) * (passes * gathered + (summed if train else 0)),
+            min(2, groups) * ranks * (gathered + (summed if train else 0)) // groups,
+        ),
+    }
+
+
+def choose(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str, causal: bool, train: bool) -> str:
+    """The method of "auto"; every rank comes to the same. The rule stands in docs/distributed.md."""
+    if query.shape[2] % group.ranks:
+        return "gathered"  # by Ulysses some ranks would have more heads than others, or none
+    if causal and layout == "contiguous":
+        return "ulysses"  # by gathered keys the last rank would have almost twice the mean work
+    cost = costs(query, key, value, group.ranks, train)
+    one, other = cost["ulysses"], cost["gathered"]
+    if max(one.received, other.received) * 10 <= min(one.received, other.received) * 11:
+        return "ulysses" if one.held <= other.held else "gathered"
+    return "ulysses" if one.received < other.received else "gathered"
+
+
+def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
+    """(out, lse or None) of rows-first tensors; `starts` of a packed stream, else None."""
+    accumulator = accumulator_of(q.dtype)
+    slopes = None if slopes is None else slopes.to(accumulator)
+    sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
+    left, right = options["window"] or (None, None)
+    scale = default_scale(q.shape[-1]) if options["scale"] is None else check_float("scale", options["scale"])
+    deterministic = options["deterministic"]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if method == "auto":
+        train = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        method = choose(q, k, v, group, layout, options["causal"], train)
+    if method == "gathered":
+        right = 0 if options["causal"] else -1 if right is None else right
+        left = -1 if left is None else left
+        shared = AttentionOptions(left, right, True, scale, float(options["softcap"]), 0.0, tf32_for(q))
+        call = GatheredCall(group, layout, shared, deterministic, starts is not None, longest)
+        return Gathered.apply(call, q, k, v, slopes, sinks, starts)
+
+    keywords = {"causal": options["causal"], "window": (left, right), "scale": scale, "softcap": float(options["softcap"])}
+    keywords |= {"deterministic": deterministic, "lower_right": starts is not None}
+
+    def attend(query, key, value, alibi, logits):
+        if starts is not None:
+            tensors = (tensor.squeeze(1) for tensor in (query, key, value))
+            out, lse = varlen_impl(*tensors, starts, starts, longest, longest, alibi_slopes=alibi, sinks=logits, **keywords)
+            return out.unsqueeze(1), lse.transpose(0, 1)[:, None, :, None] if options["return_lse"] else None
+        tensors = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        out, lse = attention_impl(
+            *tensors, None, alibi_slopes=alibi, sinks=logits, return_lse=options["return_lse"], **keywords
+        )
+        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1).unsqueeze(3) if options["return_lse"] else None
+
+    out, lse = ulysses(q, k, v, slopes, sinks, group, layout, attend)
+    return out, None if lse is None else lse.squeeze(3)

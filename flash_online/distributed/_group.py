@@ -1,0 +1,140 @@
+"""A process group as this package uses it: its collectives, and the check that all ranks make the same call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._ops import InvalidArgument
+
+if not dist.is_available():
+    raise ImportError("flash_online.distributed: this torch was built without torch.distributed")
+
+
+class Group(NamedTuple):
+    """What torch's functional collectives call a process group, and where this process stands in it. The group itself is
+    torch's to keep: gloo aborts the process if an autograd graph or a traceback holds one until the interpreter ends."""
+
+    name: str
+    rank: int
+    ranks: int
+
+
+def group_of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Group:
+    """The process group that a caller means: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group."""
+    if not dist.is_initialized():
+        raise InvalidArgument("group: torch.distributed has no process group yet; accepted is a call after init_process_group")
+    if group is None:
+        group = dist.group.WORLD
+    elif isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise InvalidArgument(f"group: a DeviceMesh of {group.ndim} dimensions; accepted is one of 1, such as mesh['cp']")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument("group: this process is not in it; accepted are groups that it is in")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+    return Group(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+
+
+# --- Collectives ------------------------------------------------------------------------------------------------------------
+#
+# torch's functional collectives, which Dynamo traces and CUDA graphs capture. A started one runs on a stream of the backend's
+# own, behind what the current stream has been given so far; `wait` lets the current stream, not the host, wait for it (gloo has
+# no streams: there the host waits). Between the two, the current stream computes something else.
+
+_c10d, _resolve_process_group = torch.ops._c10d_functional, torch._C._distributed_c10d._resolve_process_group
+wait: Callable[[Tensor], Tensor] = _c10d.wait_tensor.default
+
+
+def start_all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """[n, ...] of all ranks as [ranks * n, ...] in their order, once `wait` has been called."""
+    return _c10d.all_gather_into_tensor.default(tensor.contiguous(), group.ranks, group.name)
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of [ranks * n, ...], of which each gets its [n, ...], once `wait` has been called."""
+    return _c10d.reduce_scatter_tensor.default(tensor.contiguous(), "sum", group.ranks, group.name)
+
+
+def all_to_all(send: Tensor, receive_sizes: list[int], send_sizes: list[int], group: Group) -> Tensor:
+    """A contiguous vector whose parts, of these many elements, go to the ranks in their order; what came from them. All ranks
+    together send something, or none does."""
+    if not (sum(receive_sizes) or sum(send_sizes)):
+        return torch.empty_like(send)
+    return wait(_c10d.all_to_all_single.default(send, receive_sizes, send_sizes, group.name))
+
+
+# --- The ranks' agreement ---------------------------------------------------------------------------------------------------
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # names of groups of the same ranks
+
+
+def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    try:
+        group._get_backend(torch.device("cpu"))
+        return True
+    except RuntimeError:
+        return False
+
+
+def _cpu_group(group: Group) -> str:
+    """The name of a group of the same ranks whose collectives take CPU tensors: itself, or one on gloo that is made once."""
+    own = _resolve_process_group(group.name)
+    if _takes_cpu_tensors(own):
+        return group.name
+    if own not in _made:
+        ranks, timeout = dist.get_process_group_ranks(own), own._get_backend(own._device_types[0]).options._timeout
+        _made[own] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True).group_name
+    return _made[own]
+
+
+def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], Any]]) -> Any:
+    """The result of `call`, which checks this rank's arguments without communication and describes them: (description, result).
+
+    Raises on every rank if it raised on any of them, or if the descriptions differ: else the ranks that are fine would wait for
+    the others. This costs one gather of 16 bytes on the host: no GPU waits for it. It is made for every call, because a rank
+    that skipped it for arguments it had seen before could not know that another has new ones. Not under torch.compile.
+    """
+    failure, result = None, None
+    try:
+        description, result = call()
+    except Exception as error:
+        failure, description = error, {"error": f"{type(error).__name__}: {error}"}
+    try:
+        if not torch.compiler.is_compiling() and group.ranks > 1:
+            _agree(group, description, failure)
+        if failure is not None:
+            raise failure
+        return result
+    finally:
+        del failure  # its traceback holds this frame: a cycle
+
+
+def _agree(group: Group, description: dict[str, Any], failure: Exception | None) -> None:
+    host = _cpu_group(group)
+    text = json.dumps(description, default=str)
+    digest = bytearray(hashlib.blake2b(text.encode(), digest_size=16).digest())
+    own = torch.frombuffer(digest, dtype=torch.int64)
+    every = wait(_c10d.all_gather_into_tensor.default(own, group.ranks, host))
+    if bool((every.view(group.ranks, 2) == own).all()):
+        return
+    descriptions: list[Any] = [None] * group.ranks
+    dist.all_gather_object(descriptions, json.loads(text), group=_resolve_process_group(host))
+    refused = {rank: d["error"] for rank, d in enumerate(descriptions) if "error" in d}
+    if refused:
+        said = "; ".join(f"rank {rank} refuses its call: {error}" for rank, error in refused.items())
+        raise InvalidArgument(f"group: {said}. So no rank goes on") from failure
+    for name in dict.fromkeys(name for d in descriptions for name in d):
+        values = [d.get(name, "not there") for d in descriptions]
+        if any(value != values[0] for value in values):
+            said = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise InvalidArgument(f"{name}: the ranks differ: {said}; accepted is the same on all ranks of the group")
+    raise AssertionError("descriptions that differ in their digest alone")

@@ -1,0 +1,212 @@
+"""Which rows of a sequence each rank has, and how they come together again.
+
+A sequence of L rows over W ranks. "contiguous": rank r has the rows from r L / W on. "zigzag": the sequence is cut into 2 W
+chunks, and rank r has chunk r and chunk 2 W - 1 - r, so that the causal rule gives all ranks the same work; it is torch's
+head-tail layout (`torch.distributed.tensor.experimental`, _HeadTailLoadBalancer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from .._checks import check_int, check_tensor
+from .._ops import InvalidArgument
+from ._group import Group, checked_on_all_ranks, group_of, start_all_gather, start_reduce_scatter, wait
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def check_layout(layout) -> None:
+    """Raises InvalidArgument unless `layout` is one of LAYOUTS."""
+    if layout not in LAYOUTS:
+        raise InvalidArgument(f"layout: got {layout!r}; accepted are 'zigzag' and 'contiguous'")
+
+
+def pieces_of(rows: int, rank: int, ranks: int, layout: str) -> list[tuple[int, int]]:
+    """The ranges [begin, end) of the sequence that a rank with this many rows has, in the order of its rows."""
+    if layout == "contiguous":
+        return [(rank * rows, (rank + 1) * rows)]
+    chunk, tail = rows // 2, 2 * ranks - 1 - rank
+    return [(rank * chunk, (rank + 1) * chunk), (tail * chunk, (tail + 1) * chunk)]
+
+
+def in_sequence(rows: Tensor, ranks: int, layout: str) -> Tensor:
+    """Rows [ranks * n, ...] in the order of the ranks, in the order of the sequence; a view where that is the same."""
+    if layout == "contiguous" or ranks == 1:
+        return rows
+    chunks = rows.chunk(2 * ranks) if rows.shape[0] else [rows]
+    return torch.cat([*chunks[::2], *chunks[1::2][::-1]])
+
+
+def by_rank(rows: Tensor, ranks: int, layout: str) -> Tensor:
+    """The inverse of `in_sequence`."""
+    if layout == "contiguous" or ranks == 1:
+        return rows
+    chunks = rows.chunk(2 * ranks) if rows.shape[0] else [rows]
+    return torch.cat([chunk for pair in zip(chunks[:ranks], chunks[::-1][:ranks], strict=True) for chunk in pair])
+
+
+def positions(
+    length: int,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    layout: str = "zigzag",
+    *,
+    device: torch.device | str | int | None = None,
+) -> Tensor:
+    """The positions in the whole sequence of the rows that `shard` gives this rank: for rotary embedding, or `position_ids`.
+
+    Args:
+        length: rows of the whole sequence, a multiple of the ranks (contiguous) or of twice as many (zigzag).
+        group: as in `context_parallel_attention`, and so is layout.
+        device: of the result; torch's default device if None.
+
+    Returns:
+        int64 `[length / ranks]`. Local: nothing is communicated.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): the length does not divide, or an argument is not as above.
+    """
+    found = group_of(group)
+    check_layout(layout)
+    length = check_int("length", length)
+    rows = _rows_of_rank("length", length, found, layout)
+    ranges = [torch.arange(*piece, device=device) for piece in pieces_of(rows, found.rank, found.ranks, layout)]
+    return ranges[0] if len(ranges) == 1 else torch.cat(ranges)
+
+
+def shard(
+    tensors: Sequence[Tensor],
+    dims: Sequence[int] | int,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    layout: str = "zigzag",
+) -> list[Tensor]:
+    """This rank's rows of whole tensors, which every rank has.
+
+    Args:
+        tensors: a sequence of tensors of any dtypes and shapes.
+        dims: the dimension of each that is cut, or one for all of them. Its length is a multiple of the ranks (contiguous) or
+            of twice as many (zigzag); pad the sequence where it is not. Cut labels after they have been shifted.
+        group: as in `context_parallel_attention`, and so is layout; "zigzag" is torch's head-tail layout.
+
+    Returns:
+        A list of new tensors, the dimension `ranks` times shorter. Differentiable: the gradient of a whole tensor is 0 outside
+        of this rank's rows. Local: nothing is communicated.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): a length does not divide, or an argument is not as above.
+    """
+    found = group_of(group)
+    check_layout(layout)
+    shards = []
+    for name, tensor, dim in _named(tensors, dims):
+        rows = _rows_of_rank(f"{name}: dimension {dim}", tensor.shape[dim], found, layout)
+        parts = [tensor.narrow(dim, a, b - a) for a, b in pieces_of(rows, found.rank, found.ranks, layout)]
+        # A copy also of a single range: a view would keep the whole tensor.
+        shards.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format))
+    return shards
+
+
+def unshard(
+    tensors: Sequence[Tensor],
+    dims: Sequence[int] | int,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    layout: str = "zigzag",
+) -> list[Tensor]:
+    """The whole tensors of which each rank has the rows that `shard` gives it; on every rank.
+
+    Args:
+        tensors: as in `shard`, of the same shapes and dtypes on all ranks. One collective is called for each.
+        dims: as in `shard`, and so are group and layout.
+
+    Returns:
+        A list of new tensors, the dimension `ranks` times longer. Differentiable: the gradient of a rank's rows is the sum,
+        over all ranks, of what each found for them. So a loss that every rank computes of the whole counts once per rank.
+
+    Raises:
+        InvalidArgument (a RuntimeError and ValueError): an argument is not as above, or the ranks' calls differ; on every rank.
+    """
+    found = group_of(group)
+
+    def check():
+        check_layout(layout)
+        named = _named(tensors, dims)
+        description: dict[str, object] = {"function": "unshard", "layout": layout}
+        for name, tensor, dim in named:
+            if layout == "zigzag" and tensor.shape[dim] % 2:
+                raise InvalidArgument(
+                    f"{name}: {tensor.shape[dim]} rows (dimension {dim}); accepted in a zigzag are even numbers"
+                )
+            grad = torch.is_grad_enabled() and tensor.requires_grad
+            description[name] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}, dim {dim}, gradient {grad}"
+        return description, named
+
+    whole = []
+    for _, tensor, dim in checked_on_all_ranks(found, check):
+        rows = _Whole.apply(tensor.movedim(dim, 0), found, layout)
+        whole.append(rows.movedim(0, dim).contiguous())
+    return whole
+
+
+class _Whole(Function):
+    """Rows [n, ...] of every rank as [ranks * n, ...] in the order of the sequence."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: Group, layout: str):
+        ctx.group, ctx.layout = group, layout
+        return in_sequence(wait(start_all_gather(rows, group)) if rows.numel() else _repeated(rows, group), group.ranks, layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Part.apply(grad, ctx.group, ctx.layout), None, None
+
+
+class _Part(Function):
+    """The transpose of _Whole."""
+
+    @staticmethod
+    def forward(ctx, whole: Tensor, group: Group, layout: str):
+        ctx.group, ctx.layout = group, layout
+        rows = by_rank(whole, group.ranks, layout)
+        if not rows.numel():
+            return whole.new_empty(whole.shape[0] // group.ranks, *whole.shape[1:])
+        wide = rows if rows.dtype == torch.float64 else rows.float()  # sums of 16 bits would be rounded at each rank
+        return wait(start_reduce_scatter(wide, group)).to(whole.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Whole.apply(grad, ctx.group, ctx.layout), None, None
+
+
+def _repeated(rows: Tensor, group: Group) -> Tensor:
+    return rows.new_empty(rows.shape[0] * group.ranks, *rows.shape[1:])
+
+
+def _rows_of_rank(name: str, length: int, group: Group, layout: str) -> int:
+    parts = group.ranks * (2 if layout == "zigzag" else 1)
+    if length < 0 or length % parts:
+        raise InvalidArgument(
+            f"{name}: length {length}; accepted in a {layout} layout of {group.ranks} ranks are multiples of {parts}"
+        )
+    return length // group.ranks
+
+
+def _named(tensors, dims) -> list[tuple[str, Tensor, int]]:
+    """(name, tensor, dimension from 0) of each."""
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"tensors: expected a list or tuple of Tensors, got {type(tensors).__name__}")
+    dims = list(dims) if isinstance(dims, (list, tuple)) else [dims] * len(tensors)
+    if len(dims) != len(tensors):
+        raise InvalidArgument(f"dims: {len(dims)} of them; accepted is one for each of the {len(tensors)} tensors, or an int")
+    named = []
+    for n, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        check_tensor(f"tensors[{n}]", tensor)
+        dim = check_int(f"dims[{n}]", dim)
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise IndexError(f"dims[{n}]: {dim} is out of range for a tensor of {tensor.dim()} dimensions")
+        named.append((f"tensors[{n}]", tensor, dim % tensor.dim()))
+    return named
