@@ -255,7 +255,7 @@ def measure(cell: Cell, device: str, rounds: int) -> dict:
         result["providers"][name] = {"ms": 1e3 * statistics.median(times[name]), "best_ms": 1e3 * min(times[name])}
         result["providers"][name] |= {"peak_bytes": peak, "rounds": rounds}
     if one := result["providers"].get(ONE):
-        for entry in result["providers"].values():
+        for entry in (entry for name, entry in result["providers"].items() if name != ONE):
             entry["share_of_ideal"] = one["ms"] / dist.get_world_size() / entry["ms"]
     return result
 
@@ -269,7 +269,7 @@ def line(result: dict) -> str:
         share = f" ({entry['share_of_ideal']:.2f})" if "share_of_ideal" in entry else ""
         parts.append(f"{name} {entry['ms']:.2f}{share}")
     parts += [f"{name} unavailable ({why[:60]})" for name, why in result["unavailable"].items()]
-    return f"{result['kind']:18} {result['case']:44} {', '.join(parts)}"
+    return f"{result['kind']:18} {result['case']:44} {'; '.join(parts)}"
 
 
 def run(quick: bool, match: str | None, rounds: int, facts: dict, path: Path) -> int:

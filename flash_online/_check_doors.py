@@ -7,6 +7,7 @@ all is right, and raises ImportError where the host is not installed.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -65,14 +66,20 @@ def main(names: list[str]) -> int:
         print(f"check: {unknown[0]!r} is not one of {', '.join(known)}", file=sys.stderr)
         return 2
     wrong = []
+    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one speaks
+
+    def say(line: str) -> None:
+        if is_first:
+            print(line, flush=True)
+
     for name in names:
-        print(f"== {name}", flush=True)
+        say(f"== {name}")
         try:
-            right = importlib.import_module(f".{known[name]}", __package__).check(lambda line: print(line, flush=True))
+            right = importlib.import_module(f".{known[name]}", __package__).check(say)
         except ImportError as missing:
-            print(f"not checked: {missing}")
+            say(f"not checked: {missing}")
             right = False
         if not right:
             wrong.append(name)
-    print(f"\nFAILED: {', '.join(wrong)}" if wrong else f"\nok: {', '.join(names)}")
+    say(f"\nFAILED: {', '.join(wrong)}" if wrong else f"\nok: {', '.join(names)}")
     return 1 if wrong else 0
