@@ -36,8 +36,8 @@ __device__ __forceinline__ void touch_constants(const DecodeArguments& arguments
 }
 
 // The arguments of a call without packed queries, pieces, padding on the left, rows of the cache by number, and changes of
-// scores, as the compiler then knows. A call of a few microseconds fetches each of its instructions for the first time, so the
-// common calls have an instance that does not look at these options. is_plain_decode() is the host's side.
+// scores, as the compiler then knows. Common calls have an instance that spends no instructions on these options, which a call
+// of a few microseconds would notice. is_plain_decode() is the host's side.
 template <bool kFloat8>
 __device__ __forceinline__ DecodeArguments plain_arguments(const DecodeArguments& arguments) {
   DecodeArguments plain = arguments;

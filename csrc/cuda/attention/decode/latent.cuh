@@ -136,7 +136,7 @@ class LatentKernel {
   static constexpr int kSteps = 2 * kBoxes, kGroups = kLatentTile / 8;  // of a warp; eight keys each
   using Queries = typename F::Left[kSteps][1];
 
-  // Which half of the columns a warp multiplies, of every box of 64, and of which eight keys.
+  // For the scores a warp multiplies one half of the columns of every box of 64, for eight of the tile's keys.
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
   __device__ __forceinline__ static int half() { return warp() / kGroups; }
   __device__ __forceinline__ static int group() { return warp() % kGroups; }

@@ -1,7 +1,7 @@
 // A step of decoding over latent keys on Hopper (compute capability 9.0): up to 64 rows per tile of keys, by wgmma. latent.cuh
 // is the kernel for other GPUs; docs/design/decode.md draws both.
 //
-// A CTA takes its share of the line of work (line.cuh) in tiles of 64 keys, of which two have room. One warpgroup loads them.
+// A CTA takes its share of the line of work (line.cuh) in tiles of 64 keys. Shared memory holds two; one warpgroup loads them.
 // Another makes scores and weights, and multiplies these by the first half of the values' columns; a third one by the second
 // half. A tile arrives in groups of columns and is released in two halves, so that the products of keys run while the tile
 // arrives, and the next but one tile starts to arrive before all of this one's values are multiplied.
@@ -318,7 +318,7 @@ __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::run
     const Rows rows(shape, walk, kLatentSm90Rows, skipped, warp_rows);
     whole_begin_ = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset);
     whole_end_ = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);
-    const bool has_rows = rows.first - skipped < walk.s.queries * shape.group;  // the part, of which this warp may have none
+    const bool has_rows = rows.first - skipped < walk.s.queries * shape.group;  // a warp may have no rows of the part
     clear(out_[0]);
     clear(out_[1]);
     states_[0][0] = states_[0][1] = {};

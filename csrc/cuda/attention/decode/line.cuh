@@ -149,8 +149,8 @@ struct DecodeShare {
   }
 };
 
-// Finds the share of CTA `cta` of `ctas`, over chunks of sequences of which each lane looks at kPerLane, so that their lengths
-// are on their way together. A whole warp calls it, and all lanes get the same.
+// Finds the share of CTA `cta` of `ctas`. The warp goes over the sequences in chunks; each lane looks at kPerLane sequences of
+// a chunk, so that the loads of their lengths overlap. A whole warp calls it, and all lanes get the same.
 template <int kPerLane>
 __device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProblem& problem, const CachedPieces& pieces,
                                                             const DecodeShape& shape, int ctas, int cta) {

@@ -30,8 +30,8 @@ __device__ __forceinline__ void wait_for_groups(int pending) {
     cp_async_wait<kDecodeMostStages - 2>();
 }
 
-// Who loads a tile together: a warp, whose lanes look for a row each; a CTA, of which eight threads share a row; a warpgroup,
-// each of whose warps takes a quarter of the rows, which its lanes look for.
+// Which threads load a tile together. In a warp, each lane finds one row. In a CTA, eight threads share a row. In a warpgroup,
+// each warp takes a quarter of the rows.
 enum class DecodeLoaders { kWarp, kCta, kWarpgroup };
 
 // The tiles of kTile keys that they load, one after the other, and where the rows of the next one lie.
