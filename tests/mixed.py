@@ -30,7 +30,7 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
     x, loss = torch.randn(6, 9), torch.randn(6)
     classes = {"target": torch.arange(6), "weight": torch.rand(9)}
     topk = {"grad": torch.randn(6, 3), "probabilities": torch.rand(6, 3), "indices": torch.zeros(6, 3, dtype=torch.int64)}
-    decode = {"query": query, "key_cache": key, "value_cache": value}
+    decode = {"query": query, "key_cache": key, "value_cache": value, "lengths": torch.tensor([20, 7], dtype=torch.int32)}
     parts = {"outs": [torch.randn(6, 8) for _ in range(3)], "lses": [torch.randn(6) for _ in range(3)]}
     return {
         "attention_forward": {**dense, **extras, "rng": rng},

@@ -2,9 +2,9 @@
 // is the kernel for other GPUs; docs/design/decode.md draws both.
 //
 // A CTA takes its share of the line of work (line.cuh) in tiles of 64 keys. Shared memory holds two; one warpgroup loads them.
-// Another makes scores and weights, and multiplies these by the first half of the values' columns; a third one by the second
-// half. A tile arrives in groups of columns and is released in two halves, so that the products of keys run while the tile
-// arrives, and the next but one tile starts to arrive before all of this one's values are multiplied.
+// Another makes scores and weights, and multiplies these by three eighths of the values' columns; a third one by the rest. A
+// tile arrives in groups of columns and is released in two halves, so that the products of keys run while the tile arrives, and
+// the next but one tile starts to arrive before all of this one's values are multiplied.
 #pragma once
 
 #include "../../hw/mbarrier.cuh"
@@ -19,13 +19,17 @@ namespace flash_online::cuda {
 constexpr int kWarpgroupSize = 4 * kWarpSize, kLatentSm90Threads = 3 * kWarpgroupSize;
 constexpr int kLatentSm90Tile = 64, kLatentSm90Rows = 64, kLatentSm90Stages = 2;
 constexpr int kLatentSm90Boxes = 9, kLatentSm90BoxBytes = kLatentSm90Tile * 128;  // of 64 columns
-constexpr int kValueBoxes = 8, kWeightBox = 8;  // the last box has no values: weights lie there once its scores are made
+constexpr int kWeightBox = 8;  // the last box has no values: weights lie there once its scores are made
+constexpr int kFirstOthersBox = 3;  // of the values: those before it are multiplied where weights are made
 
 // The groups of boxes of a tile that arrive together, in this order. The third group and what follows it are the half of the
-// tile that is released last; of the values' boxes, each half has two of either warpgroup.
-constexpr int kLatentSm90Groups = 5;
-constexpr int latent_group_box(int group, int n) { return group == 4 ? 8 : group % 2 * 4 + group / 2 * 2 + n; }
+// tile that is released last; of the other half each warpgroup multiplies two boxes.
+constexpr int kLatentSm90Groups = 5, kLatentSm90FirstHalf = 2;
 constexpr int latent_group_boxes(int group) { return group == 4 ? 1 : 2; }
+constexpr int latent_group_box(int group, int n) {
+  constexpr int kBoxes[kLatentSm90Groups][2] = {{0, 1}, {3, 4}, {2, 5}, {6, 7}, {8, 8}};
+  return kBoxes[group][n];
+}
 
 // How many rows of an item a warp has, of the sixteen of a product: where there is room, its lanes have one row each, not two.
 __device__ __forceinline__ int latent_rows_per_warp(const DecodeShape& shape) { return shape.tile_rows <= 32 ? 8 : 16; }
@@ -149,11 +153,11 @@ class LatentSm90Warpgroup {
 
  private:
   using Scores = Accumulator<1, kLatentSm90Tile / 8>;
-  static constexpr int kHalfColumns = 2 * 64;  // of the warpgroup's columns, which it multiplies at once
-  using Outputs = Accumulator<1, kHalfColumns / 8>[2];
+  // The columns of a product. (One of 192 makes the compiler keep the accumulators in local memory.)
+  static constexpr int kFirstColumns = 2 * 64, kNextColumns = 64, kLastColumns = kMakesWeights ? 0 : 2 * 64;
   using Rows = DecodeRows<1>;
   static constexpr int kSteps = kLatentSm90Tile / 16;  // of a product of values
-  static constexpr int kFirstBox = kMakesWeights ? 0 : kValueBoxes / 2;
+  static constexpr int kFirstBox = kMakesWeights ? 0 : kFirstOthersBox;
   using Weights = unsigned[kSteps][4];
   enum NamedBarrier { kScoresBarrier = 1, kPartBarrier };
 
@@ -163,13 +167,21 @@ class LatentSm90Warpgroup {
   __device__ __forceinline__ char* box(int n) const { return shared_.stage[at_.stage][n]; }
 
   __device__ __forceinline__ void rescale(int half, float factor) {
-    rescale_rows(out_[0], 0, half, factor);
-    rescale_rows(out_[1], 0, half, factor);
+    rescale_rows(first_, 0, half, factor);
+    rescale_rows(next_, 0, half, factor);
+    if constexpr (kLastColumns > 0) rescale_rows(last_, 0, half, factor);
   }
   __device__ __forceinline__ void multiply_keys(Scores& scores) const;
   __device__ __forceinline__ void make_weights(Weights& weights, Scores& scores, const Rows& rows, int key);
   __device__ __forceinline__ void take_factors(const Rows& rows);
+  __device__ __forceinline__ void fence_outputs() {
+    fence_registers(flat(first_));
+    fence_registers(flat(next_));
+    if constexpr (kLastColumns > 0) fence_registers(flat(last_));
+  }
   __device__ __forceinline__ void multiply_values(Weights& weights);
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_columns(Accumulator<1, kColumns / 8>& out, const Weights& weights, int first_box);
   __device__ __forceinline__ void exchange_states(int buffer);
 
   const DecodeArguments& arguments_;
@@ -177,17 +189,19 @@ class LatentSm90Warpgroup {
   int warp_;
   PipelineState<kLatentSm90Stages> at_;
   int whole_begin_, whole_end_;  // the keys that all rows of the warp see
-  Outputs out_;
+  Accumulator<1, kFirstColumns / 8> first_;
+  Accumulator<1, kNextColumns / 8> next_;
+  Accumulator<1, kLastColumns == 0 ? 1 : kLastColumns / 8> last_;
   ScoreState states_[1][2];
 };
 
-// S = Q K^T, one group of columns after the other as they arrive.
+// S = Q K^T, one group of columns after the other as they arrive. A product truncates what it adds to a sum: over 576 columns
+// the error of one sum is twice that of two sums of half of them, which are added at last.
 template <class Element, bool kMakesWeights>
 __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::multiply_keys(Scores& scores) const {
   const uint64_t queries = opaque(k_major_descriptor(shared_address(shared_.query[0]))),
                  keys = opaque(k_major_descriptor(shared_address(box(0))));
-#pragma unroll
-  for (int group = 0; group < kLatentSm90Groups; ++group) {
+  const auto multiply_group = [&](Scores& sums, int group, bool begins) {
     wait(&shared_.full[at_.stage][group], at_.parity);
     fence_async_proxy();  // the copies were ordinary writes
     wgmma_fence();
@@ -195,13 +209,22 @@ __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::mul
     for (int step = 0; step < 8; ++step) {
       if (step >= 4 * latent_group_boxes(group)) continue;
       const unsigned offset = latent_group_box(group, step / 4) * kLatentSm90BoxBytes + step % 4 * 32;
-      Wgmma<Element, kLatentSm90Tile>::template ss<false>(flat(scores), offset_descriptor(queries, offset),
-                                                          offset_descriptor(keys, offset), group > 0 || step > 0);
+      Wgmma<Element, kLatentSm90Tile>::template ss<false>(flat(sums), offset_descriptor(queries, offset),
+                                                          offset_descriptor(keys, offset), !begins || step > 0);
     }
-  }
+  };
+  Scores others;
+#pragma unroll
+  for (int group = 0; group < kLatentSm90FirstHalf; ++group) multiply_group(scores, group, group == 0);
+#pragma unroll
+  for (int group = kLatentSm90FirstHalf; group < kLatentSm90Groups; ++group)
+    multiply_group(others, group, group == kLatentSm90FirstHalf);
   wgmma_commit();
   wgmma_wait<0>();
   fence_registers(flat(scores));
+  fence_registers(flat(others));
+#pragma unroll
+  for (int i = 0; i < kLatentSm90Tile / 2; ++i) flat(scores)[i] += flat(others)[i];
 }
 
 // Makes weights of scores, rescales the outputs, and leaves both weights and factors to the other warpgroup.
@@ -256,33 +279,40 @@ __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::tak
   }
 }
 
-// O += P V, and releases the tile. Weights are in registers where they were made, else in the tile.
+// O += P V in the columns from a box on. Weights are in registers where they were made, else in the tile.
+template <class Element, bool kMakesWeights>
+template <int kColumns>
+__device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::multiply_columns(Accumulator<1, kColumns / 8>& out,
+                                                                                              const Weights& weights,
+                                                                                              int first_box) {
+  const uint64_t left = opaque(k_major_descriptor(shared_address(box(kWeightBox)))),
+                 values = opaque(mn_major_descriptor(shared_address(box(first_box)), kLatentSm90BoxBytes));
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const uint64_t right = offset_descriptor(values, step * 16 * 128);
+    if constexpr (kMakesWeights)
+      Wgmma<Element, kColumns>::template rs<true>(flat(out), weights[step], right, true);
+    else
+      Wgmma<Element, kColumns>::template ss<true>(flat(out), offset_descriptor(left, step * 32), right, true);
+  }
+}
+
+// O += P V, and releases the tile.
 template <class Element, bool kMakesWeights>
 __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::multiply_values(Weights& weights) {
-  const uint64_t left = opaque(k_major_descriptor(shared_address(box(kWeightBox))));
-  fence_registers(flat(out_[0]));
-  fence_registers(flat(out_[1]));
+  fence_outputs();
   if constexpr (kMakesWeights) fence_registers(weights);
   wgmma_fence();
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint64_t values = opaque(mn_major_descriptor(shared_address(box(kFirstBox + 2 * half)), kLatentSm90BoxBytes));
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint64_t right = offset_descriptor(values, step * 16 * 128);
-      if constexpr (kMakesWeights)
-        Wgmma<Element, kHalfColumns>::template rs<true>(flat(out_[half]), weights[step], right, true);
-      else
-        Wgmma<Element, kHalfColumns>::template ss<true>(flat(out_[half]), offset_descriptor(left, step * 32), right, true);
-    }
-    wgmma_commit();
-  }
+  multiply_columns<kFirstColumns>(first_, weights, kFirstBox);
+  wgmma_commit();
+  multiply_columns<kNextColumns>(next_, weights, kFirstBox + 2);
+  if constexpr (kLastColumns > 0) multiply_columns<kLastColumns>(last_, weights, kFirstBox + 3);
+  wgmma_commit();
   wgmma_wait<1>();
   release(&shared_.empty[at_.stage][0]);
   wgmma_wait<0>();
   release(&shared_.empty[at_.stage][1]);
-  fence_registers(flat(out_[0]));
-  fence_registers(flat(out_[1]));
+  fence_outputs();
 }
 
 // At the end of a part both warpgroups get the states of all rows. The other one has read those of the part before the last
@@ -319,8 +349,9 @@ __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::run
     whole_begin_ = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset);
     whole_end_ = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);
     const bool has_rows = rows.first - skipped < walk.s.queries * shape.group;  // a warp may have no rows of the part
-    clear(out_[0]);
-    clear(out_[1]);
+    clear(first_);
+    clear(next_);
+    if constexpr (kLastColumns > 0) clear(last_);
     states_[0][0] = states_[0][1] = {};
     const int end = has_rows ? walk.end : 0;
 #pragma unroll 1
@@ -344,8 +375,11 @@ __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::run
     exchange_states(state_buffer);
     state_buffer ^= 1;
     constexpr int kFirstColumn = 64 * kFirstBox;
-    store_latent_rows<Element>(arguments_, walk, rows, out_[0], states_, kFirstColumn, kMakesWeights, skipped);
-    store_latent_rows<Element>(arguments_, walk, rows, out_[1], states_, kFirstColumn + kHalfColumns, false, skipped);
+    store_latent_rows<Element>(arguments_, walk, rows, first_, states_, kFirstColumn, kMakesWeights, skipped);
+    store_latent_rows<Element>(arguments_, walk, rows, next_, states_, kFirstColumn + kFirstColumns, false, skipped);
+    if constexpr (kLastColumns > 0)
+      store_latent_rows<Element>(arguments_, walk, rows, last_, states_, kFirstColumn + kFirstColumns + kNextColumns, false,
+                                 skipped);
   }
 }
 
@@ -378,10 +412,10 @@ __device__ __forceinline__ void run_latent_sm90(const DecodeArguments& arguments
     walk.next(problem, arguments.pieces, arguments.shape, arguments.whole_items);
     LatentSm90Loads<Element>(arguments, shared).run(walk);
   } else if (warpgroup == 1) {
-    reg_alloc<232>();
+    reg_alloc<200>();
     LatentSm90Warpgroup<Element, true>(arguments, shared).run(share);
   } else {
-    reg_alloc<200>();
+    reg_alloc<232>();
     LatentSm90Warpgroup<Element, false>(arguments, shared).run(share);
   }
 }
