@@ -59,6 +59,7 @@ OPTIONS = {
     "forward": True, "mean": True, "renormalize": False, "splits": 2,
 }  # fmt: skip
 FIRST = ("query", "input", "outs")  # the tensors that the others must be beside
+PUBLIC_NAMES = {"lengths": "cache_seqlens"}  # what messages call an argument by
 CALLS = _calls()
 
 

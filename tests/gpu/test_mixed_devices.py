@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mixed import CALLS, arguments, first_of, ops, others
+from mixed import CALLS, PUBLIC_NAMES, arguments, first_of, ops, others
 
 pytestmark = pytest.mark.gpu
 
@@ -27,13 +27,13 @@ def test_operators_take_tensors_of_one_gpu(operator):
 @pytest.mark.parametrize("operator, name", others())
 def test_one_tensor_on_the_cpu(operator, name):
     message = refuse(operator, lambda own, tensor: tensor if own == name else tensor.cuda())
-    assert f"{name}: must be on the device of " in message
+    assert f"{PUBLIC_NAMES.get(name, name)}: must be on the device of " in message
 
 
 @pytest.mark.parametrize("operator, name", others())
 def test_one_tensor_on_the_gpu(operator, name):
     message = refuse(operator, lambda own, tensor: tensor.cuda() if own == name else tensor)
-    assert f"{name}: must be on the device of " in message
+    assert f"{PUBLIC_NAMES.get(name, name)}: must be on the device of " in message
 
 
 @pytest.mark.parametrize("operator", CALLS)
@@ -48,7 +48,7 @@ def test_the_first_tensor_on_the_cpu_and_the_others_on_the_gpu(operator):
 @pytest.mark.parametrize("operator, name", others())
 def test_one_tensor_on_another_gpu(operator, name):
     message = refuse(operator, lambda own, tensor: tensor.to("cuda:1" if own == name else "cuda:0"))
-    assert f"{name}: must be on the device of " in message
+    assert f"{PUBLIC_NAMES.get(name, name)}: must be on the device of " in message
 
 
 def test_factor_of_scale():

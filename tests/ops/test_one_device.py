@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mixed import CALLS, arguments, ops, others
+from mixed import CALLS, PUBLIC_NAMES, arguments, ops, others
 
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -25,4 +25,4 @@ def test_operators_take_tensors_of_one_device(operator):
 def test_operators_name_the_tensor_that_is_elsewhere(operator, name):
     with pytest.raises(RuntimeError) as error:
         call(operator, name)
-    assert f"{name}: must be on the device of " in str(error.value)
+    assert f"{PUBLIC_NAMES.get(name, name)}: must be on the device of " in str(error.value)

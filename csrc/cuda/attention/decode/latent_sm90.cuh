@@ -407,15 +407,15 @@ __device__ __forceinline__ void run_latent_sm90(const DecodeArguments& arguments
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupSize, 0);
   if (warpgroup == 0) {
-    reg_dealloc<72>();
+    reg_dealloc<48>();
     DecodeWalk walk(share);
     walk.next(problem, arguments.pieces, arguments.shape, arguments.whole_items);
     LatentSm90Loads<Element>(arguments, shared).run(walk);
   } else if (warpgroup == 1) {
-    reg_alloc<200>();
+    reg_alloc<240>();
     LatentSm90Warpgroup<Element, true>(arguments, shared).run(share);
   } else {
-    reg_alloc<232>();
+    reg_alloc<216>();
     LatentSm90Warpgroup<Element, false>(arguments, shared).run(share);
   }
 }
