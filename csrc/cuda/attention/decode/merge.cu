@@ -77,8 +77,9 @@ void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, cons
                                                          : merge_shares<RowMerge<__nv_bfloat16, kWarps>>;
     launch_dependent(kernel, arguments, grid, kWarps * kWarpSize, stream);
   };
-  // Where rows are many, they are tiles of the Hopper kernel, which leaves no room beside it: CTAs may be large.
-  if (rows > 16 && shape.tile_rows > 32)
+  // Where rows are many, they are tiles of the Hopper kernel, which leaves no room beside it: CTAs may be large. Where rows are
+  // wide too, their runs of columns make CTAs enough.
+  if (rows > 16 && shape.tile_rows > 32 && runs == 1)
     launch_with(std::integral_constant<int, 16>{});
   else
     launch_with(std::integral_constant<int, 4>{});
