@@ -21,7 +21,7 @@ BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-
 
 # page -> results, one or several -> the function that makes the page's lines from them
 PAGES = {
-    ROOT / "README.md": {("attention", "cuda", "cpu", "training"): readme_page},
+    ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page},
     ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
     ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},

@@ -488,9 +488,23 @@ OF_CPU = (
 )
 
 
-def readme_page(attention: dict, cuda: dict, cpu: dict, training: dict) -> list[str]:
-    """One table from four records: ours beside torch, cuDNN, FA3 and the fastest peer of all."""
-    records = {"attention": attention, "rows --device cuda": cuda, "rows --device cpu": cpu, "training": training}
+OF_DECODE = {
+    "plain": "decoding, contiguous caches",
+    "paged": "decoding, pages",
+    "options": "decoding, windows, sinks, lengths, head dims",
+    "prefill": "prefill in chunks over cached keys",
+}
+
+
+def readme_page(attention: dict, decode: dict, cuda: dict, cpu: dict, training: dict) -> list[str]:
+    """One table from five records: ours beside torch, cuDNN, FA3 and the fastest peer of all."""
+    records = {
+        "attention": attention,
+        "decode": decode,
+        "rows --device cuda": cuda,
+        "rows --device cpu": cpu,
+        "training": training,
+    }
     facts = [
         line
         for command, record in records.items()
@@ -499,6 +513,7 @@ def readme_page(attention: dict, cuda: dict, cpu: dict, training: dict) -> list[
     head = ["times faster: forward / backward", "than torch", "than cuDNN", "than FA3", "than the fastest peer", "`bench`"]
     rows = [
         *_of_attention(attention),
+        *_of_decode(decode),
         *_of_functions(cuda, OF_ROWS, "rows, GPU"),
         *_of_functions(cpu, OF_CPU, "rows, CPU"),
         *_of_training(training),
@@ -521,6 +536,17 @@ def _of_attention(record: dict) -> list[list[str]]:
             columns.append([side["over_best"] for side in sides])
             cells = [pair((side["mean"] for side in column), times) if all(column) else "-" for column in columns]
             rows.append([f"attention, {label}", *cells, "attention"])
+    return rows
+
+
+def _of_decode(record: dict) -> list[list[str]]:
+    entries, rows = {e["family"]: e for e in record["summary"]}, []
+    for family, label in OF_DECODE.items():
+        if entry := entries.get(family):
+            # A peer that takes few of a family's cells has no mean over it.
+            sides = [entry["over"].get(name) for name in (FLASH, CUDNN, FA3)]
+            cells = [times(side["mean"]) if side and 2 * side["cases"] > entry["cases"] else "-" for side in sides]
+            rows.append([label, *cells, times(entry["over_best"]["mean"]), "decode"])
     return rows
 
 

@@ -1176,9 +1176,9 @@ def test_a_page_behind_the_records_is_noticed(modules, monkeypatch, tmp_path, ca
 def test_the_readme_shows_every_chosen_number(modules):
     """One row per chosen kind, from the committed records; a peer that is not in a record leaves its cell empty."""
     docs, tables = modules["docs"], modules["tables"]
-    names = ("attention", "cuda", "cpu", "training")
+    names = ("attention", "decode", "cuda", "cpu", "training")
     lines = tables.readme_page(*(docs.read(docs.RESULTS / f"{name}.json") for name in names))
-    chosen = len(tables.OF_ATTENTION) + len(tables.OF_ROWS) + len(tables.OF_CPU) + 2
+    chosen = len(tables.OF_ATTENTION) + len(tables.OF_DECODE) + len(tables.OF_ROWS) + len(tables.OF_CPU) + 2
     assert aligned(lines) and sum(line.startswith("|") for line in lines) == 2 + chosen
     assert max(map(len, lines)) <= 128 and {names: tables.readme_page} in docs.PAGES.values()
 
