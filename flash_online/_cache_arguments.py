@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _policy
-from ._autograd import eager_transforms_active
 from ._checks import check_flag, check_floating, check_int, check_tensor
-from ._ops import FLOATING, InvalidArgument
+from ._ops import InvalidArgument
+from ._plain import are_plain_numbers
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of caches alone
 CACHE_NAMES = ("key_cache", "value_cache")
@@ -80,52 +79,11 @@ class RotaryEmbedding(NamedTuple):
         return cls(cosines.contiguous(), sines.contiguous(), interleaved, offsets)
 
 
-def are_plain(function: str, tensors: tuple) -> bool:
-    """Whether kernels of `function` take these tensors as they are, and at once: dense, of one floating dtype, on one device
-    with kernels, without a gradient; torch.func and Dynamo are off. It asks what the checks of the long way ask, in a fraction
-    of their time, and does not raise.
-    """
-    if is_compiling() or eager_transforms_active():
-        return False
-    first, grads = tensors[0], _is_grad_enabled()
-    if type(first) is not Tensor:
-        return False
-    dtype, index = first.dtype, first.get_device()  # -1: the CPU, or a device without numbers
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.layout is not _STRIDED or tensor.is_nested:
-            return False
-        if tensor.get_device() != index or grads and tensor.requires_grad:
-            return False
-    if dtype not in FLOATING:
-        return False
-    if index >= 0:
-        return first.is_cuda and dtype is not _FLOAT64 and _policy.has_cuda_kernel(function, index)
-    for tensor in tensors:
-        if not tensor.is_cpu:
-            return False
-    return True
-
-
-def are_plain_numbers(numbers, like: Tensor, rank: int, dtype: torch.dtype = torch.int32) -> bool:
-    """Whether the operators take these numbers as they are: a dense tensor of `rank` dimensions, on the device of `like`, which
-    is plain itself, with columns side by side."""
-    if type(numbers) is not Tensor or numbers.dtype is not dtype or numbers.layout is not _STRIDED or numbers.is_nested:
-        return False
-    index = like.get_device()
-    if numbers.get_device() != index or index < 0 and not numbers.is_cpu:
-        return False
-    return numbers.dim() == rank and (numbers.stride()[-1] == 1 or numbers.shape[-1] <= 1)
-
-
 def is_plain_place(lengths: Tensor, table: Tensor | None, like: Tensor, batch: int, rows: int) -> bool:
     """Whether the operators take the lengths of `batch` sequences, and their table or a cache of `rows` rows, as they are."""
     if not (are_plain_numbers(lengths, like, 1) and lengths.shape[0] == batch):
         return False
     return rows == batch if table is None else are_plain_numbers(table, like, 2) and table.shape[0] == batch
-
-
-is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_STRIDED, _FLOAT64 = torch.strided, torch.float64
 
 
 def check_no_gradient(tensors: dict) -> None:

@@ -15,7 +15,8 @@ from . import _policy
 from ._autograd import differentiable, transforms_active
 from ._canonicalize import autocasts
 from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
-from ._ops import InvalidArgument, accumulator_of, ops
+from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
+from ._plain import are_plain_numbers, is_grad_enabled, is_plain
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 
 
@@ -167,7 +168,7 @@ class CrossEntropyLoss(Function):
 
     @staticmethod
     def forward(ctx, input, target, weight, options):
-        loss, divisor = ops.cross_entropy_loss.default(input, target, weight, *options)
+        loss, divisor = _run_loss(input, target, weight, *options)
         ctx.save_for_backward(input, target, weight, divisor)
         ignore_index, label_smoothing, _, _ = options
         ctx.row_options = (ignore_index, label_smoothing)
@@ -180,7 +181,7 @@ class CrossEntropyLoss(Function):
             rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
             grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
         else:
-            grad_input = ops.cross_entropy_loss_backward.default(grad, divisor, input, target, weight, *ctx.row_options)
+            grad_input = _run_loss_backward(grad, divisor, input, target, weight, *ctx.row_options)
         return grad_input, None, None, None
 
 
@@ -188,13 +189,31 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
     if weight is not None:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
     try:
-        if input.requires_grad and torch.is_grad_enabled():
+        if input.requires_grad and is_grad_enabled():
             return CrossEntropyLoss.apply(input, target, weight, options)
-        return ops.cross_entropy_loss.default(input, target, weight, *options)[0]
+        return _run_loss(input, target, weight, *options)[0]
     except RuntimeError as error:
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
-        raise
+        raise surfaced(error, input) from None
+
+
+_run_loss, _run_loss_backward = boxed_call(ops.cross_entropy_loss.default), boxed_call(ops.cross_entropy_loss_backward.default)
+
+
+def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, label_smoothing) -> Tensor | None:
+    """The mean or the sum of the losses of plain rows `[N, C]` and class indices: one operator call. None for any other call,
+    which then goes the long way."""
+    if weight is not None or type(ignore_index) is not int or type(label_smoothing) is not float:
+        return None
+    if reduction not in ("mean", "sum") or not 0 <= label_smoothing <= 1 or not is_plain("cross_entropy", input):
+        return None
+    if not are_plain_numbers(target, input, 1, torch.int64):
+        return None
+    shape = input.shape
+    if len(shape) != 2 or shape[0] != target.shape[0] or not input.numel():
+        return None
+    return _reduced_loss(input, target, None, ignore_index, label_smoothing, reduction == "mean", input.dtype)
 
 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
@@ -431,6 +450,10 @@ def cross_entropy(
     Source: the online softmax, Milakov and Gimelshein, arXiv 1805.02867; the z-loss, Chowdhery et al., arXiv 2204.02311,
     section 5.
     """
+    if size_average is reduce is dtype is None and return_lse is False and z_loss == 0:
+        result = try_fast_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
+        if result is not None:
+            return result
     reduction = reduction_enum(reduction, size_average, reduce)
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
     _policy.require_kernel("cross_entropy", input=input, target=target, weight=weight)

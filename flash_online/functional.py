@@ -22,9 +22,9 @@ from ._ops import InvalidArgument
 from ._patches import describe, shards
 from ._policy import dropout_refusal, forward_to_torch, in_onnx_export, require_kernel, traced_by_jit, why_forwarded
 from .attention import attention_impl, default_scale, try_fast_path
-from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum
+from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum, try_fast_cross_entropy
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
-from .softmax import softmax_impl
+from .softmax import softmax_impl, try_fast_softmax
 
 if TYPE_CHECKING:
     from torch.nn.functional import *  # noqa: F403
@@ -174,6 +174,10 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
 
 
 def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None and (traced_by_jit() is None or not in_onnx_export()):
+        result = try_fast_softmax(name, input, dim, name == "log_softmax")
+        if result is not None:
+            return result
     if not isinstance(input, Tensor):
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
     if dtype is not None:
@@ -198,6 +202,10 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy, without a table of probabilities. flash_online.cross_entropy documents shapes, dtypes
     and errors. Beside class indices `weight` must have input's dtype, as torch demands."""
+    if size_average is reduce is None and (traced_by_jit() is None or not in_onnx_export()):
+        result = try_fast_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
+        if result is not None:
+            return result
     if not isinstance(input, Tensor) and hasattr(type(input), "__torch_function__"):  # no Tensor, but torch hands it the call
         return ORIGINALS["cross_entropy"](input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):

@@ -14,8 +14,6 @@ from ._cache_arguments import (
     CACHE_NAMES,
     RotaryEmbedding,
     Where,
-    are_plain,
-    are_plain_numbers,
     check_call,
     check_new,
     check_no_gradient,
@@ -32,6 +30,7 @@ from ._cache_arguments import (
 from ._canonicalize import check_attention_options, check_attention_types, check_longest, check_packed
 from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
+from ._plain import are_plain, are_plain_numbers
 from .attention import default_scale
 
 if TYPE_CHECKING:

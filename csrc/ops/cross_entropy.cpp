@@ -169,7 +169,9 @@ void copy_to(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 struct ReducedLoss {
   RowProblem problem;
   Tensor result, divisor;  // divisor: what the sum is divided by
-  Tensor loss, row_weight;
+  Tensor row_numbers;  // what the problem's loss, row_weight and lse point into
+
+  int64_t rows() const { return problem.outer * problem.inner; }
 };
 
 template <class Device>
@@ -178,36 +180,57 @@ ReducedLoss prepare_loss(Arguments& arguments, ScalarType dtype) {
   const Tensor& input = arguments.input;
   check_result_dtype("dtype", dtype, input.scalar_type());
   const ScalarType type = accumulator_of(input.scalar_type());
-  const int64_t rows = problem.outer * problem.inner;
-  ReducedLoss reduced{problem, empty({}, dtype, input), empty({}, type, input), empty({rows}, type, input),
-                      empty({rows}, type, input)};
-  reduced.problem.loss = reduced.loss.data_ptr();
-  reduced.problem.row_weight = reduced.row_weight.data_ptr();
+  // Loss, weight and lse of the rows, each array at a multiple of 16 bytes. One tensor: an allocation costs as much as a row.
+  const int64_t stride = round_up(problem.outer * problem.inner, int64_t{4});
+  ReducedLoss reduced{problem, empty({}, dtype, input), empty({}, type, input),
+                      empty({Device::kLossArrays * stride}, type, input)};
+  char* const numbers = static_cast<char*>(reduced.row_numbers.data_ptr());
+  const int64_t bytes = stride * size_of(dtype_of(type));
+  reduced.problem.loss = numbers;
+  reduced.problem.row_weight = numbers + bytes;
+  if constexpr (Device::kLossArrays == 3) reduced.problem.lse = numbers + 2 * bytes;
   reduced.problem.result_dtype = dtype_of(dtype);
   return reduced;
 }
 
+// Sets a scalar on the CPU, rounded to its dtype. torch's copy costs as much as a small loss.
+void set_scalar(Tensor to, double value) {
+  switch (to.scalar_type()) {
+    case ScalarType::Double: *static_cast<double*>(to.data_ptr()) = value; return;
+    case ScalarType::Float: *static_cast<float*>(to.data_ptr()) = static_cast<float>(value); return;
+    default: break;
+  }
+  Tensor exact = empty({}, ScalarType::Double, to);
+  *static_cast<double*>(exact.data_ptr()) = value;
+  torch::stable::copy_(to, exact);
+}
+
+double scalar_of(const Tensor& from) {
+  switch (from.scalar_type()) {
+    case ScalarType::Double: return *static_cast<const double*>(from.data_ptr());
+    case ScalarType::Float: return *static_cast<const float*>(from.data_ptr());
+    default: break;
+  }
+  Tensor exact = empty({}, ScalarType::Double, from);
+  torch::stable::copy_(exact, from);
+  return *static_cast<const double*>(exact.data_ptr());
+}
+
 template <class T>
 void reduce_losses(ReducedLoss& reduced, bool mean) {
-  const RowProblem& problem = reduced.problem;
-  const int64_t rows = problem.outer * problem.inner;
   const auto sum = [&](const void* data) {
     const T* values = static_cast<const T*>(data);
-    return std::accumulate(values, values + rows, 0.0);
+    return std::accumulate(values, values + reduced.rows(), 0.0);
   };
-  const double denominator = mean ? sum(problem.row_weight) : 1.0;
-  Tensor quotient = empty({}, ScalarType::Double, reduced.result);
-  *static_cast<double*>(quotient.data_ptr()) = sum(problem.loss) / denominator;
-  torch::stable::copy_(reduced.result, quotient);
-  *static_cast<T*>(reduced.divisor.data_ptr()) = static_cast<T>(denominator);
+  const double denominator = mean ? sum(reduced.problem.row_weight) : 1.0;
+  set_scalar(reduced.result, sum(reduced.problem.loss) / denominator);
+  set_scalar(reduced.divisor, denominator);
 }
 
 template <class T>
 Tensor row_grads(const Tensor& grad, const Tensor& divisor, int64_t rows) {
-  Tensor grad_double = empty({}, ScalarType::Double, grad), grad_loss = empty({rows}, divisor.scalar_type(), grad);
-  torch::stable::copy_(grad_double, grad);
-  const double row_grad = *static_cast<const double*>(grad_double.data_ptr()) / *static_cast<const T*>(divisor.data_ptr());
-  std::fill_n(static_cast<T*>(grad_loss.data_ptr()), rows, static_cast<T>(row_grad));
+  const Tensor grad_loss = empty({rows}, divisor.scalar_type(), grad);
+  std::fill_n(static_cast<T*>(grad_loss.data_ptr()), rows, static_cast<T>(scalar_of(grad) / scalar_of(divisor)));
   return grad_loss;
 }
 
@@ -216,11 +239,11 @@ Tensor row_grads(const Tensor& grad, const Tensor& divisor, int64_t rows) {
 // run_loss() makes a reduced loss, set_grad_loss() sets the gradient of each row's loss from that of the reduced loss and
 // returns the tensor that the problem then points into, backward_in_place() overwrites the input by its gradient.
 struct LossOnCpu : RowsOnCpu {
+  static constexpr int kLossArrays = 3;  // that the kernel writes: loss, row_weight, lse
+
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
-    const Tensor lse = empty(sizes_of(reduced.loss), reduced.loss.scalar_type(), input);
-    reduced.problem.lse = lse.data_ptr();
     run_checked<RowsOnCpu>(kernels().cross_entropy, reduced.problem, input);
-    if (lse.scalar_type() == ScalarType::Double)
+    if (reduced.divisor.scalar_type() == ScalarType::Double)
       reduce_losses<double>(reduced, mean);
     else
       reduce_losses<float>(reduced, mean);
@@ -267,10 +290,12 @@ struct LossOnCpu : RowsOnCpu {
 };
 
 struct LossOnCuda : RowsOnCuda {
+  static constexpr int kLossArrays = 2;  // no lse
+
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
     run_checked<RowsOnCuda>(kernels().cross_entropy, reduced.problem, input);
     CudaCall call(input);
-    void* const workspace = call.workspace(cuda::reduce_losses_workspace(reduced.loss.numel()));
+    void* const workspace = call.workspace(cuda::reduce_losses_workspace(reduced.rows()));
     cuda::reduce_losses(reduced.problem, mean, reduced.result.data_ptr(), reduced.divisor.data_ptr(), workspace, call.stream());
   }
 

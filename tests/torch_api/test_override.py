@@ -317,6 +317,7 @@ def test_onnx_export_goes_to_torch(functions, dynamo, requires_grad):
 def test_strict_forbids_what_onnx_export_forwards(monkeypatch):
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(flash_online._plain, "is_compiling", lambda: True)
     rows = torch.randn(2, 3)
     assert flash_online.explain(F.softmax, rows, -1).ours is False
     assert flash_online.explain(flash_online.softmax, rows, -1).ours  # torch has no such function: the exporter decides

@@ -1,0 +1,66 @@
+"""Whether a call is plain: what the fast paths of the public functions ask before they call an operator at once.
+
+It is what the checks of the long way ask, in a fraction of their time. Nothing here raises: the long way finds out what a call
+lacks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _policy
+from ._autograd import eager_transforms_active
+from ._ops import FLOATING
+
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_STRIDED, _FLOAT64 = torch.strided, torch.float64
+
+
+def is_plain(function: str, tensor) -> bool:
+    """Whether kernels of `function` take this tensor as it is: dense, of a floating dtype, on a device with kernels; autocast,
+    torch.func and Dynamo are off. It may require a gradient."""
+    if type(tensor) is not Tensor or is_compiling() or eager_transforms_active() or _any_autocast_enabled():
+        return False
+    dtype = tensor.dtype
+    if dtype not in FLOATING or tensor.layout is not _STRIDED or tensor.is_nested:
+        return False
+    if tensor.is_cpu:
+        return True
+    return tensor.is_cuda and dtype is not _FLOAT64 and _policy.has_cuda_kernel(function, tensor.get_device())
+
+
+def are_plain(function: str, tensors: tuple) -> bool:
+    """Whether kernels of `function` take these tensors as they are: dense, of one floating dtype, on one device with kernels,
+    without a gradient; torch.func and Dynamo are off. Autocast does not change these functions."""
+    if is_compiling() or eager_transforms_active():
+        return False
+    first, grads = tensors[0], is_grad_enabled()
+    if type(first) is not Tensor:
+        return False
+    dtype, index = first.dtype, first.get_device()  # -1: the CPU, or a device without numbers
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.layout is not _STRIDED or tensor.is_nested:
+            return False
+        if tensor.get_device() != index or grads and tensor.requires_grad:
+            return False
+    if dtype not in FLOATING:
+        return False
+    if index >= 0:
+        return first.is_cuda and dtype is not _FLOAT64 and _policy.has_cuda_kernel(function, index)
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return False
+    return True
+
+
+def are_plain_numbers(numbers, like: Tensor, rank: int, dtype: torch.dtype = torch.int32) -> bool:
+    """Whether the operators take these numbers as they are: a dense tensor of `rank` dimensions, on the device of `like`, which
+    is plain itself, with columns side by side."""
+    if type(numbers) is not Tensor or numbers.dtype is not dtype or numbers.layout is not _STRIDED or numbers.is_nested:
+        return False
+    index = like.get_device()
+    if numbers.get_device() != index or index < 0 and not numbers.is_cpu:
+        return False
+    return numbers.dim() == rank and (numbers.stride()[-1] == 1 or numbers.shape[-1] <= 1)
