@@ -305,11 +305,6 @@ struct DoubleSum {
   FLASH_ONLINE_INLINE double total() const { return sum_of_lanes<double>(low + high); }
   // The sum of one lane of vectors of float.
   FLASH_ONLINE_INLINE double lane(int l) const { return l < kLanes<double> ? low[l] : high[l - kLanes<double>]; }
-  // Lane by lane; what is divided by 0 stays as it is.
-  FLASH_ONLINE_INLINE DoubleSum over(const DoubleSum& x) const {
-    return {x.low == 0 ? low : low / x.low, x.high == 0 ? high : high / x.high};
-  }
-
   template <int kHalf>
   static FLASH_ONLINE_INLINE Vector<double> widened_half(Vector<float> x) {
     const auto lanes = std::make_index_sequence<kLanes<double>>();
@@ -399,37 +394,50 @@ FLASH_ONLINE_INLINE double sum_in_double(const E* g, const E* y, int64_t count) 
   }
 }
 
-// The mean of values by weights that should sum to 1: sum(weight * value) / sum(weight), in double. What is wanted is its
-// difference from a value that it may be close to; and the division takes away the rounding that all weights share.
+// The mean of values by weights that are not negative: sum(weight * value) / sum(weight). What is wanted is its difference from
+// a value that it may be close to, so it is kept as a float near it and the values' deviation from that: `pivot` + `deviation`
+// / `weight`. Sums of float then have digits enough, since neither sum is much larger than what is wanted of it.
 struct WeightedMean {
-  double product = 0, weight = 0;
+  double pivot = 0, deviation = 0, weight = 0;
 
   FLASH_ONLINE_INLINE void merge(const WeightedMean& other) {
-    product += other.product;
+    const bool moves = other.weight > weight;  // so that only the smaller weight's deviation is measured anew
+    deviation += other.deviation + (moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight);
+    if (moves) pivot = other.pivot;
     weight += other.weight;
   }
-  FLASH_ONLINE_INLINE double value() const { return weight == 0 ? product : product / weight; }
+  FLASH_ONLINE_INLINE double value() const { return pivot + (weight == 0 ? deviation : deviation / weight); }
 };
 
-// The part of `count` floats: their products are exact in double.
+// The part of at most kChunk floats. An infinite or NaN sum has no pivot, and is the deviation from 0.
 FLASH_ONLINE_INLINE WeightedMean weighted_mean(const float* value, const float* weight, int64_t count) {
-  constexpr int kSums = 2, kWidth = kLanes<float>;
-  DoubleSum product[kSums], sum[kSums];
-  const auto take = [&](int v, Vector<float> x, Vector<float> by) __attribute__((always_inline)) {
-    product[v].add_product(x, by);
-    sum[v].add(by);
+  constexpr int kSums = 4, kWidth = kLanes<float>;
+  using Sums = Vector<float>[kSums];
+  // Calls f(v, value, weight) for all vectors, with zeros behind the end, and sum number v in turn.
+  const auto for_each_vector = [&](const auto& f) __attribute__((always_inline)) {
+    int64_t i = 0;
+    for (; i + kSums * kWidth <= count; i += kSums * kWidth)
+      for (int v = 0; v < kSums; ++v) f(v, load_vector(value + i + v * kWidth), load_vector(weight + i + v * kWidth));
+    for (; i + kWidth <= count; i += kWidth) f(0, load_vector(value + i), load_vector(weight + i));
+    if (i < count) {
+      float last[2][kWidth] = {};
+      std::copy(value + i, value + count, last[0]);
+      std::copy(weight + i, weight + count, last[1]);
+      f(1, load_vector(last[0]), load_vector(last[1]));
+    }
   };
-  int64_t i = 0;
-  for (; i + kSums * kWidth <= count; i += kSums * kWidth)
-    for (int v = 0; v < kSums; ++v) take(v, load_vector(value + i + v * kWidth), load_vector(weight + i + v * kWidth));
-  for (; i + kWidth <= count; i += kWidth) take(0, load_vector(value + i), load_vector(weight + i));
-  if (i < count) {
-    float last[2][kWidth] = {};
-    std::copy(value + i, value + count, last[0]);
-    std::copy(weight + i, weight + count, last[1]);
-    take(1, load_vector(last[0]), load_vector(last[1]));
-  }
-  return {product[0].total() + product[1].total(), sum[0].total() + sum[1].total()};
+  const auto total = [](const Sums& sums) { return sum_of_lanes<float>((sums[0] + sums[1]) + (sums[2] + sums[3])); };
+  Sums products = {}, weights = {}, deviations = {};
+  for_each_vector([&](int v, Vector<float> x, Vector<float> by) __attribute__((always_inline)) {
+    products[v] += x * by;
+    weights[v] += by;
+  });
+  const float product = total(products), sum = total(weights);
+  if (product - product != 0) return {0, product, sum};
+  const float pivot = sum == 0 ? 0 : product / sum;
+  for_each_vector([&, center = broadcast(pivot)](int v, Vector<float> x, Vector<float> by)
+                      __attribute__((always_inline)) { deviations[v] += (x - center) * by; });
+  return {pivot, total(deviations), sum};
 }
 
 // A number of twice the digits of T: a sum of two, of which the second is 0 where the first is infinite or NaN.

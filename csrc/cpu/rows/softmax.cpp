@@ -277,20 +277,21 @@ void short_softmax_backward(const RowProblem& problem, const Executor& executor)
     load_block<R>(problem, problem.grad, block, g);
     load_block<R>(problem, problem.output, block, y);
     if constexpr (std::is_same_v<R, float>) {
-      DoubleSum sum, weight;
       if (problem.log) {
+        DoubleSum sum;
         for (int64_t c = 0; c < problem.classes; ++c) sum.add(g[c]);
-      } else {
-        for (int64_t c = 0; c < problem.classes; ++c) sum.add_product(g[c], y[c]), weight.add(y[c]);
-        sum = sum.over(weight);
+        Vector<float> total;
+        for (int l = 0; l < kLanes<float>; ++l) total[l] = static_cast<float>(sum.lane(l));
+        for (int64_t c = 0; c < problem.classes; ++c) g[c] -= exp_rounded_to<E>(y[c]) * total;
+      } else {  // WeightedMean, lane by lane
+        Vector<float> product = {}, weight = {}, deviation = {};
+        for (int64_t c = 0; c < problem.classes; ++c) product += g[c] * y[c], weight += y[c];
+        const Vector<float> divisor = weight == 0 ? broadcast(1.f) : weight, mean = product / divisor,
+                            pivot = mean - mean == 0 ? mean : broadcast(0.f);
+        for (int64_t c = 0; c < problem.classes; ++c) deviation += (g[c] - pivot) * y[c];
+        const Vector<float> rest = deviation / divisor;
+        for (int64_t c = 0; c < problem.classes; ++c) g[c] = ((g[c] - pivot) - rest) * y[c];
       }
-      Vector<float> total, rest;
-      for (int l = 0; l < kLanes<float>; ++l) {
-        const TwoParts<float> parts(sum.lane(l));
-        total[l] = parts.high, rest[l] = parts.low;
-      }
-      for (int64_t c = 0; c < problem.classes; ++c)
-        g[c] = problem.log ? g[c] - exp_rounded_to<E>(y[c]) * total : ((g[c] - total) - rest) * y[c];
     } else {
       Vector<T> sum = {};
       for (int64_t c = 0; c < problem.classes; ++c) sum += problem.log ? g[c] : g[c] * y[c];
