@@ -1,5 +1,5 @@
-"""`torchrun --nproc-per-node N -m flash_online check distributed`: attention over N ranks beside one process, on the GPUs where
-there are as many, else on the CPU. Without torchrun it checks a group of one rank.
+"""`torchrun --nproc-per-node N -m flash_online check distributed`: attention, classes and DTensors over N ranks beside one
+process, on the GPUs where there are as many, else on the CPU. Without torchrun it checks a group of one rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import attention, varlen_attention
-from . import context_parallel_attention, context_parallel_varlen_attention, shard
+from .. import attention, linear_cross_entropy, varlen_attention
+from . import (
+    context_parallel_attention,
+    context_parallel_varlen_attention,
+    register_dtensor,
+    shard,
+    vocab_parallel_linear_cross_entropy,
+)
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 32
 ROWS = 48  # per rank
@@ -26,7 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ALiBi": {"causal": True, "alibi_slopes": True},
     "sinks": {"causal": True, "sinks": True},
 }
-ALLOWED = 0.02  # of the largest gradient of keys and values that are summed over ranks, in 16 bits
+CLASSES = 101  # no number of ranks divides them
+ALLOWED = 0.02  # of the largest of what is summed over ranks in another order, in 16 bits
 
 
 @contextlib.contextmanager
@@ -66,11 +73,44 @@ def _differences(ours: list[Tensor], wanted: list[Tensor], sums: bool) -> list[s
     found = []
     for name, one, other in zip(("out", "lse", "dquery", "dkey", "dvalue"), ours, wanted, strict=True):
         if sums and name in ("dkey", "dvalue"):
-            if not (one - other).abs().max() <= ALLOWED * other.abs().max():
+            if not _is_close(one, other):
                 found.append(name)
         elif not torch.equal(one, other):
             found.append(name)
     return found
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= ALLOWED * other.abs().max())
+
+
+def _vocabulary(randn: Callable[..., Tensor], device: str) -> list[str]:
+    """What of the loss over classes that are cut is wrong: the numbers of a row are sums in another order."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight = randn(ROWS, WIDTH), randn(CLASSES, WIDTH)
+    target = torch.arange(ROWS, device=device) * 7 % CLASSES
+    count = -(-CLASSES // ranks)
+    own = slice(min(rank * count, CLASSES), min((rank + 1) * count, CLASSES))
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, hidden, weight[own])]
+    wanted = linear_cross_entropy(leaves[0], leaves[1], target)
+    loss = vocab_parallel_linear_cross_entropy(leaves[2], leaves[3], target, first_class=own.start)
+    grads = torch.autograd.grad(wanted + loss, leaves)
+    pairs = {"loss": (loss, wanted), "dinput": (grads[2], grads[0]), "dweight": (grads[3], grads[1][own])}
+    return [name for name, (one, other) in pairs.items() if one.numel() and not _is_close(one.detach(), other.detach())]
+
+
+def _dtensors(whole: list[Tensor], grad: Tensor, device: str) -> list[str]:
+    """What of attention over a batch that is cut does not have the bits of plain tensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    register_dtensor()
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    batch = [tensor.repeat(mesh.size(), 1, 1, 1) for tensor in (*whole, grad)]
+    options = {"causal": True, "deterministic": True, "return_lse": True}
+    wanted = _run(partial(attention, **options), batch[:3], batch[3])
+    placed = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in batch]
+    ours = [tensor.full_tensor() for tensor in _run(partial(attention, **options), placed[:3], placed[3])]
+    return _differences(ours, wanted, sums=False)
 
 
 def check(say: Callable[[str], None]) -> bool:
@@ -107,6 +147,9 @@ def check(say: Callable[[str], None]) -> bool:
                     mine = shard(wanted, [2, 2, 2, 2, 2], layout=layout)
                     sums = method == "gathered" or KEY_HEADS % ranks != 0
                     report(f"{name}, {method}, {layout}", _differences(ours, mine, sums))
+        report("classes over ranks", _vocabulary(randn, device))
+        if ranks > 1:
+            report("DTensor, a batch over ranks", _dtensors(whole, grad, device))
         ends = [0, 1, ROWS - 5, ROWS - 5, ROWS * ranks - 2]
         starts = torch.tensor(sorted(ends), dtype=torch.int32, device=device)
         packed = [tensor[0].transpose(0, 1).contiguous() for tensor in whole]
