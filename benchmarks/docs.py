@@ -1,9 +1,9 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
 README.md gets the numbers that matter, rows.md, attention.md, decode.md and distributed.md in docs/performance every case,
-paper.md there the paper's tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md whole models, each
-between its two markers. The figures are the records' curves and bars, and those of docs/online_softmax.md, which
-docs/figures.py draws.
+paper.md there the paper's tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md
+whole models, each between its two markers. The figures are the curves and bars of the records, and those of online_softmax.md,
+which docs/figures.py draws.
 """
 
 from __future__ import annotations
