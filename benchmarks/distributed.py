@@ -1,12 +1,18 @@
 """torchrun --nproc-per-node N -m flash_online bench distributed: attention of a sequence over N ranks, beside torch's.
 
 A cell is forward and backward of causal attention, every rank with its rows. What one process computes on the whole sequence
-is what outputs are compared with, bit by bit, and its time over N is what would be ideal. A sample is the slowest rank's.
+is what results are compared with, bit by bit, and its time over N is what would be ideal. A sample is several steps, one after
+the other as in training, on the slowest rank. A twin of each method computes the same and receives nothing: what it takes less
+is the communication that nothing hid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import gc
+import json
+import math
 import os
 import statistics
 import sys
@@ -14,7 +20,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,16 +30,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flash_online
-from flash_online.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
+from flash_online.distributed import _context_parallel as chooser
+from flash_online.distributed import _gathered, _ulysses, context_parallel_attention, context_parallel_varlen_attention, shard
+from flash_online.distributed._group import group_of
+from flash_online.integrations import torch_sdpa
 
 from . import harness
 from .case import Case
 from .peers import PEER_TOLERANCE, Unavailable
-from .summary import OURS
+from .summary import BY_REGISTRY, OURS
 
 HEAD_DIM = 128
 LENGTHS = (8192, 32768, 131072, 524288)
 ONE_GPU_MOST = 131072  # beyond, one GPU takes many seconds, and the whole sequence's gradients much of its memory
+GRADIENTS_MOST = 32768  # up to here gradients are compared with those of one process too
+GRAPHS_MOST = 32768  # beyond, launches are hidden without a CUDA graph
+SAMPLE = 0.02  # seconds of a sample, at least, if it takes no more than SAMPLE_STEPS steps
+SAMPLE_STEPS = 20
+TIMEOUT = 100  # seconds that a rank waits for another
 DOCUMENTS = (64, 16384)  # of packed streams, in tokens: lengths are spread evenly over their logarithms
 
 
@@ -50,7 +66,7 @@ def _cells() -> list[Cell]:
             cells.append(Cell("causal", sizes))
             if length in (32768, 131072):
                 cells += [Cell("window", sizes, {"window": 4096}), Cell("packed", sizes, {"packed": True})]
-    return cells
+    return sorted(cells, key=lambda cell: cell.sizes["L"])  # a run that is cut short has the most
 
 
 CELLS = _cells()
@@ -74,6 +90,7 @@ class Inputs:
         self.whole = [torch.randn(shape, generator=generator, device=device, dtype=cell.dtype) for shape in shapes]
         self.dim = 0 if self.packed else 2
         self.options: dict[str, object] = {"causal": True}
+        self.layout = "contiguous" if self.packed else "zigzag"
         if "window" in cell.options:
             self.options["window"] = (cell.options["window"], None)
         if self.packed:
@@ -89,8 +106,19 @@ class Inputs:
         length = self.cell.sizes["L"]
         return flash_online.varlen_attention(*tensors, self.starts, self.starts, length, length, **self.options, **more)
 
-    def attend_on_ranks(self, *tensors: Tensor, method: str, layout: str) -> Tensor:
-        words = {"method": method, "layout": layout, **self.options}
+    def chosen(self) -> str:
+        """The method that "auto" takes."""
+        rows = self.cell.sizes["L"] // dist.get_world_size()
+        heads = [self.cell.sizes[name] for name in ("heads", "key heads", "key heads")]
+        shapes = (torch.empty(rows, 1, h, HEAD_DIM, dtype=self.cell.dtype, device="meta") for h in heads)
+        return chooser.choose(*shapes, group_of(None), self.layout, True, True)
+
+    def ideal_bytes(self) -> int:
+        """Of a rank's queries, keys, values, their gradients, its output and the gradient of that."""
+        return sum(2 * tensor.numel() * tensor.element_size() for tensor in self.whole) // dist.get_world_size()
+
+    def attend_on_ranks(self, *tensors: Tensor, method: str, **more: object) -> Tensor:
+        words = {"method": method, "layout": self.layout, **self.options, **more}
         if not self.packed:
             return context_parallel_attention(*tensors, **words)
         return context_parallel_varlen_attention(*tensors, self.starts, max_seqlen=self.cell.sizes["L"], **words)
@@ -109,39 +137,96 @@ def _documents(length: int) -> Tensor:
 # --- providers ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Provider:
-    """`step` computes forward and backward of a rank's rows, and returns its output; `layout` is theirs."""
+    """Forward and backward of a rank's rows, in `layout`. `exact`: the output must have the bits of one process."""
 
-    step: Callable[[], Tensor]
-    layout: str
-    exact: bool = True  # whether the output must have the bits of one process
+    def __init__(self, call: Callable[..., Tensor], tensors: list[Tensor], layout: str, exact: bool = True):
+        self.call, self.layout, self.exact, self.out = call, layout, exact, None
+        *inputs, self.grad = tensors
+        self.leaves = [tensor.detach().requires_grad_() for tensor in inputs]
 
-
-def _step(call: Callable[..., Tensor], tensors: list[Tensor]) -> Callable[[], Tensor]:
-    *inputs, grad = tensors
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-
-    def step() -> Tensor:
-        for leaf in leaves:
+    def clear(self) -> None:
+        self.out = None
+        for leaf in self.leaves:
             leaf.grad = None
-        out = call(*leaves)
-        out.backward(grad)
-        return out.detach()
 
-    return step
+    def step(self) -> None:
+        self.clear()
+        out = self.call(*self.leaves)
+        out.backward(self.grad)
+        self.out = out.detach()
+
+    def input_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.leaves, self.grad))
 
 
 def _ours(inputs: Inputs, method: str) -> Provider:
-    layout = "contiguous" if inputs.packed else "zigzag"
-    return Provider(
-        _step(lambda *tensors: inputs.attend_on_ranks(*tensors, method=method, layout=layout), inputs.part(layout)), layout
-    )
+    call = partial(inputs.attend_on_ranks, method=method)
+    return Provider(call, inputs.part(inputs.layout), inputs.layout)
 
 
 @contextlib.contextmanager
-def _torchs(inputs: Inputs, backend: str, rotation: str) -> Iterator[Provider]:
-    """torch's context_parallel, a ring, or keys gathered after one step. It takes no groups of heads: keys are repeated."""
+def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
+    """Ours with collectives that give a tensor of the right shape at once, and without the comparison of the ranks' calls. Its
+    results are wrong."""
+    if dist.get_world_size() == 1:
+        raise Unavailable("one rank communicates nothing")
+    kept: dict[tuple, Tensor] = {}
+
+    def received(like: Tensor, *shape: int) -> Tensor:
+        """Of normal numbers: a kernel may be faster on zeros."""
+        key = (like.dtype, shape)
+        if key not in kept:
+            kept[key] = torch.randn(shape, dtype=like.dtype, device=like.device)
+        return kept[key]
+
+    def all_gather(tensor, group):
+        return received(tensor, group.ranks * tensor.shape[0], *tensor.shape[1:])
+
+    def reduce_scatter(tensor, group):
+        return received(tensor, tensor.shape[0] // group.ranks, *tensor.shape[1:])
+
+    def all_to_all(send, receive_sizes, send_sizes, group):
+        return received(send, sum(receive_sizes))
+
+    with contextlib.ExitStack() as stack:
+        for module, name, instead in (
+            (_gathered, "start_all_gather", all_gather),
+            (_gathered, "start_reduce_scatter", reduce_scatter),
+            (_gathered, "wait", lambda tensor: tensor),
+            (_ulysses, "all_to_all", all_to_all),
+            (chooser, "checked_on_all_ranks", lambda group, call: call()[1]),
+        ):
+            stack.enter_context(mock.patch.object(module, name, instead))
+        yield _ours(inputs, method)
+
+
+@contextlib.contextmanager
+def _graph(inputs: Inputs, method: str) -> Iterator[Provider]:
+    """A CUDA graph of ours, collectives and all."""
+    if inputs.device != "cuda" or inputs.cell.sizes["L"] > GRAPHS_MOST:
+        raise Unavailable(f"on GPUs, up to {GRAPHS_MOST:,} tokens alone")
+    provider = _ours(inputs, method)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            provider.step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        provider.step()
+    provider.step = graph.replay
+    provider.clear = lambda: None
+    yield provider
+    torch.cuda.synchronize()
+    graph.reset()
+
+
+@contextlib.contextmanager
+def _torchs(inputs: Inputs, backend: str, rotation: str, ours: bool = False) -> Iterator[Provider]:
+    """torch's context_parallel, a ring, or keys gathered after one step. It takes no groups of heads: keys are repeated.
+    `ours`: torch's flash attention is this package's kernels."""
     if inputs.device != "cuda" or inputs.packed or "window" in inputs.options:
         raise Unavailable("it takes plain causal attention on GPUs alone")
     from torch.distributed.tensor.experimental import _attention as private
@@ -158,30 +243,46 @@ def _torchs(inputs: Inputs, backend: str, rotation: str) -> Iterator[Provider]:
             key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    with (
-        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
-        sdpa_kernel(getattr(SDPBackend, backend)),
-    ):
-        yield Provider(_step(attend, buffers), "zigzag", exact=False)
+    with contextlib.ExitStack() as stack:
+        if ours:
+            torch_sdpa.activate()
+            stack.callback(torch_sdpa.restore)
+        stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)))
+        stack.enter_context(sdpa_kernel(getattr(SDPBackend, backend)))
+        yield Provider(attend, buffers, "zigzag", exact=False)
 
 
 def _one(inputs: Inputs) -> Provider:
     if inputs.cell.sizes["L"] > ONE_GPU_MOST:
         raise Unavailable(f"over {ONE_GPU_MOST:,} tokens")
-    return Provider(_step(inputs.attend, inputs.whole), "whole")
+    return Provider(inputs.attend, inputs.whole, "whole")
 
 
 ONE = "one rank alone"
-MAKERS: dict[str, Callable[[Inputs], contextlib.AbstractContextManager[Provider]]] = {
-    OURS: lambda inputs: contextlib.nullcontext(_ours(inputs, "auto")),
-    f"{OURS}, Ulysses": lambda inputs: contextlib.nullcontext(_ours(inputs, "ulysses")),
-    f"{OURS}, gathered keys": lambda inputs: contextlib.nullcontext(_ours(inputs, "gathered")),
+METHODS = {"ulysses": f"{OURS}, Ulysses", "gathered": f"{OURS}, gathered keys"}
+TWINS = {method: f"{name}, receiving nothing" for method, name in METHODS.items()}
+GRAPHS = {f"{name}, CUDA graph": method for method, name in METHODS.items()}
+Maker = Callable[[Inputs], contextlib.AbstractContextManager[Provider]]
+MAKERS: dict[str, Maker] = {
+    METHODS["ulysses"]: lambda inputs: contextlib.nullcontext(_ours(inputs, "ulysses")),
+    METHODS["gathered"]: lambda inputs: contextlib.nullcontext(_ours(inputs, "gathered")),
+    ONE: lambda inputs: contextlib.nullcontext(_one(inputs)),
+    TWINS["ulysses"]: lambda inputs: _twin(inputs, "ulysses"),
+    TWINS["gathered"]: lambda inputs: _twin(inputs, "gathered"),
     "torch, flash, allgather": lambda inputs: _torchs(inputs, "FLASH_ATTENTION", "allgather"),
     "torch, flash, alltoall": lambda inputs: _torchs(inputs, "FLASH_ATTENTION", "alltoall"),
     "torch, cuDNN, allgather": lambda inputs: _torchs(inputs, "CUDNN_ATTENTION", "allgather"),
     "torch, cuDNN, alltoall": lambda inputs: _torchs(inputs, "CUDNN_ATTENTION", "alltoall"),
-    ONE: lambda inputs: contextlib.nullcontext(_one(inputs)),
+    f"torch, {BY_REGISTRY}": lambda inputs: _torchs(inputs, "FLASH_ATTENTION", "allgather", ours=True),
 }
+
+
+def _is_skipped(name: str, length: int) -> bool:
+    """Where a step takes seconds, only what is compared with. torch's two rotations take one time in all but short cells."""
+    if name.endswith("alltoall"):
+        return length > GRADIENTS_MOST
+    return length > ONE_GPU_MOST and (name in TWINS.values() or name.endswith(BY_REGISTRY))
+
 
 # --- one cell ----------------------------------------------------------------------------------------------------------------
 
@@ -193,33 +294,53 @@ def _agreed(value: object) -> list[object]:
     return values
 
 
-def _sample(step: Callable[[], Tensor], device: str) -> float:
-    """Seconds of the slowest rank."""
-    dist.barrier()
+class _Timer:
+    """Seconds between its making and `stop`, on the device; `issued` are those that the host took."""
+
+    def __init__(self, device: str):
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
+        dist.barrier()
+        if self.events:
+            torch.cuda.synchronize()
+            self.events[0].record()
+        self.start = time.perf_counter()
+
+    def stop(self) -> float:
+        self.issued = time.perf_counter() - self.start
+        if not self.events:
+            return self.issued
+        self.events[1].record()
+        self.events[1].synchronize()
+        return 1e-3 * self.events[0].elapsed_time(self.events[1])
+
+
+def _first(provider: Provider, device: str) -> tuple[float, int]:
+    """Seconds of a step of the slowest rank, and the bytes of the rank that holds most at its peak: inputs, results and all."""
+    provider.clear()
+    gc.collect()
     if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        took = 1e-3 * begin.elapsed_time(end)
-    else:
-        start = time.perf_counter()
-        step()
-        took = time.perf_counter() - start
-    return max(_agreed(took))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() - provider.input_bytes()
+    timer = _Timer(device)
+    provider.step()
+    seconds = timer.stop()
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    every = _agreed((seconds, peak))
+    return max(s for s, _ in every), max(p for _, p in every)
 
 
-def _peak(step: Callable[[], Tensor], device: str) -> int:
-    """Bytes that a step holds at its peak beyond what was there before, on the rank that holds most."""
-    if device != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return max(_agreed(torch.cuda.max_memory_allocated() - before))
+def _samples(provider: Provider, device: str, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """`rounds` times seconds per step of the slowest rank, and those that its host took; `seconds` is about a step's."""
+    steps = max(1, min(SAMPLE_STEPS, math.ceil(SAMPLE / seconds)))
+    took, issued = [], []
+    for _ in range(rounds):
+        timer = _Timer(device)
+        for _ in range(steps):
+            provider.step()
+        every = _agreed((timer.stop() / steps, timer.issued / steps))
+        took.append(max(s for s, _ in every))
+        issued.append(max(s for _, s in every))
+    return took, issued
 
 
 def _is_right(out: Tensor, truth: Tensor, provider: Provider) -> bool:
@@ -228,35 +349,75 @@ def _is_right(out: Tensor, truth: Tensor, provider: Provider) -> bool:
     return bool((out - truth).abs().max() <= PEER_TOLERANCE[truth.dtype] * truth.abs().max())
 
 
-def measure(cell: Cell, device: str, rounds: int) -> dict:
-    result, inputs, times = cell.head(), Inputs(cell, device), {}
+def _gradients(inputs: Inputs) -> dict[str, dict[str, float]]:
+    """Of each method the largest difference of its gradients, with deterministic=True, from those of one process, over the
+    largest of those: 0 where all bits are equal, on all ranks."""
+    one = Provider(partial(inputs.attend, deterministic=True), inputs.whole, "whole")
+    one.step()
+    truths = shard([leaf.grad for leaf in one.leaves], inputs.dim, layout=inputs.layout)
+    found = {}
+    for method, name in METHODS.items():
+        call = partial(inputs.attend_on_ranks, method=method, deterministic=True)
+        ours = Provider(call, inputs.part(inputs.layout), inputs.layout)
+        ours.step()
+        apart = []
+        for leaf, truth in zip(ours.leaves, truths, strict=True):
+            difference = (leaf.grad.double() - truth.double()).abs().max() / truth.double().abs().max()
+            apart.append(0.0 if torch.equal(leaf.grad, truth) else max(difference.item(), 1e-30))
+        found[name] = dict(zip(("query", "key", "value"), map(max, zip(*_agreed(apart), strict=True)), strict=True))
+    return found
+
+
+def measure(cell: Cell, device: str, rounds: int, makers: dict[str, Maker]) -> dict:
+    result, inputs = cell.head(), Inputs(cell, device)
+    long = cell.sizes["L"] > ONE_GPU_MOST
     with torch.no_grad():
         whole = inputs.attend(*inputs.whole[:3])
     truths = {layout: shard([whole], inputs.dim, layout=layout)[0] for layout in ("zigzag", "contiguous")} | {"whole": whole}
     # One after the other: torch's context manager changes what scaled_dot_product_attention is, and buffers are large.
-    for name, make in MAKERS.items():
+    for name, make in makers.items():
+        if _is_skipped(name, cell.sizes["L"]):
+            continue
         try:
             with make(inputs) as provider:
-                right = _agreed(_is_right(provider.step(), truths[provider.layout], provider))
-                if not all(right):
+                if not long:  # what a first step allocates and compiles is not of every step
+                    provider.step()
+                seconds, peak = _first(provider, device)
+                right = _agreed(_is_right(provider.out, truths[provider.layout], provider))
+                if name not in TWINS.values() and not all(right):
                     if name.startswith(OURS):
                         raise AssertionError(f"{cell.kind} ({cell.label}), {name}: wrong on ranks {right}")
                     raise Unavailable("wrong here")
-                peak = _peak(provider.step, device)
-                times[name] = [_sample(provider.step, device) for _ in range(rounds)]
+                took, issued = _samples(provider, device, 1 if long else rounds, seconds)
         except Unavailable as why:
             result["unavailable"][name] = str(why)
             continue
         except (RuntimeError, ImportError) as error:
-            if name.startswith(OURS):
+            if name.startswith(OURS) and name not in GRAPHS:
                 raise
-            result["unavailable"][name] = str(error).splitlines()[0][:200]
+            result["unavailable"][name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             continue
-        result["providers"][name] = {"ms": 1e3 * statistics.median(times[name]), "best_ms": 1e3 * min(times[name])}
-        result["providers"][name] |= {"peak_bytes": peak, "rounds": rounds}
+        result["providers"][name] = {"ms": 1e3 * statistics.median(took), "best_ms": 1e3 * min(took), "rounds": len(took)}
+        if name in TWINS.values():
+            continue
+        result["providers"][name] |= {"host_ms": 1e3 * statistics.median(issued)}
+        if device == "cuda" and name not in GRAPHS:
+            result["providers"][name] |= {"peak_bytes": peak, "share_of_least_bytes": peak / inputs.ideal_bytes()}
+    if METHODS["ulysses"] in makers:
+        result["providers"] = {OURS: result["providers"][METHODS[inputs.chosen()]] | {"method": inputs.chosen()}} | result[
+            "providers"
+        ]
+        if cell.sizes["L"] <= GRADIENTS_MOST:
+            result["gradients"] = _gradients(inputs)
+    return result
+
+
+def shares(result: dict) -> dict:
+    """The result with the share of ideal scaling of each provider that ran over the ranks."""
     if one := result["providers"].get(ONE):
-        for entry in (entry for name, entry in result["providers"].items() if name != ONE):
-            entry["share_of_ideal"] = one["ms"] / dist.get_world_size() / entry["ms"]
+        for name, entry in result["providers"].items():
+            if name != ONE:
+                entry["share_of_ideal"] = one["ms"] / dist.get_world_size() / entry["ms"]
     return result
 
 
@@ -269,15 +430,17 @@ def line(result: dict) -> str:
         share = f" ({entry['share_of_ideal']:.2f})" if "share_of_ideal" in entry else ""
         parts.append(f"{name} {entry['ms']:.2f}{share}")
     parts += [f"{name} unavailable ({why[:60]})" for name, why in result["unavailable"].items()]
+    parts += [f"{name} gradients {apart}" for name, apart in result.get("gradients", {}).items()]
     return f"{result['kind']:18} {result['case']:44} {'; '.join(parts)}"
 
 
-def run(quick: bool, match: str | None, rounds: int, facts: dict, path: Path) -> int:
-    """On every rank; the first one writes the record and speaks. Returns 1 if a result was wrong."""
+def run(quick: bool, match: str | None, rounds: int, graphs: bool, facts: dict, path: Path) -> int:
+    """On every rank; the first one writes the record and speaks. Returns 1 if a result was wrong. `graphs`: only CUDA graphs of
+    ours, whose times are added to the record that is there."""
     device = "cuda" if torch.cuda.is_available() and not quick else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
     facts = facts | {"ranks": dist.get_world_size()}
     if device == "cuda":
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -288,6 +451,26 @@ def run(quick: bool, match: str | None, rounds: int, facts: dict, path: Path) ->
                 stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
                 stack.enter_context(contextlib.redirect_stderr(sys.stdout))
             cells = harness.chosen(QUICK if quick else CELLS, None, match)
-            return harness.run("distributed", cells, lambda cell: measure(cell, device, rounds), line, facts, path)
+            if graphs:
+                return _add_graphs(cells, device, rounds, facts, path)
+            return harness.run(
+                "distributed", cells, lambda cell: shares(measure(cell, device, rounds, MAKERS)), line, facts, path
+            )
     finally:
         dist.destroy_process_group()
+
+
+def _add_graphs(cells: list[Cell], device: str, rounds: int, facts: dict, path: Path) -> int:
+    cells = [cell for cell in cells if cell.sizes["L"] <= GRAPHS_MOST]
+    makers = {name: partial(_graph, method=method) for name, method in GRAPHS.items()}
+    before = facts | {"results": []} if dist.get_rank() else json.loads(path.read_text())
+    known = {(result["kind"], result["case"]): result for result in before["results"]}
+
+    def add(cell: Cell) -> dict:
+        result = measure(cell, device, rounds, makers)
+        whole = known.get((cell.kind, cell.label), result)
+        for what in ("providers", "unavailable"):
+            whole[what] |= result[what]
+        return shares(whole)
+
+    return harness.run("distributed", cells, add, line, facts, path, lambda record, done: before)

@@ -1,9 +1,9 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets the numbers that matter, rows.md, attention.md and decode.md in docs/performance every case, paper.md there the
-paper's tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md whole models, each
-between its two markers. The figures are the records' curves and bars, and those of docs/online_softmax.md, which
-docs/figures.py draws.
+README.md gets the numbers that matter, rows.md, attention.md, decode.md and distributed.md in docs/performance every case,
+paper.md there the paper's tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md
+whole models, each between its two markers. The figures are the curves and bars of the records, and those of online_softmax.md,
+which docs/figures.py draws.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from pathlib import Path
 
 from .machine import RESULTS, ROOT
 from .summary import SCHEMA
-from .tables import attention_page, case_page, decode_page, family_page, models_page, paper_page, readme_page, training_page
+from .tables import (
+    attention_page,
+    case_page,
+    decode_page,
+    distributed_page,
+    family_page,
+    models_page,
+    paper_page,
+    readme_page,
+    training_page,
+)
 
 BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
 
@@ -25,6 +35,7 @@ PAGES = {
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page},
     ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
     ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},
+    ROOT / "docs" / "performance" / "distributed.md": {"distributed": distributed_page},
     ROOT / "docs" / "performance" / "paper.md": {"paper": paper_page},
     ROOT / "docs" / "design" / "family.md": {"family": family_page},
     ROOT / "docs" / "integrations" / "transformers.md": {"models": models_page},

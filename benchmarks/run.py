@@ -115,7 +115,7 @@ def run_distributed(parser: argparse.ArgumentParser, options: argparse.Namespace
     if "WORLD_SIZE" not in os.environ:
         parser.error("start it on every rank: torchrun --nproc-per-node N -m flash_online bench distributed")
     path, device = out_of(parser, options, "distributed"), gpu_unless_quick(parser, options)
-    return distributed.run(options.quick, options.match, options.rounds, facts_of(options, device), path)
+    return distributed.run(options.quick, options.match, options.rounds, options.graphs, facts_of(options, device), path)
 
 
 def run_scaling(_: argparse.ArgumentParser, __: argparse.Namespace) -> int:
@@ -201,6 +201,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command = add("distributed", run_distributed, "attention of a sequence over the ranks of torchrun, beside torch's")
     add_measuring(command, None)
     command.add_argument("--match", help="only cases whose kind, label and dtype have this in them; needs --out")
+    command.add_argument("--graphs", action="store_true", help="add CUDA graphs of ours to the record that is there")
     add("scaling", run_scaling, "context parallelism on paper: communication simulated against computation")
     command = add("docs", run_docs, "every table and figure of the docs, from the committed records")
     command.add_argument("--check", action="store_true", help="write nothing, say whether the tables are up to date")

@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from .attention.summary import CUDNN, DEFAULT, DENSE, EFFICIENT, FA3, GROUPS, MIB, VARLEN, over
 from .decode import summary as decode_summary
+from .distributed import GRAPHS, METHODS, ONE, TWINS
 from .family.summary import PROFILED_LENGTH
 from .family.summary import PROVIDERS as FAMILY
 from .paper.summary import (
@@ -436,6 +437,57 @@ def training_page(record: dict) -> list[str]:
     model = f"{record['layers']} layers, {record['heads']} heads of {record['head_dim']}"
     model += f", bfloat16, causal, {record['tokens']} tokens per step"
     return [*heading(record), "", f"{model}; forward and backward.", "", *table(head, rows)]
+
+
+# --- Several GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def distributed_page(record: dict) -> list[str]:
+    """A row per cell: milliseconds and shares of ideal scaling; what communication is not hidden; memory."""
+    lines = [
+        *heading(record),
+        "",
+        f"{record['ranks']} ranks of one host, NCCL {record['nccl']}, {record['results'][0]['dtype']}.",
+    ]
+    peers = ["torch, flash, allgather", "torch, cuDNN, allgather", f"torch, {BY_REGISTRY}"]
+    by_time, by_share, by_bytes = [], [], []
+    for result in record["results"]:
+        of = result["providers"]
+        cell = [result["kind"], f"{result['sizes']['L']:,}", f"{result['sizes']['heads']} : {result['sizes']['key heads']}"]
+
+        def entry(name: str, key: str, form: Callable[[float], str], of=of) -> str:
+            return form(of[name][key]) if key in of.get(name, {}) else "-"
+
+        graphs = [entry(name, "ms", number) for name in GRAPHS]
+        by_time.append([*cell, *(entry(name, "ms", number) for name in (ONE, *METHODS.values(), *peers)), pair_of(graphs)])
+        exposed = [
+            number(of[name]["ms"] - of[TWINS[method]]["ms"]) if TWINS[method] in of else "-" for method, name in METHODS.items()
+        ]
+        scaling = [entry(name, "share_of_ideal", "{:.2f}".format) for name in (*METHODS.values(), *peers)]
+        scaling += [pair_of([entry(name, "share_of_ideal", "{:.2f}".format) for name in GRAPHS]), pair_of(exposed)]
+        by_share.append([*cell, of[OURS]["method"], *scaling])
+        by_bytes.append([*cell, *(entry(n, "share_of_least_bytes", times) for n in (ONE, *METHODS.values(), *peers))])
+    names = ["Ulysses", "gathered", "torch flash", "torch cuDNN", "torch, our kernels"]
+    cells, pairs = ["", "L", "heads"], "Ulysses / gathered"
+    return [
+        *lines,
+        "",
+        "Forward and backward, ms; the slowest rank. The last column is ours in a CUDA graph.",
+        "",
+        *table([*cells, "one GPU", *names, f"graph, {pairs}"], by_time),
+        "",
+        "Shares of ideal scaling, the time of one GPU over the ranks; and milliseconds of communication that nothing hid.",
+        "",
+        *table([*cells, "auto", *names, f"graph, {pairs}", f"exposed, {pairs}"], by_share),
+        "",
+        "Memory at the peak, over a rank's share of inputs, output and gradients, which are among it; one GPU's likewise.",
+        "",
+        *table([*cells, "one GPU", *names], by_bytes),
+    ]
+
+
+def pair_of(entries: list[str]) -> str:
+    return "-" if set(entries) == {"-"} else " / ".join(entries)
 
 
 # --- Models of transformers ---------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def dense_strides_in_order(sizes, strides) -> list[int]:
     step = 1
     for dim in reversed(order):
         dense[dim] = step
-        step = step * torch.sym_max(sizes[dim], 1)
+        size = sizes[dim]  # torch 2.11 does not trace sym_max of numbers
+        step = step * (max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1))
     return dense
 
 

@@ -1,12 +1,12 @@
-"""`torchrun --nproc-per-node N -m flash_online check distributed`: attention over N ranks beside one process, on the GPUs where
-there are as many, else on the CPU. Without torchrun it checks a group of one rank.
+"""`torchrun --nproc-per-node N -m flash_online check distributed`: attention, and the loss over classes, of N ranks beside
+one process, on the GPUs where there are as many, else on the CPU. Without torchrun it checks a group of one rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import attention, varlen_attention
-from . import context_parallel_attention, context_parallel_varlen_attention, shard
+from .. import attention, linear_cross_entropy, varlen_attention
+from . import (
+    context_parallel_attention,
+    context_parallel_varlen_attention,
+    shard,
+    vocab_parallel_linear_cross_entropy,
+)
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 32
 ROWS = 48  # per rank
@@ -26,7 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ALiBi": {"causal": True, "alibi_slopes": True},
     "sinks": {"causal": True, "sinks": True},
 }
-ALLOWED = 0.02  # of the largest gradient of keys and values that are summed over ranks, in 16 bits
+GRADIENTS = ("dquery", "dkey", "dvalue")
+CLASSES = 101  # no number of ranks divides them
+ALLOWED = 0.02  # of the largest of what is summed over ranks in another order, in 16 bits
 
 
 @contextlib.contextmanager
@@ -61,16 +68,38 @@ def _run(call: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], grad:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _differences(ours: list[Tensor], wanted: list[Tensor], sums: bool) -> list[str]:
-    """What is not as promised: equal bits, but for gradients of keys and values that are `sums` over ranks."""
-    found = []
-    for name, one, other in zip(("out", "lse", "dquery", "dkey", "dvalue"), ours, wanted, strict=True):
-        if sums and name in ("dkey", "dvalue"):
-            if not (one - other).abs().max() <= ALLOWED * other.abs().max():
-                found.append(name)
-        elif not torch.equal(one, other):
-            found.append(name)
-    return found
+def _differences(ours: list[Tensor], wanted: list[Tensor], sums: Sequence[str] = ()) -> list[str]:
+    """What is not as promised: equal bits, but for the `sums` whose terms are added in another order."""
+    names = ("out", "lse", *GRADIENTS)
+    equal = (_is_close if name in sums else torch.equal for name in names)
+    return [name for name, same, *pair in zip(names, equal, ours, wanted, strict=True) if not same(*pair)]
+
+
+def _sums(method: str, ranks: int) -> Sequence[str]:
+    """The gradients that are summed over ranks. By gathered keys a row of dquery is too, over tiles of keys: in the order of
+    one process on the CPU, on a GPU only where rows lie in the tiles of queries as they do there."""
+    if method == "gathered":
+        return GRADIENTS
+    return GRADIENTS[1:] if KEY_HEADS % ranks else ()
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= ALLOWED * other.abs().max())
+
+
+def _vocabulary(randn: Callable[..., Tensor], device: str) -> list[str]:
+    """What of the loss over classes that are cut is wrong: the numbers of a row are sums in another order."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight = randn(ROWS, WIDTH), randn(CLASSES, WIDTH)
+    target = torch.arange(ROWS, device=device) * 7 % CLASSES
+    count = -(-CLASSES // ranks)
+    own = slice(min(rank * count, CLASSES), min((rank + 1) * count, CLASSES))
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, hidden, weight[own])]
+    wanted = linear_cross_entropy(leaves[0], leaves[1], target)
+    loss = vocab_parallel_linear_cross_entropy(leaves[2], leaves[3], target, first_class=own.start)
+    grads = torch.autograd.grad(wanted + loss, leaves)
+    pairs = {"loss": (loss, wanted), "dinput": (grads[2], grads[0]), "dweight": (grads[3], grads[1][own])}
+    return [name for name, (one, other) in pairs.items() if one.numel() and not _is_close(one.detach(), other.detach())]
 
 
 def check(say: Callable[[str], None]) -> bool:
@@ -105,8 +134,8 @@ def check(say: Callable[[str], None]) -> bool:
                     call = partial(context_parallel_attention, method=method, layout=layout, **options)
                     ours = _run(call, part[:3], part[3])
                     mine = shard(wanted, [2, 2, 2, 2, 2], layout=layout)
-                    sums = method == "gathered" or KEY_HEADS % ranks != 0
-                    report(f"{name}, {method}, {layout}", _differences(ours, mine, sums))
+                    report(f"{name}, {method}, {layout}", _differences(ours, mine, _sums(method, ranks)))
+        report("classes over ranks", _vocabulary(randn, device))
         ends = [0, 1, ROWS - 5, ROWS - 5, ROWS * ranks - 2]
         starts = torch.tensor(sorted(ends), dtype=torch.int32, device=device)
         packed = [tensor[0].transpose(0, 1).contiguous() for tensor in whole]
@@ -125,5 +154,5 @@ def check(say: Callable[[str], None]) -> bool:
             part = shard([*packed, grad], 0, layout="contiguous")
             ours = _run(partial(on_ranks, method=method), part[:3], part[3])
             mine = shard(wanted, [0, wanted[1].dim() - 1, 0, 0, 0], layout="contiguous")
-            report(f"packed documents, {method}", _differences(ours, mine, method == "gathered" or KEY_HEADS % ranks != 0))
+            report(f"packed documents, {method}", _differences(ours, mine, _sums(method, ranks)))
         return right

@@ -167,7 +167,10 @@ def _like(out: Tensor, query: Tensor) -> Tensor:
     strides = dense_strides_in_order(out.shape, query.stride())
     if list(out.stride()) == strides:
         return out
-    return out.new_empty_strided(out.shape, strides).copy_(out)
+    order = sorted(range(out.dim()), key=lambda dim: -strides[dim])
+    # Not a copy_ into an empty tensor, whose gradient torch 2.11 loses when it compiles.
+    dense = out.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(dim) for dim in range(out.dim())])
 
 
 # --- Keys and values of all ranks -------------------------------------------------------------------------------------------

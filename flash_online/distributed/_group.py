@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -64,6 +65,11 @@ def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return _c10d.reduce_scatter_tensor.default(tensor.contiguous(), "sum", group.ranks, group.name)
 
 
+def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, in place of a contiguous tensor."""
+    return wait(_c10d.all_reduce_.default(tensor, "sum", group.name)) if tensor.numel() else tensor
+
+
 def all_to_all(send: Tensor, receive_sizes: list[int], send_sizes: list[int], group: Group) -> Tensor:
     """A contiguous vector whose parts, of these many elements, go to the ranks in their order; what came from them. All ranks
     together send something, or none does."""
@@ -103,38 +109,52 @@ def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], 
     the others. This costs one gather of 16 bytes on the host: no GPU waits for it. It is made for every call, because a rank
     that skipped it for arguments it had seen before could not know that another has new ones. Not under torch.compile.
     """
-    failure, result = None, None
-    try:
+
+    def numbered() -> tuple[dict[str, Any], list[int], Any]:
         description, result = call()
+        return description, [], result
+
+    if torch.compiler.is_compiling():
+        return call()[1]
+    return checked_with_numbers(group, numbered, 0)[0]
+
+
+def checked_with_numbers(
+    group: Group, call: Callable[[], tuple[dict[str, Any], list[int], Any]], count: int
+) -> tuple[Any, list[list[int]]]:
+    """As `checked_on_all_ranks`, where `call` gives `count` numbers too, which may differ: (result, those of every rank)."""
+    failure, result, numbers = None, None, [0] * count
+    try:
+        description, numbers, result = call()
     except Exception as error:
         failure, description = error, {"error": f"{type(error).__name__}: {error}"}
     try:
-        if not torch.compiler.is_compiling() and group.ranks > 1:
-            _agree(group, description, failure)
+        every = _agree(group, description, numbers, failure) if group.ranks > 1 else [numbers]
         if failure is not None:
             raise failure
-        return result
+        return result, every
     finally:
         del failure  # its traceback holds this frame: a cycle
 
 
-def _agree(group: Group, description: dict[str, Any], failure: Exception | None) -> None:
+def _agree(group: Group, description: dict[str, Any], numbers: list[int], failure: Exception | None) -> list[list[int]]:
     host = _cpu_group(group)
     text = json.dumps(description, default=str)
-    digest = bytearray(hashlib.blake2b(text.encode(), digest_size=16).digest())
-    own = torch.frombuffer(digest, dtype=torch.int64)
-    every = wait(_c10d.all_gather_into_tensor.default(own, group.ranks, host))
-    if bool((every.view(group.ranks, 2) == own).all()):
-        return
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    own = torch.tensor([*struct.unpack("=2q", digest), *numbers])
+    every = wait(_c10d.all_gather_into_tensor.default(own, group.ranks, host)).view(group.ranks, -1).tolist()
+    if all(header[:2] == every[0][:2] for header in every):
+        return [header[2:] for header in every]
     descriptions: list[Any] = [None] * group.ranks
     dist.all_gather_object(descriptions, json.loads(text), group=_resolve_process_group(host))
     refused = {rank: d["error"] for rank, d in enumerate(descriptions) if "error" in d}
     if refused:
         said = "; ".join(f"rank {rank} refuses its call: {error}" for rank, error in refused.items())
         raise InvalidArgument(f"group: {said}. So no rank goes on") from failure
+    different = []
     for name in dict.fromkeys(name for d in descriptions for name in d):
         values = [d.get(name, "not there") for d in descriptions]
         if any(value != values[0] for value in values):
             said = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise InvalidArgument(f"{name}: the ranks differ: {said}; accepted is the same on all ranks of the group")
-    raise AssertionError("descriptions that differ in their digest alone")
+            different.append(f"{name}: the ranks differ: {said}")
+    raise InvalidArgument(f"{'; '.join(different)}; accepted is the same on all ranks of the group")

@@ -14,6 +14,8 @@ the same order, and that each is needed on all ranks or on none: whatever the nu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +32,7 @@ from ..linear_cross_entropy import (
     linear_cross_entropy_impl,
     product_dtype,
 )
-from ._agree import agree, check_group, gather, header_device
+from ._group import Group, all_reduce_, checked_with_numbers, group_of, start_all_gather, wait
 from ._vocab_rows import ELSEWHERE, as_index, differentiable_rows, shard_gradients, shard_rows
 
 _NAME = "distributed.vocab_parallel_linear_cross_entropy"
@@ -42,7 +44,8 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx, own, group):
         ctx.group = group
-        return gather(own, group)
+        whole = wait(start_all_gather(own, group)) if own.numel() else own.new_empty(group.ranks * own.shape[0], *own.shape[1:])
+        return whole.unflatten(0, (group.ranks, own.shape[0]))
 
     @staticmethod
     def backward(ctx, grad):
@@ -55,7 +58,7 @@ class _Slice(Function):
     @staticmethod
     def forward(ctx, whole, group):
         ctx.group = group
-        return whole[dist.get_rank(group)].clone()
+        return whole[group.rank].clone()
 
     @staticmethod
     def backward(ctx, grad):
@@ -81,18 +84,11 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx, part, group):
         ctx.group = group
-        return _summed(part.clone(memory_format=torch.contiguous_format), group)
+        return all_reduce_(part.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
     def backward(ctx, grad):
         return _Copy.apply(grad, ctx.group), None
-
-
-def _summed(part: Tensor, group) -> Tensor:
-    """`part`, which is contiguous, summed over the ranks in place."""
-    if part.numel():
-        dist.all_reduce(part, group=group)
-    return part
 
 
 class _Merge(Function):
@@ -135,16 +131,16 @@ class _ShardRows(Function):
         else:
             grads = shard_gradients(tensors, target, smooth, ctx.options, grad, wanted)
             if wanted[0]:
-                grads[0] = _summed(grads[0], ctx.group).to(tensors[0].dtype)
+                grads[0] = all_reduce_(grads[0], ctx.group).to(tensors[0].dtype)
         return *grads, None, None, None, None, None
 
 
 class _Shard:
     """The classes [first, first + count) of `classes` on this rank; firsts[rank] is where those of each rank begin."""
 
-    def __init__(self, group, firsts: list[int], count: int, classes: int):
+    def __init__(self, group: Group, firsts: list[int], count: int, classes: int):
         self.group, self.firsts, self.count, self.classes = group, firsts, count, classes
-        self.first = firsts[dist.get_rank(group)]
+        self.first = firsts[group.rank]
 
     def row_losses(self, tensors, weight, options, argmax: bool):
         """(loss, lse, row_weight, argmax) of the whole vocabulary, as those of linear_cross_entropy's rows."""
@@ -240,46 +236,49 @@ def _check_cover(shards: list[list[int]], weight: Tensor | None, return_argmax: 
     return classes
 
 
-def _agreed_shard(group, arguments: dict, options: dict, error: Exception | None) -> _Shard:
-    """This rank's shard, once the ranks agree on everything else."""
+def _described(arguments: dict, options: dict) -> dict:
+    """What all ranks have to agree in."""
     input, weight_shard, target = (arguments[name] for name in ("input", "weight_shard", "target"))
     linear_bias, weight = arguments["linear_bias"], arguments["weight"]
-    device, common, own = header_device(group, input), {}, [0, 0, 0]
-    if error is None:
-        # Whether a gradient is wanted decides which collectives the backward pass has.
-        grads = torch.is_grad_enabled(), input.requires_grad, weight_shard.requires_grad
-        common = {
-            "input": f"{list(input.shape)} {input.dtype}",
-            "weight_shard": f"[n, {', '.join(map(str, weight_shard.shape[1:]))}] {weight_shard.dtype}",
-            "target": f"{list(target.shape)} {target.dtype}",
-            "linear_bias": "none" if linear_bias is None else f"{linear_bias.dtype}, requires_grad {linear_bias.requires_grad}",
-            "weight": "none" if weight is None else f"{list(weight.shape)} {weight.dtype}",
-            "dtype of the products": str(product_dtype(input)),
-            "grad mode, requires_grad of input and of weight_shard": str(grads),
-            **{name: repr(value) for name, value in options.items()},
-        }
-        checksum = 0
-        if target.device == device:  # else it would wait for the GPU
-            flat = target.detach().flatten().to(torch.int64)
-            checksum = (flat * (2 * torch.arange(flat.numel(), device=device) + 1)).sum()
-        own = [arguments["first_class"], weight_shard.shape[0], checksum]
-    headers = agree(_NAME, group, device, common, own, error)
-    if any(checksum != headers[0][2] for *_, checksum in headers):
-        raise InvalidArgument(
-            "target: the ranks of the group have other targets; over a vocabulary that is cut all ranks need the same rows"
-        )
-    shards = [header[:2] for header in headers]
-    classes = _check_cover(shards, weight, options["return_argmax"])
-    return _Shard(group, [first for first, _ in shards], weight_shard.shape[0], classes)
+    # Whether a gradient is wanted decides which collectives the backward pass has.
+    grads = torch.is_grad_enabled(), input.requires_grad, weight_shard.requires_grad
+    values = ""
+    if target.is_cpu:  # on CUDA reading it would wait for the GPU
+        flat = target.detach().flatten().to(torch.int64)
+        values = f", values of checksum {(flat * (2 * torch.arange(flat.numel()) + 1)).sum()}"
+    return {
+        "function": _NAME,
+        "input": f"{list(input.shape)} {input.dtype} on {input.device.type}",
+        "weight_shard": f"[n, {', '.join(map(str, weight_shard.shape[1:]))}] {weight_shard.dtype}",
+        "target": f"{list(target.shape)} {target.dtype}{values}",
+        "linear_bias": "none" if linear_bias is None else f"{linear_bias.dtype}, requires_grad {linear_bias.requires_grad}",
+        "weight": "none" if weight is None else f"{list(weight.shape)} {weight.dtype}",
+        "dtype of the products": str(product_dtype(input)),
+        "grad mode, requires_grad of input and of weight_shard": str(grads),
+        **{name: repr(value) for name, value in options.items()},
+    }
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # the host reads which classes each rank has
+def _agreed_shard(group: Group, check: Callable[[], tuple[dict, dict]]) -> tuple[dict, _Shard]:
+    """(options, this rank's shard), once the ranks agree. `check` gives (arguments, options) of this rank, or raises."""
+
+    def call():
+        arguments, options = check()
+        own = [arguments["first_class"], arguments["weight_shard"].shape[0]]
+        return _described(arguments, options), own, (arguments, options)
+
+    (arguments, options), shards = checked_with_numbers(group, call, 2)
+    classes = _check_cover(shards, arguments["weight"], options["return_argmax"])
+    return options, _Shard(group, [first for first, _ in shards], arguments["weight_shard"].shape[0], classes)
+
+
 def vocab_parallel_linear_cross_entropy(
     input: Tensor,
     weight_shard: Tensor,
     target: Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
     first_class: int,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
@@ -304,7 +303,8 @@ def vocab_parallel_linear_cross_entropy(
         weight_shard: `[n, H]` (or `[n, d_1, ..., d_K, H]`), the weights of the classes [first_class, first_class + n). Ranks
             may have different n, 0 too.
         target: class indices (int64 or uint8) of the whole vocabulary, the same on every rank; no probabilities.
-        group: the ranks that share the vocabulary; None is the default group. All of them make the call.
+        group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh of one dimension, or None for the default
+            group. All of them make the call.
         first_class: this rank's first class. Together the ranks hold every class once, in any order.
         linear_bias: `[n]` (or `[n, d_1, ..., d_K]`), this rank's part.
         weight: `[C]`, the weights of all classes, whole on every rank.
@@ -323,7 +323,7 @@ def vocab_parallel_linear_cross_entropy(
     Returns:
         What `linear_cross_entropy` returns, equal on every rank.
 
-    A call exchanges a header of five integers per rank, which the host reads, then in one all-gather two numbers a row, in
+    A call exchanges a header of four integers per rank between the hosts, then in one all-gather two numbers a row, in
     float32 (float64 for float64): lse over the shard and the target's logit; three with label smoothing, and two more with
     `return_argmax`. The backward pass has one all-reduce, that of the gradient of `input`, in float32 (float64); each rank's
     part of it comes from a matrix product that CUDA does not round and the CPU rounds to the dtype of the products. The
@@ -331,12 +331,13 @@ def vocab_parallel_linear_cross_entropy(
 
     What follows on the loss must be the same on every rank: each takes the gradient of one loss, not of a sum over ranks. The
     gradient of `input` is whole on every rank, those of `weight_shard` and `linear_bias` are the rank's own. Second derivatives
-    keep all logits of the shard; torch.func and forward mode are refused. Under torch.compile the call runs eagerly. Without a
-    CPU backend in the group (gloo) the header takes a wait for the GPU, and a CUDA graph cannot capture the call.
+    keep all logits of the shard; torch.func and forward mode are refused. Under torch.compile the ranks'
+    agreement is a graph break.
 
     Raises:
         InvalidArgument: on every rank, where shapes, dtypes, options or targets differ between ranks, classes overlap or are
-            missing, or a rank refused its arguments. That rank raises what `linear_cross_entropy` would.
+            missing, or a rank refused its arguments. Where all of them refuse theirs in the same words, each raises what
+            `linear_cross_entropy` would. Values of targets are compared on the CPU alone.
         IndexError: a target is out of range (a device assert on CUDA).
         TypeError: an argument of another type.
         NotImplementedError: tensors that no kernel takes.
@@ -344,32 +345,29 @@ def vocab_parallel_linear_cross_entropy(
 
     Source: the vocabulary-parallel loss of Megatron-LM, Shoeybi et al., arXiv 1909.08053, section 3.
     """
-    check_group(group)
+    found = group_of(group)
     if transforms_active():  # raised at once, for no collective works in there
         raise NotImplementedError(f"flash_online.{_NAME}: torch.func and forward-mode derivatives do not reach other ranks")
-    error, number = None, 0
-    try:
+
+    def check():
         number = reduction_enum(reduction, None, None)
         _check_arguments(input, weight_shard, target, first_class, linear_bias, weight, ignore_index, label_smoothing)
-        dtype = check_dtype(dtype)
-        if dtype is not None:
-            check_floating("linear_cross_entropy: result", dtype)
-        z_loss = check_float("z_loss", z_loss)
-        softcap, scale = check_logit_options(softcap, scale)
+        result = check_dtype(dtype)
+        if result is not None:
+            check_floating("linear_cross_entropy: result", result)
+        arguments = {"input": input, "weight_shard": weight_shard, "target": target, "first_class": first_class}
+        arguments |= {"linear_bias": linear_bias, "weight": weight}
+        options = {"reduction": number, "label_smoothing": float(label_smoothing), "z_loss": check_float("z_loss", z_loss)}
+        options["ignore_index"] = -100 if ignore_index is None else check_int("ignore_index", ignore_index)
+        options |= zip(("softcap", "scale"), check_logit_options(softcap, scale), strict=True)
         for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
             check_flag(name, flag)
-        label_smoothing = float(label_smoothing)
-        ignore_index = -100 if ignore_index is None else check_int("ignore_index", ignore_index)
-    except Exception as refused:
-        error = refused  # the other ranks have to hear of it first
-    arguments = {"input": input, "weight_shard": weight_shard, "target": target, "first_class": first_class}
-    arguments |= {"linear_bias": linear_bias, "weight": weight}
-    common = {"reduction": number, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    common |= {"dtype": dtype, "softcap": softcap, "scale": scale}
-    common |= {"return_lse": bool(return_lse), "return_z_loss": return_z_loss, "return_argmax": return_argmax}
-    shard = _agreed_shard(group, arguments, common, error)
+        options |= {"return_lse": bool(return_lse), "return_z_loss": return_z_loss, "return_argmax": return_argmax}
+        return arguments, options | {"dtype": result}
+
+    agreed, shard = _agreed_shard(found, check)
+    names = ("reduction", "ignore_index", "label_smoothing", "return_lse", "z_loss", "dtype")
+    names += ("softcap", "scale", "return_z_loss", "return_argmax")
     return linear_cross_entropy_impl(
-        *(input, weight_shard, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype),
-        *(softcap, scale, return_z_loss, return_argmax),
-        shard=shard,
+        input, weight_shard, target, linear_bias, weight, *(agreed[name] for name in names), shard=shard
     )

@@ -26,7 +26,7 @@ def test_check(ranks):
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert lines[1] == f"{ranks} ranks, CPU, gloo" and lines[-1] == "ok: distributed"
-    assert sum(line.startswith("ok  ") for line in lines) == 22 and "WRONG" not in finished.stdout
+    assert sum(line.startswith("ok  ") for line in lines) == 23 and "WRONG" not in finished.stdout
 
 
 def test_check_finds_what_is_wrong(monkeypatch, capsys):
