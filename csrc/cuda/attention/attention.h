@@ -61,8 +61,9 @@ Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu);
 Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu);
 
 // The number of heads that dK and dV should have (gradients.kv_grad_heads): a multiple of the numbers of key and value heads,
-// to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads; with
-// `deterministic` there are none, since a head's gradients must not depend on the batch and on the heads beside it.
+// to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads, and
+// keep what is under way in the L2 cache when many query heads share keys under a causal mask; with `deterministic` there are
+// none, since a head's gradients must not depend on the batch and on the heads beside it.
 int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic);
 
 // Writes new keys and values into a cache, and rotates queries.

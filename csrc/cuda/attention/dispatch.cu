@@ -169,6 +169,17 @@ bool prefers_tiles(const AttentionProblem& problem) {
          problem.batch * problem.key_heads * tiles * 4 >= int64_t{sm_count()} * 3;
 }
 
+// Under a causal mask tiles of keys see different numbers of queries, so that CTAs stand at different query heads of the group
+// that shares their keys. What they read and add to is then all of these heads' queries, gradients of the output and float32
+// dQ, for as many groups as are under way at once.
+int64_t group_bytes_under_way(const AttentionProblem& problem, int64_t kv_grad_heads) {
+  const int64_t tile = std::max(problem.head_dim, problem.head_dim_v) <= 128 ? 128 : 64,  // keys of a CTA on Hopper
+      groups = std::clamp(sm_count() / std::max(ceil_div(problem.keys, tile), int64_t{1}), int64_t{1},
+                          std::max(problem.batch * kv_grad_heads, int64_t{1}));
+  return groups * (problem.heads / kv_grad_heads) * problem.queries *
+         (problem.head_dim * (size_of(problem.dtype) + int64_t{sizeof(float)}) + problem.head_dim_v * size_of(problem.dtype));
+}
+
 // One thread per group of keys that share a draw.
 __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
   const Philox random(problem.rng[0], problem.rng[1]);
@@ -225,6 +236,15 @@ int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool determinis
   int64_t kv_grad_heads = least;
   for (int64_t more = least; kv_grad_heads * tiles < sm_count() && more <= problem.heads; more += least)
     if (problem.heads % more == 0) kv_grad_heads = more;
+  // Smaller groups keep what is under way in the L2 cache (50 MB). Their sum costs a pass over dK and dV, which is worth it
+  // where twice the cache would be under way.
+  constexpr int64_t kTooMany = 96 << 20, kFew = 40 << 20, kLeastKeys = 1024;
+  const bool one_sided = (problem.visible.left < 0) != (problem.visible.right < 0);
+  if (one_sided && !problem.query_starts && problem.keys >= kLeastKeys && problem.dtype != DType::kFloat32 &&
+      current_gpu().major == 9 && group_bytes_under_way(problem, kv_grad_heads) > kTooMany)
+    for (int64_t more = kv_grad_heads; group_bytes_under_way(problem, kv_grad_heads) > kFew && more <= problem.heads;
+         more += least)
+      if (problem.heads % more == 0) kv_grad_heads = more;
   return kv_grad_heads;
 }
 

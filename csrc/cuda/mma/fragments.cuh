@@ -36,10 +36,10 @@ __device__ __forceinline__ int quad() { return lane() / 4; }
 __device__ __forceinline__ int lane_in_quad() { return lane() % 4; }
 
 // The transpose of a quad's 4 x 4 words: lane p of the quad gets word p of all four lanes, in the order of the lanes.
-__device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) {
+__device__ __forceinline__ void transpose_quad(unsigned (&x)[4], int lane = lane_in_quad()) {
 #pragma unroll
   for (int step = 2; step > 0; step /= 2) {
-    const bool upper = lane_in_quad() & step;
+    const bool upper = lane & step;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;

@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_rows(const Accumulator<1, kColumns>& d, fl
 #pragma unroll
           for (int t = 0; t < 4; ++t)
             words[t] = Fragments<Element>::pair(scale * d[0][first + t][2 * half], scale * d[0][first + t][2 * half + 1]);
-          transpose_quad(words);
+          transpose_quad(words, lane);
           const int column = (first + lane % 4) * 8;
           if (r < row_count && column < width)
             *reinterpret_cast<uint4*>(at + column) = make_uint4(words[0], words[1], words[2], words[3]);

@@ -59,10 +59,11 @@ TmaTensor tma_tensor_of(const AttentionProblem& problem, const ConstView4& view,
 template <int kThreads, class T, int kCount, int kRows>
 __device__ __forceinline__ void clear_tail(T (&box)[kCount][kRows][kBoxColumns], int from, int thread) {
   constexpr int kRowVectors = kBoxColumns / kPerVector<T>;
-  for (int n = thread; n < kCount * (kRows - from) * kRowVectors; n += kThreads) {
-    const int row = n / kRowVectors % (kRows - from) + from;
-    reinterpret_cast<uint4*>(box[n / kRowVectors / (kRows - from)][row])[n % kRowVectors] = {0, 0, 0, 0};
-  }
+  static_assert(kThreads % kRowVectors == 0);
+#pragma unroll 1  // it stands in loops whose code should be short
+  for (int row = from + thread / kRowVectors; row < kRows; row += kThreads / kRowVectors)
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) reinterpret_cast<uint4*>(box[n][row])[thread % kRowVectors] = {0, 0, 0, 0};
 }
 
 }  // namespace flash_online::cuda

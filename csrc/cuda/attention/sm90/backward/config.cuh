@@ -79,6 +79,11 @@ struct BackwardSm90Kernel {
   static constexpr int kDqWarps = kPipelined ? 4 : kMathWarps;
   // dQ leaves through shared memory and bulk copies where shared memory has room for it, else from registers.
   static constexpr bool kStagesDq = !kAllOptions && !kSingleWarpgroup;
+  // Of a piece's tiles of 16 x 8, the first kDqBulkTiles go that way; the last ones are added from registers all the same,
+  // since both ways at once are faster than either.
+  static constexpr int kDqBulkTiles = kDqPieceColumns / 8 - kTile.dq_register_tiles;
+  // While a piece is on its way, the next ones go to the other slots.
+  static constexpr int kDqSlots = !kPipelined ? 1 : kHeadDim <= 192 ? kDqPieces : kDqBulkTiles <= 4 ? 2 : 1;
   static constexpr int kDsBuffers = kSingleWarpgroup || (kPipelined && kHeadDim > 192) ? 1 : 2;
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128;
@@ -143,7 +148,8 @@ struct BackwardSm90Kernel {
     Stage stage[kStages];
     DsTile ds[kDsBuffers];
     uint4 weights[kPipelined ? 4 : 1][kPipelined ? 128 : 1];  // the pipeline's, as a thread of either warpgroup holds them
-    float dq_staging[kStagesDq ? kDqWarps : 1][kStagesDq ? kDqPieceColumns * 16 : 4];  // dQ on its way to global memory
+    // dQ on its way to global memory.
+    float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
     alignas(16) float row_stats[kStages][kQueries / kStatsRows][kSharedRowStats];
     WorkTile tile[kPersistent ? 2 : 1];
     QueryBlock query_block[4];  // the block at hand, the next one, and the two before, whose dQ is still on its way

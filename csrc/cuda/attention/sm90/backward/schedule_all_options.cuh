@@ -24,7 +24,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   const QueryBlock& block = query_block();
   Stage& stage = shared.stage[now];
   const auto here = [&] { return ScoreBlock{block.query, tile.key, tile.queries, tile.keys, block.all_visible}; };
-  clear_query_tail<kEitherStage>();
+  clear_query_tail(now);
   // In registers that dP has later.
   DqAccumulator& dq = reinterpret_cast<DqAccumulator&>(dp);
   start_scores<kHeadDim>(score, shared.key, stage.query);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
       for (int e = 0; e < 4; ++e) dp[0][j][e] = dropped >> (4 * j + e) & 1 ? 0 : dp[0][j][e] * a.keep_scale;
   }
   recompute_warp_index();
-  subtract_delta<kEitherStage>(dp);
+  subtract_delta(now, dp);
   const ScoreMod score_mod = a.score_mod.of_head(problem, tile.batch, block.head);
   if (score_mod.has_score_mod) apply_score_mod<true>(score, score_row(), score_mod, here(), tile.visible, &dp);
   if (masked)
@@ -76,7 +76,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
       float least = INFINITY;
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 lse = row_stats<kEitherStage>(kLse, j);
+        const float2 lse = row_stats(now, kLse, j);
         least = fminf(least, fminf(lse.x, lse.y));
       }
       return least;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   const bool has_score_mod = a.score_mod.has_score_mod;
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
-    const float2 high = row_stats<kEitherStage>(kLse, j), low = row_stats<kEitherStage>(kLseLow, j);
+    const float2 high = row_stats(now, kLse, j), low = row_stats(now, kLseLow, j);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& x = score[0][j][e];
@@ -129,7 +129,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   clear(dk);
   clear(dv);
   wait(&shared.key_full, 0);
-  if (wait_for_block<kEitherStage>()) {
+  if (wait_for_block(stage())) {
     clear_key_tail();
     ScoreAccumulator score, dp;
     PackedScores weight;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     while (true) {
       accumulate_and_publish_ds(score, dp, weight);
       recompute_warp_index();
-      const bool more = wait_for_block<kEitherStage>();
+      const bool more = wait_for_block(stage());
       wgmma_wait<0>();  // with products in flight here, ptxas finds no registers (C7512) and runs all in order
       if (!more) break;
       compute_weights_and_dp<false>(score, dp, weight);

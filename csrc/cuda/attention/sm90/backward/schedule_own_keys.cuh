@@ -16,62 +16,98 @@ namespace flash_online::cuda {
 
 // Starts S and dP of the block.
 template <class T, class Config>
-template <bool kFirst, int kNow>
-__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_scores_and_dp(ScoreAccumulator& score,
-                                                                                                  ScoreAccumulator& dp,
-                                                                                                  const Prefetch& now,
-                                                                                                  int shift) {
-  Stage& stage = shared.stage[kNow];
-  if constexpr (!kHasDropout) begin_dp_at_minus_delta<kNow>(dp);
+template <bool kFirst>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_scores_and_dp(
+    int now, ScoreAccumulator& score, ScoreAccumulator& dp, const Prefetch& ahead, int shift) {
+  Stage& stage = shared.stage[now];
+  if constexpr (!kHasDropout) begin_dp_at_minus_delta(now, dp);
   ping_pong_enter();
-  start_scores<kHeadDim>(score, shared.key, stage.query, shift);
+  if constexpr (kTile.keys_in_registers)
+    start_scores_of_fragments(score, stage.query, shift);
+  else
+    start_scores<kHeadDim>(score, shared.key, stage.query, shift);
   if constexpr (kFirst) wait(&shared.value_full, tile_count % 2);
   if constexpr (!kFirst && kTile.send_dq_late)
-    if ((kPersistent ? now.third : block_count > 1) && !a.dq_semaphore) {
+    if ((kPersistent ? ahead.third : block_count > 1) && !a.dq_semaphore) {
       publish();
       send_dq(dq_accum_of(query_block(-2)));
     }
-  wait(&shared.grad_out_full[kNow], parity());
+  wait(&shared.grad_out_full[now], parity());
   start_scores<kHeadDimV, !kHasDropout>(dp, shared.value, stage.grad_out, shift);
   ping_pong_leave();
 }
 
 // Makes weights of the scores, when S is there. With dropout `kept` has the weights that are kept, and `weight` all of them.
 template <class T, class Config>
-template <int kNow>
-__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_weights(ScoreAccumulator& score,
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_weights(int now, ScoreAccumulator& score,
                                                                                               PackedScores& weight,
                                                                                               PackedScores& kept,
-                                                                                              const Prefetch& now) {
+                                                                                              const Prefetch& ahead) {
   unsigned visible[kQueries / kStatsRows] = {};
   const bool has_mask_bits =
-      kTransposed && a.transposed_mask == TransposedMask::kBits && (now.mask_flags & kMixed << warpgroup());
+      kTransposed && a.transposed_mask == TransposedMask::kBits && (ahead.mask_flags & kMixed << warpgroup());
   if constexpr (kTransposed)
     if (has_mask_bits)
 #pragma unroll
-      for (int n = 0; n < kQueries / kStatsRows; ++n) visible[n] = mask_bits(shared, kNow).word[n][warp][lane()];
+      for (int n = 0; n < kQueries / kStatsRows; ++n) visible[n] = mask_bits(shared, now).word[n][warp][lane()];
   wgmma_wait<1>();
   fence_registers(flat(score));
-  if constexpr (kTransposed) add_alibi_and_mask(score, now);
-  if (!now.all_visible) apply_visibility(score, query_block().query);
+  if constexpr (kTransposed) add_alibi_and_mask(score, ahead);
+  if (!ahead.all_visible) apply_visibility(score, query_block().query);
 
-  exp_scores<kNow>(score, now, weight);
+  exp_scores(now, score, ahead, weight);
   if constexpr (kTransposed)
     if (has_mask_bits) clear_by_bits(weight, weight, visible);
   fence_registers(weight);
   if constexpr (kHasDropout) {
-    wait(&shared.dropout_full[kNow], parity());
-    const unsigned bits[1] = {dropout_bits(a, shared, kNow).word[0][warp][lane()]};
+    wait(&shared.dropout_full[now], parity());
+    const unsigned bits[1] = {dropout_bits(a, shared, now).word[0][warp][lane()]};
     clear_by_bits(kept, weight, bits);
     fence_registers(kept);
   }
 }
 
+// Makes weights and dS in one stretch, for the plain kernel: dP is waited for amid the exponentials, so that the
+// multiplications of dS fill the time between them, and dS is made of weights that are not rounded.
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_weights_and_ds(
+    int now, ScoreAccumulator& score, ScoreAccumulator& dp, PackedScores& weight, PackedScores& ds, const Prefetch& ahead) {
+  static_assert(!kTile.ds_before_dv || (kFeatures == BackwardSm90Features::kPlain && kTile.prefetch_lse));
+  constexpr int kPairs = kQueries / 8;
+  wgmma_wait<1>();
+  fence_registers(flat(score));
+  if (!ahead.all_visible) apply_visibility(score, query_block().query);
+  const auto compute = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      if (j == kPairs / 2) {
+        wgmma_wait<0>();
+        fence_registers(flat(dp));
+      }
+      const float2 high = ahead.lse[j % Prefetch::kLsePairs], low = kWithLow ? row_stats(now, kLseLow, j) : make_float2(0, 0);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = score[0][j][e];
+        x = FastBinary::exp(fmaf(x, a.score_mod.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = score[0][j][2 * half], y = score[0][j][2 * half + 1];
+        weight[j / 2][j % 2 * 2 + half] = pair(x, y);
+        ds[j / 2][j % 2 * 2 + half] = pair(x * dp[0][j][2 * half], y * dp[0][j][2 * half + 1]);
+      }
+  };
+  ahead.needs_lse_low ? compute(std::true_type{}) : compute(std::false_type{});
+  fence_registers(weight);
+}
+
 // Makes dS = P (dP - delta), or with dropout dS = (kept P) dP - P (1 - p) delta. P are the weights as they were rounded for the
 // products: the scores' registers are others' by now.
 template <class T, class Config>
-template <int kNow>
-__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_ds(PackedScores& ds,
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_ds(int now, PackedScores& ds,
                                                                                          const PackedScores& weight,
                                                                                          const PackedScores& kept,
                                                                                          const ScoreAccumulator& dp) const {
@@ -79,7 +115,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   for (int j = 0; j < kQueries / 8; ++j) {
     float2 delta;
     if constexpr (kHasDropout) {
-      delta = row_stats<kNow>(kDelta, j);
+      delta = row_stats(now, kDelta, j);
       delta.x *= a.keep_probability, delta.y *= a.keep_probability;
     }
 #pragma unroll
@@ -98,14 +134,14 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
 
 // Takes dQ of the block before out of its registers, when it is there.
 template <class T, class Config>
-template <bool kFirst, int kOther>
-__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::finish_dq(DqAccumulator& dq) {
+template <bool kFirst>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::finish_dq(int before, DqAccumulator& dq) {
   if constexpr (!kFirst) {
     wgmma_wait<1>();
     fence_registers(dq);
-    release(&shared.ds_empty[kOther]);
+    release(&shared.ds_empty[before]);
     if (a.dq_semaphore)
-      add_dq(dq_accum_of(query_block(-1)), dq, kOther);
+      add_dq(dq_accum_of(query_block(-1)), dq, before);
     else
       stage_dq(dq);
   }
@@ -113,12 +149,11 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::fi
 
 // Waits for the next block and reads what it needs; false: there is none.
 template <class T, class Config>
-template <int kOther>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::prefetch_next(Prefetch& ahead) {
-  const bool more = kPersistent ? !ahead.last : wait_for_block<kOther>(1);
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::prefetch_next(int next, Prefetch& ahead) {
+  const bool more = kPersistent ? !ahead.last : wait_for_block(next, 1);
   if (more) {
-    if constexpr (kPersistent) wait(&shared.query_full[kOther], (block_count + 1) / 2 % 2);
-    prefetch<kOther>(ahead, query_block(1));
+    if constexpr (kPersistent) wait(&shared.query_full[next], (block_count + 1) / 2 % 2);
+    prefetch(ahead, next, query_block(1));
   }
   return more;
 }
@@ -127,68 +162,74 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
 
 // Works on a block, and amid it on dQ of the block before; false: it was the last one.
 template <class T, class Config>
-template <bool kFirst, int kNow>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::own_block(Prefetch& ahead) {
+template <bool kFirst>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::own_block(int now, Prefetch& ahead) {
   static_assert(!kSingleWarpgroup);
-  constexpr int kOther = kNow ^ 1;
-  clear_query_tail<kNow>();
+  const int other = now ^ 1;
+  clear_query_tail(now);
   int shift = 0;
   if constexpr (kFirst) make_opaque(shift);
-  Stage& stage = shared.stage[kNow];
+  Stage& stage = shared.stage[now];
   ScoreAccumulator score, dp;
-  start_scores_and_dp<kFirst, kNow>(score, dp, ahead, shift);
+  start_scores_and_dp<kFirst>(now, score, dp, ahead, shift);
   PackedScores weight, kept, ds;
-  compute_weights<kNow>(score, weight, kept, ahead);
-
-  start_grads<kHeadDimV>(dv, kHasDropout ? kept : weight, stage.grad_out, shift);
   DqAccumulator dq;
-  if constexpr (!kFirst && !kHasDropout) start_dq(dq, kOther);
-  wgmma_wait<kFirst || kHasDropout ? 1 : 2>();
-  fence_registers(flat(dp));
-  compute_ds<kNow>(ds, weight, kept, dp);
-  recompute_warp_index();
+  if constexpr (kTile.ds_before_dv) {
+    compute_weights_and_ds(now, score, dp, weight, ds, ahead);
+    recompute_warp_index();
+    start_grads<kHeadDimV>(dv, weight, stage.grad_out, shift);
+    if constexpr (!kFirst) start_dq(dq, other);
+  } else {
+    compute_weights(now, score, weight, kept, ahead);
+    start_grads<kHeadDimV>(dv, kHasDropout ? kept : weight, stage.grad_out, shift);
+    if constexpr (!kFirst && !kHasDropout) start_dq(dq, other);
+    wgmma_wait<kFirst || kHasDropout ? 1 : 2>();
+    fence_registers(flat(dp));
+    compute_ds(now, ds, weight, kept, dp);
+    recompute_warp_index();
+  }
   if constexpr (!kFirst && kHasDropout) {
     fence_registers(ds);
     wgmma_wait<0>();  // dV's left operand takes the registers that dQ needs
-    start_dq(dq, kOther);
+    start_dq(dq, other);
   }
-  wait(&shared.ds_empty[kNow], parity() ^ 1);
-  store_ds(shared.ds[kNow], ds);
+  wait(&shared.ds_empty[now], parity() ^ 1);
+  store_ds(shared.ds[now], ds);
   start_grads<kHeadDim>(dk, ds, stage.query, shift);
 
-  if constexpr (!kTile.send_dq_late) finish_dq<kFirst, kOther>(dq);
+  if constexpr (!kTile.send_dq_late) finish_dq<kFirst>(other, dq);
   publish();
-  release(&shared.ds_full[kNow]);
+  release(&shared.ds_full[now]);
   if constexpr (!kFirst && !kTile.send_dq_late)
     if (!a.dq_semaphore) send_dq(dq_accum_of(query_block(-1)));
-  const bool more = prefetch_next<kOther>(ahead);
-  if constexpr (kTile.send_dq_late) finish_dq<kFirst, kOther>(dq);
+  const bool more = prefetch_next(other, ahead);
+  if constexpr (kTile.send_dq_late) finish_dq<kFirst>(other, dq);
   wgmma_wait<0>();
   // The second stage's release also says that the work tile's end is over: process_work_tile does it for the last block.
-  if (!kPersistent || kNow == 0 || more) release(&shared.stage_empty[kNow]);
+  if (!kPersistent || now == 0 || more) release(&shared.stage_empty[now]);
   ++block_count;
   return more;
 }
 
 // Works on a block where a CTA has one warpgroup, which makes all of the block's dQ itself; false: it was the last block.
 template <class T, class Config>
-template <bool kFirst, int kNow>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::single_warpgroup_block(Prefetch& ahead) {
+template <bool kFirst>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::single_warpgroup_block(int now, Prefetch& ahead) {
   static_assert(kSingleWarpgroup && !kHasDropout && !kPersistent);
-  constexpr int kOther = kNow ^ 1;
-  clear_query_tail<kNow>();
+  const int other = now ^ 1;
+  clear_query_tail(now);
   int shift = 0;
   if constexpr (kFirst) make_opaque(shift);
-  Stage& stage = shared.stage[kNow];
+  Stage& stage = shared.stage[now];
   ScoreAccumulator score, dp;
-  start_scores_and_dp<kFirst, kNow>(score, dp, ahead, shift);
+  start_scores_and_dp<kFirst>(now, score, dp, ahead, shift);
   PackedScores weight, ds;
-  compute_weights<kNow>(score, weight, weight, ahead);
+  compute_weights(now, score, weight, weight, ahead);
 
   start_grads<kHeadDimV>(dv, weight, stage.grad_out, shift);
   wgmma_wait<1>();
   fence_registers(flat(dp));
-  compute_ds<kNow>(ds, weight, weight, dp);
+  compute_ds(now, ds, weight, weight, dp);
   recompute_warp_index();
   fence_registers(ds);
   wgmma_wait<0>();
@@ -199,13 +240,13 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::si
   start_grads<kHeadDim>(dk, ds, stage.query, shift);
   float* const to = dq_accum_of(query_block());
   wgmma_wait<0>();  // dK's left operand takes the registers that dQ needs
-  release(&shared.stage_empty[kNow]);
+  release(&shared.stage_empty[now]);
   DqAccumulator dq;
   start_dq(dq, 0);
-  const bool more = prefetch_next<kOther>(ahead);
+  const bool more = prefetch_next(other, ahead);
   wgmma_wait<0>();
   fence_registers(dq);
-  add_dq(to, dq, kNow);
+  add_dq(to, dq, now);
   ++block_count;
   return more;
 }
@@ -213,15 +254,15 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::si
 // Passes over a block in which the mask hides all from this warpgroup: it makes its piece of the block before's dQ all the
 // same.
 template <class T, class Config>
-template <bool kFirst, int kNow>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::skip_block(Prefetch& ahead) {
-  constexpr int kOther = kNow ^ 1;
+template <bool kFirst>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::skip_block(int now, Prefetch& ahead) {
+  const int other = now ^ 1;
   recompute_warp_index();
   if constexpr (kFirst) {
     wait(&shared.value_full, 0);
   } else {
     DqAccumulator dq;
-    start_dq(dq, kOther);
+    start_dq(dq, other);
     if constexpr (kTile.send_dq_late)
       if (block_count > 1) {
         publish();
@@ -229,50 +270,50 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::sk
       }
     wgmma_wait<0>();
     fence_registers(dq);
-    release(&shared.ds_empty[kOther]);
+    release(&shared.ds_empty[other]);
     stage_dq(dq);
     if constexpr (!kTile.send_dq_late) {
       publish();
       send_dq(dq_accum_of(query_block(-1)));
     }
   }
-  release(&shared.ds_full[kNow]);
+  release(&shared.ds_full[now]);
   if (a.transposed_mask == TransposedMask::kTma) {
     wait(&shared.mask_full, block_count % 2);
     release(&shared.mask_empty);
   }
-  const bool more = wait_for_block<kOther>(1);
-  if (more) prefetch<kOther>(ahead, query_block(1));
+  const bool more = wait_for_block(other, 1);
+  if (more) prefetch(ahead, other, query_block(1));
   __syncwarp();
-  release(&shared.stage_empty[kNow]);
+  release(&shared.stage_empty[now]);
   ++block_count;
   return more;
 }
 
 template <class T, class Config>
-template <bool kFirst, int kNow>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::step(Prefetch& ahead) {
+template <bool kFirst>
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::step(int now, Prefetch& ahead) {
   if constexpr (kSingleWarpgroup) {
-    return single_warpgroup_block<kFirst, kNow>(ahead);
+    return single_warpgroup_block<kFirst>(now, ahead);
   } else {
     if constexpr (kTransposed)
-      if (!(ahead.mask_flags & kVisible << warpgroup())) return skip_block<kFirst, kNow>(ahead);
-    return own_block<kFirst, kNow>(ahead);
+      if (!(ahead.mask_flags & kVisible << warpgroup())) return skip_block<kFirst>(now, ahead);
+    return own_block<kFirst>(now, ahead);
   }
 }
 
 // ---- a work tile
 
-// Processes a work tile's blocks, at least one; then dQ of the last block, and what is left of the one before. Two blocks, one
-// per stage, are one round of the loop, so that the compiler knows the stage. A function of its own for the last dQ would
-// change the machine code of all kernels of two warpgroups.
+// Processes a work tile's blocks, at least one; then dQ of the last block, and what is left of the one before. A function of
+// its own for the last dQ would change the machine code of all kernels of two warpgroups.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::mainloop() {
   clear_key_tail();
+  if constexpr (kTile.keys_in_registers) load_key_fragments();
   Prefetch ahead;
-  prefetch<0>(ahead, query_block());
-  if (step<true, 0>(ahead))
-    while (step<false, 1>(ahead) && step<false, 0>(ahead)) continue;
+  prefetch(ahead, 0, query_block());
+  if (step<true>(0, ahead))
+    while (step<false>(stage(), ahead)) continue;
   if constexpr (kSingleWarpgroup) return;
 
   recompute_warp_index();
@@ -342,7 +383,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     clear(dk);
     clear(dv);
     wait(&shared.key_full, 0);
-    if (wait_for_block<0>()) mainloop();
+    if (wait_for_block(0)) mainloop();
     store_dk_and_dv();
   }
   if (lane() == 0) tma_store_wait_read();

@@ -17,35 +17,35 @@ namespace flash_online::cuda {
 // Makes weights of the block's scores, which are there, hands them on and adds to dV; meanwhile the next block's scores. False:
 // there is no next block.
 template <class T, class Config>
-template <int kNow>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::weights_and_dv_block(ScoreAccumulator& score) {
-  constexpr int kOther = kNow ^ 1;
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::weights_and_dv_block(int now,
+                                                                                                   ScoreAccumulator& score) {
+  const int next = now ^ 1;
   recompute_warp_index();
-  Prefetch now;
-  prefetch<kNow>(now, query_block());
-  if (!now.all_visible) apply_visibility(score, query_block().query);
+  Prefetch block;
+  prefetch(block, now, query_block());
+  if (!block.all_visible) apply_visibility(score, query_block().query);
   PackedScores weight;
-  exp_scores<kNow>(score, now, weight);
+  exp_scores(now, score, block, weight);
   fence_registers(weight);
-  sync_and_release(&shared.stage_empty[kNow]);
+  sync_and_release(&shared.stage_empty[now]);
   wait(&shared.weights_empty, block_count % 2 ^ 1);
 #pragma unroll
   for (int t = 0; t < kQuerySteps; ++t)
     shared.weights[t][thread % 128] = make_uint4(weight[t][0], weight[t][1], weight[t][2], weight[t][3]);
   sync_and_release(&shared.weights_full);
-  const Stage& stage = shared.stage[kNow];
-  wait(&shared.grad_out_full[kNow], parity());
+  const Stage& stage = shared.stage[now];
+  wait(&shared.grad_out_full[now], parity());
   ++block_count;
-  if (!wait_for_block<kOther>()) {
+  if (!wait_for_block(next)) {
     start_grads<kHeadDimV>(dv, weight, stage.grad_out);
     wgmma_wait<0>();
     return false;
   }
-  clear_query_tail<kOther>();
+  clear_query_tail(next);
   start_grads<kHeadDimV>(dv, weight, stage.grad_out);
-  start_scores<kHeadDim>(score, shared.key, shared.stage[kOther].query);
+  start_scores<kHeadDim>(score, shared.key, shared.stage[next].query);
   wgmma_wait<1>();
-  release(&shared.grad_out_empty[kNow]);
+  release(&shared.grad_out_empty[now]);
   wgmma_wait<0>();
   fence_registers(flat(score));
   return true;
@@ -56,16 +56,16 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   recompute_warp_index();
   clear(dv);
   wait(&shared.key_full, 0);
-  if (wait_for_block<0>()) {
+  if (wait_for_block(0)) {
     clear_key_tail();
-    clear_query_tail<0>();
+    clear_query_tail(0);
     ScoreAccumulator score;
     start_scores<kHeadDim>(score, shared.key, shared.stage[0].query);
     wgmma_wait<0>();
     fence_registers(flat(score));
-    while (weights_and_dv_block<0>(score) && weights_and_dv_block<1>(score)) continue;
+    while (weights_and_dv_block(stage(), score)) continue;
   }
-  meet<kEnd>();  // all are done with the queries in shared memory
+  meet(kEnd);  // all are done with the queries in shared memory
   store_dv();
 }
 
@@ -74,9 +74,8 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
 // Makes dS of the block's dP, which is there, hands it on and adds to dK; meanwhile the next block's dP. False: there is no
 // next block.
 template <class T, class Config>
-template <int kNow>
-__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds_and_dk_block(ScoreAccumulator& dp) {
-  constexpr int kOther = kNow ^ 1;
+__device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds_and_dk_block(int now, ScoreAccumulator& dp) {
+  const int next = now ^ 1;
   recompute_warp_index();
   wait(&shared.weights_full, block_count % 2);
   PackedScores ds;
@@ -98,23 +97,23 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
   store_ds(shared.ds[buffer], ds);
   publish();
   release(&shared.ds_full[buffer]);
-  const Stage& stage = shared.stage[kNow];
+  const Stage& stage = shared.stage[now];
   ++block_count;
-  if (!wait_for_block<kOther>()) {
+  if (!wait_for_block(next)) {
     start_grads<kHeadDim>(dk, ds, stage.query);
     wgmma_wait<0>();
     return false;
   }
-  clear_query_tail<kOther>();
-  begin_dp_at_minus_delta<kOther>(dp);
-  wait(&shared.grad_out_full[kOther], parity());
+  clear_query_tail(next);
+  begin_dp_at_minus_delta(next, dp);
+  wait(&shared.grad_out_full[next], parity());
   start_grads<kHeadDim>(dk, ds, stage.query);
-  start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[kOther].grad_out);
+  start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[next].grad_out);
   wgmma_wait<1>();
-  release(&shared.stage_empty[kNow]);
+  release(&shared.stage_empty[now]);
   wgmma_wait<0>();
   fence_registers(flat(dp));
-  release(&shared.grad_out_empty[kOther]);
+  release(&shared.grad_out_empty[next]);
   return true;
 }
 
@@ -122,23 +121,23 @@ template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_ds_and_dk() {
   recompute_warp_index();
   clear(dk);
-  if (wait_for_block<0>()) {
+  if (wait_for_block(0)) {
     wait(&shared.value_full, 0);
     clear_key_tail();
-    clear_query_tail<0>();
+    clear_query_tail(0);
     ScoreAccumulator dp;
-    begin_dp_at_minus_delta<0>(dp);
+    begin_dp_at_minus_delta(0, dp);
     wait(&shared.grad_out_full[0], 0);
     start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[0].grad_out);
     wgmma_wait<0>();
     fence_registers(flat(dp));
     release(&shared.grad_out_empty[0]);
-    while (ds_and_dk_block<0>(dp) && ds_and_dk_block<1>(dp)) continue;
+    while (ds_and_dk_block(stage(), dp)) continue;
   }
   // This hands a block that does not exist to the third warpgroup, which so learns that there are no more.
   wait(&shared.ds_empty[block_count % kDsBuffers], block_count / kDsBuffers % 2 ^ 1);
   release(&shared.ds_full[block_count % kDsBuffers]);
-  meet<kEnd>();
+  meet(kEnd);
   store_dk();
 }
 
@@ -156,16 +155,20 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     ++block_count;
     recompute_warp_index();
     DqAccumulator dq;
+    start_dq(dq, buffer, 0);
 #pragma unroll
     for (int piece = 0; piece < kDqPieces; ++piece) {
-      start_dq(dq, buffer, piece);
       wgmma_wait<0>();
       fence_registers(dq);
       if (piece == kDqPieces - 1) release(&shared.ds_empty[buffer]);
       if (a.dq_semaphore) {
         add_dq(to, dq, (block_count - 1) % 2, piece);
+        if (piece < kDqPieces - 1) start_dq(dq, buffer, piece + 1);
       } else {
-        stage_dq(dq);
+        stage_dq(dq, piece);
+        add_last_dq(to, dq, piece);
+        // The registers are free: the next product runs beside the fence.
+        if (piece < kDqPieces - 1) start_dq(dq, buffer, piece + 1);
         publish();
         send_dq(to, piece);
       }

@@ -22,10 +22,15 @@ struct BackwardSm90Tile {
   BackwardSm90Features features;
   int keys, queries;
 
-  // These three are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
+  // These five are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
   bool prefetch_lse = false;  // a block's lse is read into registers before its scores are there
   bool ping_pong = false;  // the two warpgroups start their scores one after the other
   bool send_dq_late = false;  // dQ leaves amid the next block, and not at once
+  bool keys_in_registers = false;  // the scores' left operand, loaded once per work tile
+  bool ds_before_dv = false;  // dS is made beside the exponentials, ahead of dV
+
+  // For the pipeline: of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by bulk reductions.
+  int dq_register_tiles = 0;
 
   int math_registers, producer_registers;  // per thread
   int aux_registers = 0;  // of the dropout warps, or of the pipeline's third warpgroup
@@ -41,7 +46,8 @@ struct BackwardSm90Tile {
 // clang-format off
 inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 128,
-     .send_dq_late = true, .math_registers = 240, .producer_registers = 24, .persistent_max_keys = kMaxLengthBackwardSm90},
+     .send_dq_late = true, .keys_in_registers = true, .math_registers = 240, .producer_registers = 24,
+     .persistent_max_keys = kMaxLengthBackwardSm90},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
 
@@ -49,7 +55,8 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .prefetch_lse = true, .ping_pong = true, .math_registers = 240, .producer_registers = 24},
 
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .prefetch_lse = true, .ping_pong = true, .math_registers = 240, .producer_registers = 24, .persistent_max_keys = 1024},
+     .prefetch_lse = true, .ping_pong = true, .ds_before_dv = true, .math_registers = 240, .producer_registers = 24,
+     .persistent_max_keys = 1024},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 64,
      .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasksNarrowTile, .keys = 64, .queries = 64,
@@ -64,7 +71,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
      .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
-     .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+     .dq_register_tiles = 4, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
 };
 // clang-format on
 

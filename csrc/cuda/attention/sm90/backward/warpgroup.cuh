@@ -31,6 +31,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   int tile_count = 0;   // work tiles before this one
   GradAccumulator<kHeadDim> dk;
   GradAccumulator<kHeadDimV> dv;
+  unsigned key_fragment[kTile.keys_in_registers ? kHeadDim / 16 : 1][4];  // this warpgroup's keys as a product's left operand
 
   // ---- where this thread stands
 
@@ -52,13 +53,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     return shared.query_block[(block_count + offset) % 4];
   }
 
-  // Blocks of queries take the two stages in turn. The stage is a template parameter, so that addresses are constants; where
-  // that would make too much code twice, kEitherStage takes it from block_count.
-  static constexpr int kEitherStage = 2;
-  template <int kStage>
-  __device__ __forceinline__ int stage() const {
-    return kStage == kEitherStage ? block_count % 2 : kStage;
-  }
+  // Blocks of queries take the two stages in turn. The loops have one body for both, whose addresses are made by the uniform
+  // datapath: a body for each was twice the code, for nothing.
+  __device__ __forceinline__ int stage() const { return block_count % 2; }
   __device__ __forceinline__ unsigned parity() const { return block_count / 2 % 2; }
 
   // ---- barriers
@@ -72,9 +69,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     release(barrier);
   }
   // Waits for the block `offset` after the one at hand; false: there is none.
-  template <int kStage>
-  __device__ __forceinline__ bool wait_for_block(int offset = 0) {
-    wait(&shared.query_full[kStage == kEitherStage ? (block_count + offset) % 2 : kStage], (block_count + offset) / 2 % 2);
+  __device__ __forceinline__ bool wait_for_block(int stage, int offset = 0) {
+    wait(&shared.query_full[stage], (block_count + offset) / 2 % 2);
     return query_block(offset).query >= 0;
   }
   // Makes what the warp has written into shared memory readable for TMA and wgmma.
@@ -93,11 +89,10 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   // compute-sanitizer takes a barrier for threads of one place, so each of them has a barrier that the other one arrives at. A
   // warpgroup never comes to a meeting twice while the other one is at its first: in between it needs the other one's next
   // block.
-  template <int kMeeting>
-  __device__ __forceinline__ void meet() {
+  __device__ __forceinline__ void meet(int meeting) {
     if constexpr (kPipelined) {
-      arrive_named(kMeetingBarrier + 2 * kMeeting + (warpgroup() ^ 1), kMathThreads);
-      sync_named(kMeetingBarrier + 2 * kMeeting + warpgroup(), kMathThreads);
+      arrive_named(kMeetingBarrier + 2 * meeting + (warpgroup() ^ 1), kMathThreads);
+      sync_named(kMeetingBarrier + 2 * meeting + warpgroup(), kMathThreads);
     } else {
       sync_named(kAllMathBarrier, kMathThreads);
     }
@@ -116,6 +111,25 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     if constexpr (kPipelined) make_opaque(first);
     start_row_products<T, kColumns / 16, kKeys, kQueries, kAdd>(d, shared_address(left.box) + first * kRowBytes + shift,
                                                                 shared_address(right.box) + shift);
+  }
+
+  // S = K Q^T with the keys from registers: shared memory has 128 bytes per clock, and half of what S reads there are keys.
+  __device__ __forceinline__ void load_key_fragments() {
+    const int row = score_row() + lane() % 16;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step)
+      ldmatrix_x4(key_fragment[step], shared_address(shared.key.box[step / 4][row]) +
+                                          ((step % 4 * 2 + lane() / 16) ^ (row % 8)) * static_cast<int>(kVectorBytes));
+  }
+  __device__ __forceinline__ void start_scores_of_fragments(ScoreAccumulator& d, const QueryTile& right, unsigned shift) {
+    const uint64_t queries = k_major_descriptor(shared_address(right.box) + shift);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step)
+      Wgmma<T, kQueries>::template rs<false>(
+          flat(d), key_fragment[step], offset_descriptor(queries, step / 4 * kQueries * kRowBytes + step % 4 * (kRowBytes / 4)),
+          step > 0);
+    wgmma_commit();
   }
 
   // Starts dV += P^T dO or dK += dS^T Q, [this warpgroup's keys][columns]; `shift` as for start_scores.
@@ -180,15 +194,16 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     return exists ? a.space.dq_accum + block.dq_offset + first + dq_accum_offset(lane(), 0) : nullptr;
   }
   // How many tiles of 16 x 8 of this warp's piece are not padding.
-  __device__ __forceinline__ int dq_piece_tiles() const {
-    return kAllOptions || kPipelined || kHeadDim % kDqPieceColumns == 0 || warpgroup() == 0 ? kDqPieceColumns / 8
-                                                                                            : kHeadDim % kDqPieceColumns / 8;
+  __device__ __forceinline__ int dq_piece_tiles(int piece = 0) const {
+    constexpr int kTiles = kDqPieceColumns / 8;
+    if constexpr (kPipelined) return min(max(static_cast<int>(a.problem.head_dim + 7) / 8 - piece * kTiles, 0), kTiles);
+    return kAllOptions || kHeadDim % kDqPieceColumns == 0 || warpgroup() == 0 ? kTiles : kHeadDim % kDqPieceColumns / 8;
   }
   // Adds from registers; in deterministic mode when the dQ semaphore admits this CTA.
   __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int piece = 0) {
     if (a.dq_semaphore) wait(&shared.dq_may_add[buffer], (block_count - 1) / 2 % 2);
     if (to) {
-      const int tiles = dq_piece_tiles();
+      const int tiles = dq_piece_tiles(piece);
 #pragma unroll
       for (int j = 0; j < kDqPieceColumns / 8; ++j)
         if (j < tiles)
@@ -199,35 +214,46 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       release(&shared.dq_added[buffer]);
     }
   }
-  // Adds by bulk reductions: put into shared memory, published, and sent.
-  __device__ __forceinline__ void stage_dq(const DqAccumulator& d) {
-    if (lane() == 0) tma_store_wait_read();
+  // Adds by bulk reductions, but for the last tiles of the piece: put into shared memory, published, and sent.
+  __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int piece = 0) {
+    if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
     __syncwarp();
-    float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()]) + lane();
+    float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()][piece % kDqSlots]) + lane();
 #pragma unroll
-    for (int j = 0; j < kDqPieceColumns / 8; ++j)
-      to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+    for (int j = 0; j < kDqBulkTiles; ++j) to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
   }
   __device__ __forceinline__ void send_dq(float* to, int piece = 0) {
+    const int tiles = min(dq_piece_tiles(piece), kDqBulkTiles);
     if (to && lane() == 0) {
-      bulk_reduce_add(to + piece * (kDqPieceColumns / 8) * 128, shared.dq_staging[row_warp()],
-                      dq_piece_tiles() * 128 * static_cast<int>(sizeof(float)));
+      if (!kPipelined || tiles > 0)
+        bulk_reduce_add(to + piece * (kDqPieceColumns / 8) * 128, shared.dq_staging[row_warp()][piece % kDqSlots],
+                        tiles * 128 * static_cast<int>(sizeof(float)));
       tma_store_commit();
     }
+  }
+  // Adds the last tiles of the piece.
+  __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int piece = 0) {
+    if constexpr (kDqBulkTiles < kDqPieceColumns / 8)
+      if (to) {
+        const int tiles = dq_piece_tiles(piece);
+#pragma unroll
+        for (int j = kDqBulkTiles; j < kDqPieceColumns / 8; ++j)
+          if (j < tiles)
+            dq_accum_add(to + (piece * (kDqPieceColumns / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+      }
   }
 
   // ---- row statistics
 
   static constexpr int kLse = 0, kLseLow = 1, kDelta = 2;  // kinds, in the order of shared memory
   // A kind's numbers of the two neighbouring queries of the block that this lane holds in columns 8 j to 8 j + 7.
-  template <int kStage>
-  __device__ __forceinline__ float2 row_stats(int kind, int j) const {
+  __device__ __forceinline__ float2 row_stats(int stage, int kind, int j) const {
     const int at = 8 * j % kStatsRows + lane() % 4 * 2;
     if constexpr (kLseLowInStaging) {
-      if (kind == kLseLow) return *reinterpret_cast<const float2*>(&shared.dq_staging[warp][8 * j + lane() % 4 * 2]);
+      if (kind == kLseLow) return *reinterpret_cast<const float2*>(&shared.dq_staging[warp][0][8 * j + lane() % 4 * 2]);
       kind /= 2;
     }
-    return *reinterpret_cast<const float2*>(&shared.row_stats[stage<kStage>()][8 * j / kStatsRows][kind * kStatsRows + at]);
+    return *reinterpret_cast<const float2*>(&shared.row_stats[stage][8 * j / kStatsRows][kind * kStatsRows + at]);
   }
   // Where kLseLowInStaging: reads the block's low parts, which hardly ever count, from global memory.
   __device__ __forceinline__ void stage_lse_low() {
@@ -236,7 +262,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     const QueryBlock& block = query_block();
     const int n = 4 * lane() / kStatsRows, last = (tile().queries - 1) / kStatsRows - block.query / kStatsRows;
     const int64_t row_block = block.dq_offset / (kStatsRows * kHeadDim) + min(n, last);  // as in Producer::row_stats_of
-    reinterpret_cast<float4*>(shared.dq_staging[warp])[lane()] =
+    reinterpret_cast<float4*>(shared.dq_staging[warp][0])[lane()] =
         reinterpret_cast<const float4*>(a.space.row_stats + row_block * kRowStats + kStatsRows)[lane() % (kStatsRows / 4)];
     __syncwarp();
   }
@@ -250,8 +276,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     int mask_flags;  // QueryBlock::mask_flags
     float2 lse[kLsePairs];
   };
-  template <int kStage>
-  __device__ __forceinline__ void prefetch(Prefetch& next, const QueryBlock& block) const {
+  __device__ __forceinline__ void prefetch(Prefetch& next, int stage, const QueryBlock& block) const {
     // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
     constexpr float kLargeLse = 256;
     next.all_visible = block.all_visible;
@@ -260,14 +285,14 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     bool any_large = false;
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) {
-      const float2 x = *reinterpret_cast<const float2*>(&shared.row_stats[kStage][n][2 * lane()]);
+      const float2 x = *reinterpret_cast<const float2*>(&shared.row_stats[stage][n][2 * lane()]);
       const auto large = [](float y) { return fabsf(y) >= kLargeLse && y < -lowest<float>(); };
       any_large = any_large || large(x.x) || large(x.y);
     }
     next.needs_lse_low = __any_sync(~0u, any_large);
     if constexpr (kTile.prefetch_lse)
 #pragma unroll
-      for (int j = 0; j < Prefetch::kLsePairs; ++j) next.lse[j] = row_stats<kStage>(kLse, j);
+      for (int j = 0; j < Prefetch::kLsePairs; ++j) next.lse[j] = row_stats(stage, kLse, j);
   }
 
   // ---- rows past a packed sequence's end become zeros, by all math threads
@@ -276,10 +301,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void clear_tail(TmaTile<kCount, kRows>& rows, int from) {
     cuda::clear_tail<kMathThreads>(rows.box, from, thread);
   }
-  template <int kMeeting>
-  __device__ __forceinline__ void publish_tail() {
+  __device__ __forceinline__ void publish_tail(int meeting) {
     fence_async_proxy();
-    meet<kMeeting>();
+    meet(meeting);
   }
   __device__ __forceinline__ void clear_key_tail() {
     const WorkTile& tile = this->tile();
@@ -288,18 +312,17 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       wait(&shared.value_full, tile_count % 2);
       clear_tail(shared.key, tile.keys - tile.key);
       clear_tail(shared.value, tile.keys - tile.key);
-      publish_tail<kKeyTail>();
+      publish_tail(kKeyTail);
     }
   }
-  template <int kStage>
-  __device__ __forceinline__ void clear_query_tail() {
+  __device__ __forceinline__ void clear_query_tail(int stage) {
     const WorkTile& tile = this->tile();
-    const int now = stage<kStage>(), query = query_block().query;
+    const int query = query_block().query;
     if (a.problem.query_starts && query + kQueries > tile.queries) {
-      wait(&shared.grad_out_full[now], parity());
-      clear_tail(shared.stage[now].query, tile.queries - query);
-      clear_tail(shared.stage[now].grad_out, tile.queries - query);
-      publish_tail<kQueryTail + (kPipelined ? kStage : 0)>();
+      wait(&shared.grad_out_full[stage], parity());
+      clear_tail(shared.stage[stage].query, tile.queries - query);
+      clear_tail(shared.stage[stage].grad_out, tile.queries - query);
+      publish_tail(kQueryTail + (kPipelined ? stage : 0));
     }
   }
 
@@ -382,12 +405,11 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
 
   // Exponentiates a block's scores into its weights.
-  template <int kStage>
-  __device__ __forceinline__ void exp_scores(ScoreAccumulator& score, const Prefetch& now, PackedScores& weight) {
+  __device__ __forceinline__ void exp_scores(int stage, ScoreAccumulator& score, const Prefetch& now, PackedScores& weight) {
     const auto exponentiate = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
       const auto read_lse = [&](int j, float2& high, float2& low) {
-        high = kTile.prefetch_lse ? now.lse[j % Prefetch::kLsePairs] : row_stats<kStage>(kLse, j);
-        low = kWithLow ? row_stats<kStage>(kLseLow, j) : make_float2(0, 0);
+        high = kTile.prefetch_lse ? now.lse[j % Prefetch::kLsePairs] : row_stats(stage, kLse, j);
+        low = kWithLow ? row_stats(stage, kLseLow, j) : make_float2(0, 0);
         if constexpr (kHasDropout) high.x -= a.keep_scale_log2, high.y -= a.keep_scale_log2;
       };
       exp_products<T>(score, a.score_mod, read_lse, weight);
@@ -412,21 +434,19 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   // ---- from weights' gradients to scores' gradients
 
-  template <int kStage>
-  __device__ __forceinline__ void subtract_delta(ScoreAccumulator& dp) const {
+  __device__ __forceinline__ void subtract_delta(int stage, ScoreAccumulator& dp) const {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 delta = row_stats<kStage>(kDelta, j);
+      const float2 delta = row_stats(stage, kDelta, j);
       dp[0][j][0] -= delta.x, dp[0][j][1] -= delta.y;
       dp[0][j][2] -= delta.x, dp[0][j][3] -= delta.y;
     }
   }
   // What a block's dP is added to, so that it comes out less delta.
-  template <int kStage>
-  __device__ __forceinline__ void begin_dp_at_minus_delta(ScoreAccumulator& dp) {
+  __device__ __forceinline__ void begin_dp_at_minus_delta(int stage, ScoreAccumulator& dp) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 delta = row_stats<kStage>(kDelta, j);
+      const float2 delta = row_stats(stage, kDelta, j);
       dp[0][j][0] = dp[0][j][2] = -delta.x;
       dp[0][j][1] = dp[0][j][3] = -delta.y;
     }
@@ -476,27 +496,26 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   // ---- schedules
 
   // Each warpgroup has keys of its own (schedule_own_keys.cuh).
-  template <bool kFirst, int kNow>
-  __device__ __forceinline__ void start_scores_and_dp(ScoreAccumulator& score, ScoreAccumulator& dp, const Prefetch& now,
-                                                      int shift);
-  template <int kNow>
-  __device__ __forceinline__ void compute_weights(ScoreAccumulator& score, PackedScores& weight, PackedScores& kept,
-                                                  const Prefetch& now);
-  template <int kNow>
-  __device__ __forceinline__ void compute_ds(PackedScores& ds, const PackedScores& weight, const PackedScores& kept,
+  template <bool kFirst>
+  __device__ __forceinline__ void start_scores_and_dp(int now, ScoreAccumulator& score, ScoreAccumulator& dp,
+                                                      const Prefetch& ahead, int shift);
+  __device__ __forceinline__ void compute_weights(int now, ScoreAccumulator& score, PackedScores& weight, PackedScores& kept,
+                                                  const Prefetch& ahead);
+  __device__ __forceinline__ void compute_weights_and_ds(int now, ScoreAccumulator& score, ScoreAccumulator& dp,
+                                                         PackedScores& weight, PackedScores& ds, const Prefetch& ahead);
+  __device__ __forceinline__ void compute_ds(int now, PackedScores& ds, const PackedScores& weight, const PackedScores& kept,
                                              const ScoreAccumulator& dp) const;
-  template <bool kFirst, int kOther>
-  __device__ __forceinline__ void finish_dq(DqAccumulator& dq);
-  template <int kOther>
-  __device__ __forceinline__ bool prefetch_next(Prefetch& ahead);
-  template <bool kFirst, int kNow>
-  __device__ __forceinline__ bool own_block(Prefetch& ahead);
-  template <bool kFirst, int kNow>
-  __device__ __forceinline__ bool single_warpgroup_block(Prefetch& ahead);
-  template <bool kFirst, int kNow>
-  __device__ __forceinline__ bool skip_block(Prefetch& ahead);
-  template <bool kFirst, int kNow>
-  __device__ __forceinline__ bool step(Prefetch& ahead);
+  template <bool kFirst>
+  __device__ __forceinline__ void finish_dq(int before, DqAccumulator& dq);
+  __device__ __forceinline__ bool prefetch_next(int next, Prefetch& ahead);
+  template <bool kFirst>
+  __device__ __forceinline__ bool own_block(int now, Prefetch& ahead);
+  template <bool kFirst>
+  __device__ __forceinline__ bool single_warpgroup_block(int now, Prefetch& ahead);
+  template <bool kFirst>
+  __device__ __forceinline__ bool skip_block(int now, Prefetch& ahead);
+  template <bool kFirst>
+  __device__ __forceinline__ bool step(int now, Prefetch& ahead);
   __device__ __forceinline__ void mainloop();
   __device__ __forceinline__ void process_work_tile();
   __device__ __forceinline__ void run_own_keys();
@@ -509,11 +528,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void run_all_options();
 
   // Three warpgroups form a pipeline (schedule_pipeline.cuh).
-  template <int kNow>
-  __device__ __forceinline__ bool weights_and_dv_block(ScoreAccumulator& score);
+  __device__ __forceinline__ bool weights_and_dv_block(int now, ScoreAccumulator& score);
   __device__ __forceinline__ void run_weights_and_dv();
-  template <int kNow>
-  __device__ __forceinline__ bool ds_and_dk_block(ScoreAccumulator& dp);
+  __device__ __forceinline__ bool ds_and_dk_block(int now, ScoreAccumulator& dp);
   __device__ __forceinline__ void run_ds_and_dk();
   __device__ __forceinline__ void run_dq();
 };
