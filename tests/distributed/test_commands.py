@@ -51,7 +51,8 @@ def test_bench(tmp_path):
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["ranks"] == 2 and record["wrong"] == 0 and len(record["results"]) == 3
     for result in record["results"]:
-        assert {"flash_online", "flash_online, Ulysses", "flash_online, gathered keys"} < set(result["providers"])
+        assert {"flash_online, Ulysses", "flash_online, gathered keys"} < set(result["providers"])
+        assert result["auto"] in ("ulysses", "gathered")
         assert all(0 < entry["best_ms"] <= entry["ms"] for entry in result["providers"].values())
 
 
