@@ -190,6 +190,7 @@ def main() -> None:
             if words.alone:
                 apart = max(abs(a - b) for a, b in zip(runs[0]["losses"], runs[1]["losses"], strict=True))
                 print(f"the curves are at most {apart:.2g} apart; wrote {words.out.with_suffix('.json')}")
+        dist.barrier()  # gloo's threads may abort a process that ends right after a collective of its own
     finally:
         dist.destroy_process_group()
 
