@@ -404,9 +404,7 @@ def measure(cell: Cell, device: str, rounds: int, makers: dict[str, Maker]) -> d
         if device == "cuda" and name not in GRAPHS:
             result["providers"][name] |= {"peak_bytes": peak, "share_of_least_bytes": peak / inputs.ideal_bytes()}
     if METHODS["ulysses"] in makers:
-        result["providers"] = {OURS: result["providers"][METHODS[inputs.chosen()]] | {"method": inputs.chosen()}} | result[
-            "providers"
-        ]
+        result["auto"] = inputs.chosen()
         if cell.sizes["L"] <= GRADIENTS_MOST:
             result["gradients"] = _gradients(inputs)
     return result

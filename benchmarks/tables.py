@@ -465,7 +465,7 @@ def distributed_page(record: dict) -> list[str]:
         ]
         scaling = [entry(name, "share_of_ideal", "{:.2f}".format) for name in (*METHODS.values(), *peers)]
         scaling += [pair_of([entry(name, "share_of_ideal", "{:.2f}".format) for name in GRAPHS]), pair_of(exposed)]
-        by_share.append([*cell, of[OURS]["method"], *scaling])
+        by_share.append([*cell, result["auto"], *scaling])
         by_bytes.append([*cell, *(entry(n, "share_of_least_bytes", times) for n in (ONE, *METHODS.values(), *peers))])
     names = ["Ulysses", "gathered", "torch flash", "torch cuDNN", "torch, our kernels"]
     cells, pairs = ["", "L", "heads"], "Ulysses / gathered"

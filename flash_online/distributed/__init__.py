@@ -6,6 +6,7 @@ query, key, value = shard([query, key, value], 2, group)               # each ra
 out = context_parallel_attention(query, key, value, group=group, causal=True)   # every option of attention, exact to the bit
 """
 
+from ._batch import shard_batch
 from ._context_parallel import context_parallel_attention, context_parallel_varlen_attention
 from ._dtensor import register_dtensor
 from ._layout import positions, shard, unshard
@@ -17,6 +18,7 @@ __all__ = [
     "positions",
     "register_dtensor",
     "shard",
+    "shard_batch",
     "unshard",
     "vocab_parallel_linear_cross_entropy",
 ]

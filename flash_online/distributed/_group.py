@@ -80,7 +80,7 @@ def all_to_all(send: Tensor, receive_sizes: list[int], send_sizes: list[int], gr
 
 # --- The ranks' agreement ---------------------------------------------------------------------------------------------------
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # names of groups of the same ranks
+_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # what _cpu_group gives for each
 
 
 def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
@@ -94,12 +94,13 @@ def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
 def _cpu_group(group: Group) -> str:
     """The name of a group of the same ranks whose collectives take CPU tensors: itself, or one on gloo that is made once."""
     own = _resolve_process_group(group.name)
-    if _takes_cpu_tensors(own):
-        return group.name
-    if own not in _made:
-        ranks, timeout = dist.get_process_group_ranks(own), own._get_backend(own._device_types[0]).options._timeout
-        _made[own] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True).group_name
-    return _made[own]
+    if own not in _hosts:
+        name = group.name
+        if not _takes_cpu_tensors(own):
+            ranks, timeout = dist.get_process_group_ranks(own), own._get_backend(own._device_types[0]).options._timeout
+            name = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True).group_name
+        _hosts[own] = name
+    return _hosts[own]
 
 
 def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], Any]]) -> Any:

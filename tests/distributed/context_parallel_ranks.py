@@ -363,8 +363,9 @@ def check_groups(rank, ranks):
     # As over NCCL, which takes no CPU tensors: the ranks' calls are compared in a group of their own.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_group, "_takes_cpu_tensors", lambda group: False)
+        patch.setattr(_group, "_hosts", {})
         assert _group._cpu_group(_group.group_of(pair)) != pair.group_name
-        assert _group._cpu_group(_group.group_of(pair)) == _group._made[pair]
+        assert _group._cpu_group(_group.group_of(pair)) == _group._hosts[pair]
         with pytest.raises(ValueError, match="^causal: the ranks differ"):
             context_parallel_attention(part, part, part, group=pair, causal=bool(rank % 2))
     alone = [dist.new_group([r]) for r in range(ranks)][rank]

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def start(ranks: int, *words: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "flash_online"]
+def start(ranks: int, *words: object, program: tuple[str, ...] = ("-m", "flash_online")) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([*command, *map(str, words)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -51,5 +51,20 @@ def test_bench(tmp_path):
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["ranks"] == 2 and record["wrong"] == 0 and len(record["results"]) == 3
     for result in record["results"]:
-        assert {"flash_online", "flash_online, Ulysses", "flash_online, gathered keys"} < set(result["providers"])
+        assert {"flash_online, Ulysses", "flash_online, gathered keys"} < set(result["providers"])
+        assert result["auto"] in ("ulysses", "gathered")
         assert all(0 < entry["best_ms"] <= entry["ms"] for entry in result["providers"].values())
+
+
+def test_the_example_of_long_context(tmp_path):
+    """Context parallelism and FSDP2 have the losses of one rank."""
+    pytest.importorskip("transformers")
+    program = ROOT / "examples" / "long_context.py"
+    if not program.is_file():
+        pytest.skip("the examples are part of a checkout")
+    words = ("--length", 512, "--steps", 5, "--width", 64, "--checkpointing", "--out", tmp_path / "curves")
+    finished = start(2, *words, program=(str(program),))
+    assert finished.returncode == 0, finished.stderr
+    alone, over = json.loads((tmp_path / "curves.json").read_text())["runs"]
+    assert (alone["ranks"], over["ranks"]) == (1, 2) and alone["losses"][-1] < 0.9 * alone["losses"][0]
+    assert over["losses"] == pytest.approx(alone["losses"], abs=1e-4)

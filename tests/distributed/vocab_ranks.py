@@ -381,6 +381,7 @@ def groups(us: Ranks) -> None:
     # As over NCCL, which takes no CPU tensors: the ranks' calls are compared in a group of their own.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_group, "_takes_cpu_tensors", lambda group: False)
+        patch.setattr(_group, "_hosts", {})
         with pytest.raises(ValueError, match="^scale: the ranks differ"):
             us.call(tensors, target, cut, pairs[mine], scale=1.0 + us.rank)
     if us.ranks > 2:
