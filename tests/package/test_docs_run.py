@@ -118,6 +118,6 @@ def test_links_lead_somewhere():
 
 def test_the_serving_loop_makes_the_texts_of_generate():
     pytest.importorskip("transformers")
-    done = subprocess.run([sys.executable, ROOT / "docs" / "examples" / "serving_loop.py"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "examples" / "serving_loop.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 texts are those of generate()" in done.stdout

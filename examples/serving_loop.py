@@ -1,4 +1,4 @@
-"""A small serving loop: a Llama of transformers, a paged cache, continuous batching. python docs/examples/serving_loop.py
+"""A small serving loop: a Llama of transformers, a paged cache, continuous batching. python examples/serving_loop.py
 
 Requests come and go while others run. In every step one packed call holds the prompts of new requests beside one token of each
 older one; their keys go to slots of a pool of pages, and attention reads them through tables. The texts are generate()'s.
