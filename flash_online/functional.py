@@ -64,6 +64,12 @@ def _refuse_shards(query: Tensor, key: Tensor, value: Tensor) -> None:
 __all__ = [name for name in {*dir(_torch), *NAMES} if not name.startswith("_")]
 
 
+def _may_be_fast() -> bool:
+    """Whether a fast path may take a call: in an export to ONNX none may. They refuse by themselves what is being compiled, so
+    that only the exporter by torch.jit is left to ask about."""
+    return traced_by_jit() is None or not in_onnx_export()
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -100,8 +106,7 @@ def scaled_dot_product_attention(
     if _torch.scaled_dot_product_attention is not _standing:
         _refuse_shards(query, key, value)
     plain = attn_mask is None and type(dropout_p) in (float, int) and not dropout_p
-    plain = plain and (traced_by_jit() is None or not in_onnx_export())
-    if plain and type(is_causal) is bool is type(enable_gqa):
+    if plain and _may_be_fast() and type(is_causal) is bool is type(enable_gqa):
         out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
@@ -174,7 +179,7 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
 
 
 def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None and (traced_by_jit() is None or not in_onnx_export()):
+    if dtype is None and _may_be_fast():
         result = try_fast_softmax(name, input, dim, name == "log_softmax")
         if result is not None:
             return result
@@ -202,7 +207,7 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy, without a table of probabilities. flash_online.cross_entropy documents shapes, dtypes
     and errors. Beside class indices `weight` must have input's dtype, as torch demands."""
-    if size_average is reduce is None and (traced_by_jit() is None or not in_onnx_export()):
+    if size_average is reduce is None and _may_be_fast():
         result = try_fast_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
         if result is not None:
             return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from .._canonicalize import (
 )
 from .._checks import check_float
 from .._ops import InvalidArgument, accumulator_of
-from ..attention import attention_impl, default_scale, tf32_for
+from ..attention import AttentionKeywords, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
 from ._gathered import Gathered, GatheredCall, groups_of
 from ._group import Group, checked_on_all_ranks, group_of
@@ -35,21 +35,12 @@ if TYPE_CHECKING:
 METHODS = ("auto", "ulysses", "gathered")
 
 
-class _Keywords(TypedDict, total=False):
+class _Keywords(AttentionKeywords, total=False):
     """The keywords of both functions that do not change the type of the result, for type checkers."""
 
     group: dist.ProcessGroup | dist.DeviceMesh | None
     method: str
     layout: str
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    alignment: str
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    dropout_p: float
-    scale: float | None
-    deterministic: bool | None
 
 
 class _PackedKeywords(_Keywords, total=False):

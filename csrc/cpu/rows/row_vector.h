@@ -305,6 +305,7 @@ struct DoubleSum {
   FLASH_ONLINE_INLINE double total() const { return sum_of_lanes<double>(low + high); }
   // The sum of one lane of vectors of float.
   FLASH_ONLINE_INLINE double lane(int l) const { return l < kLanes<double> ? low[l] : high[l - kLanes<double>]; }
+
   template <int kHalf>
   static FLASH_ONLINE_INLINE Vector<double> widened_half(Vector<float> x) {
     const auto lanes = std::make_index_sequence<kLanes<double>>();
