@@ -17,7 +17,7 @@ house: .venv/built ; .venv/bin/python .ci/house.py
 sanitize: .venv/built ; .venv/bin/python tests/gpu/sanitize.py $(ARGS)
 # The wheel of a release, in dist/: every architecture, over half an hour on two cores. `TORCH_CUDA_ARCH_LIST=9.0a make wheel`: one, a quarter of an hour.
 wheel: .venv/built ; .ci/wheel
-# make sass ARGS="BEFORE AFTER": the machine code of two build folders, function by function.
-sass: ; .ci/machine_code.py $(ARGS)
+# make sass: the mainloops of the library, and their limits. ARGS="BEFORE AFTER": two build folders, function by function.
+sass: ; $(if $(ARGS),.ci/machine_code.py $(ARGS),.ci/mainloops.py flash_online/libflash_online.so)
 
 .venv/built: $(SOURCES) ; .ci/setup .venv && touch $@

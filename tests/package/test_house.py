@@ -55,6 +55,49 @@ class TestMachineCode:
 
 
 @pytest.fixture
+def mainloops(monkeypatch):
+    """The module .ci/mainloops.py."""
+    monkeypatch.syspath_prepend(CI)
+    return pytest.importorskip("mainloops")
+
+
+class TestMainloops:
+    # A loop of two products, with a wait that goes back and a rare case, by which the way round is longer.
+    CODE = (
+        ("MOV R1, R2", 1),
+        ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4]", 2),
+        ("@!P0 BRA 0x10", 5),
+        ("@P1 BRA 0x80", 3),
+        ("FADD R1, R2, R3", 4),
+        ("FADD R1, R2, R3", 4),
+        ("FADD R1, R2, R3", 4),
+        ("FADD R1, R2, R3", 4),
+        ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8]", 1),
+        ("@P2 BRA 0x10", 6),
+        ("EXIT", 5),
+    )
+
+    def listing(self) -> str:
+        lines = []
+        for n, (text, clocks) in enumerate(self.CODE):
+            lines += [f"        /*{16 * n:04x}*/   {text} ;   /* 0x{0:016x} */", f"      /* 0x{clocks << 41:016x} */"]
+        return "\n".join(lines)
+
+    def test_the_hot_path_leaves_out_what_is_rare(self, mainloops):
+        code = mainloops.instructions(self.listing())
+        assert [(i.text, i.clocks) for i in code] == list(self.CODE)
+        assert mainloops.mainloop(code, 2) == mainloops.Loop(9 * 16 / 1024, 5, 2 + 5 + 3 + 1 + 6)
+
+    def test_a_kernel_without_such_a_loop_is_an_error(self, mainloops):
+        with pytest.raises(SystemExit, match="no loop"):
+            mainloops.mainloop(mainloops.instructions(self.listing()), 3)
+
+    @pytest.mark.parametrize(("head_dim", "products"), [(64, 32), (96, 28), (128, 32)])
+    def test_products_of_a_block(self, mainloops, head_dim, products):
+        assert mainloops.products_of(head_dim) == products
+
+
+@pytest.fixture
 def house(tmp_path, monkeypatch):
     """The module .ci/house.py, looking at an empty tree."""
     pytest.importorskip("tree_sitter_cuda")

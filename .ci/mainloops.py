@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Measures the mainloops of the Hopper backward kernels in a built library, and holds them to limits.
+
+    .ci/mainloops.py LIBRARY        flash_online/libflash_online.so, for instance
+
+Of each kernel: how much memory the loop's code spans; and on its hot path, the way round that takes the fewest clocks, how many
+instructions a warp issues and for how many clocks their control codes hold it back. The limits stand above what there is by a
+few percent: a change of the source, or of the compiler, that makes a loop longer is seen here without a GPU. Needs cuobjdump
+and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm. Exit code 1: a loop exceeds a limit.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+
+from machine_code import cuobjdump, output
+
+
+@dataclass(frozen=True)
+class Loop:
+    kilobytes: float  # from the first to the last instruction
+    instructions: int  # on the hot path
+    clocks: int  # on the hot path, by control codes alone
+
+
+# Per head dim and whether the kernel is persistent; bfloat16, plain attention.
+LIMITS = {
+    (64, True): Loop(22.5, 715, 1630),
+    (96, False): Loop(15, 550, 1180),
+    (128, False): Loop(15.5, 500, 1140),
+    (128, True): Loop(15.5, 500, 1140),
+}
+
+
+def products_of(head_dim: int) -> int:
+    """The wgmma instructions of a block: S and dP sum over the head dim, dV and dK over its queries, dQ over 128 keys."""
+    queries = 128 if head_dim == 64 else 64
+    return (2 * head_dim + 2 * queries + 128) // 16
+
+
+def symbol(head_dim: int, persistent: bool) -> str:
+    return (
+        f"_ZN12flash_online4cuda23attention_backward_sm90I13__nv_bfloat16Li{head_dim}ELi{head_dim}E"
+        f"LNS0_20BackwardSm90FeaturesE0ELb{int(persistent)}EEEvNS0_21BackwardSm90ArgumentsE"
+    )
+
+
+@dataclass
+class Instruction:
+    text: str
+    clocks: int
+    target: int | None = None  # of a branch: the index of an instruction
+
+
+def instructions(listing: str) -> list[Instruction]:
+    """Those of one kernel. Each is 128 bits, on two lines; bits 105 to 108 say for how many clocks the warp then waits."""
+    found: list[Instruction] = []
+    for line in listing.splitlines():
+        if first := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);?\s*/\* 0x[0-9a-f]{16} \*/", line):
+            found.append(Instruction(first[1].strip(" ;"), 1))
+        elif second := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", line):
+            found[-1].clocks = max(1, int(second[1], 16) >> 41 & 15)
+    for instruction in found:
+        if branch := re.search(r"\bBRA(?:\.\S+)? (?:\S+, )?0x([0-9a-f]+)", instruction.text):
+            instruction.target = int(branch[1], 16) // 16
+    return found
+
+
+def way_round(code: list[Instruction], start: int, end: int) -> tuple[int, int, int]:
+    """(products, instructions, clocks) of the hot path from `start` to the branch at `end` that closes the loop: of all ways
+    with the most products the one of the fewest clocks. No products: there is none. Branches that go back within the loop
+    belong to waits."""
+    best = {start: (0, 0, 0)}
+    for n in range(start, end):
+        if n not in best:
+            continue
+        instruction, (products, clocks, count) = code[n], best[n]
+        way = (products - ("HGMMA" in instruction.text), clocks + instruction.clocks, count + 1)
+        always = not instruction.text.startswith("@") and (instruction.target is not None or "EXIT" in instruction.text)
+        following = [] if always else [n + 1]
+        if instruction.target is not None and instruction.target > n:
+            following.append(instruction.target)
+        for after in following:
+            best[after] = min(way, best.get(after, way))
+    products, clocks, count = best.get(end, (0, 0, 0))
+    return -products, count + 1, clocks + code[end].clocks
+
+
+def mainloop(code: list[Instruction], products: int) -> Loop:
+    """The shortest loop with all products of a block."""
+    for start, end in sorted(
+        ((i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n),
+        key=lambda loop: loop[1] - loop[0],
+    ):
+        found, count, clocks = way_round(code, start, end)
+        if found >= products:
+            return Loop((end - start + 1) * 16 / 1024, count, clocks)
+    sys.exit("mainloops: no loop with the products of a block")
+
+
+def main(library: str) -> int:
+    exceeded = 0
+    for (head_dim, persistent), limit in LIMITS.items():
+        code = instructions(output(cuobjdump(), "-sass", "-fun", symbol(head_dim, persistent), library))
+        loop = mainloop(code, products_of(head_dim))
+        name = f"head dim {head_dim}{', persistent' if persistent else ''}"
+        facts = (
+            ("KB", loop.kilobytes, limit.kilobytes),
+            ("instructions", loop.instructions, limit.instructions),
+            ("clocks", loop.clocks, limit.clocks),
+        )
+        print(f"{name:26s}" + ", ".join(f"{value:.4g} {what} (at most {most:g})" for what, value, most in facts))
+        exceeded += any(value > most for _, value, most in facts)
+    if exceeded:
+        print(f"{exceeded} mainloops exceed a limit: docs/lab/backward_sm90.md says what they took before, and what it cost")
+    return 1 if exceeded else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]) if len(sys.argv) == 2 else __doc__)
