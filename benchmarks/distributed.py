@@ -1,4 +1,5 @@
-"""torchrun --nproc-per-node N -m flash_online bench distributed: attention of a sequence over N ranks, beside torch's.
+"""torchrun --nproc-per-node N -m flash_online bench distributed: attention of a sequence over N ranks, beside torch's,
+ring-flash-attn's and yunchang's.
 
 A cell is forward and backward of causal attention, every rank with its rows. What one process computes on the whole sequence
 is what results are compared with, bit by bit, and its time over N is what would be ideal. A sample is several steps, one after
@@ -35,7 +36,7 @@ from flash_online.distributed import _gathered, _ulysses, context_parallel_atten
 from flash_online.distributed._group import group_of
 from flash_online.integrations import torch_sdpa
 
-from . import harness
+from . import distributed_peers, harness
 from .case import Case
 from .peers import PEER_TOLERANCE, Unavailable
 from .summary import BY_REGISTRY, OURS
@@ -178,7 +179,7 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
         key = (like.dtype, shape)
         if key not in kept:
             kept[key] = torch.randn(shape, dtype=like.dtype, device=like.device)
-        return kept[key]
+        return kept[key].detach()  # an output of several autograd Functions
 
     def all_gather(tensor, group):
         return received(tensor, group.ranks * tensor.shape[0], *tensor.shape[1:])
@@ -186,15 +187,16 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
     def reduce_scatter(tensor, group):
         return received(tensor, tensor.shape[0] // group.ranks, *tensor.shape[1:])
 
-    def all_to_all(send, receive_sizes, send_sizes, group):
-        return received(send, sum(receive_sizes))
+    def all_to_all(messages, group):
+        return received(messages, *messages.shape)
 
     with contextlib.ExitStack() as stack:
         for module, name, instead in (
             (_gathered, "start_all_gather", all_gather),
             (_gathered, "start_reduce_scatter", reduce_scatter),
             (_gathered, "wait", lambda tensor: tensor),
-            (_ulysses, "all_to_all", all_to_all),
+            (_ulysses, "start_all_to_all", all_to_all),
+            (_ulysses, "wait", lambda tensor: tensor),
             (chooser, "checked_on_all_ranks", lambda group, call: call()[1]),
         ):
             stack.enter_context(mock.patch.object(module, name, instead))
@@ -252,6 +254,21 @@ def _torchs(inputs: Inputs, backend: str, rotation: str, ours: bool = False) -> 
         yield Provider(attend, buffers, "zigzag", exact=False)
 
 
+@contextlib.contextmanager
+def _peer(inputs: Inputs, name: str) -> Iterator[Provider]:
+    """ring-flash-attn or yunchang, on FlashAttention-2's kernels."""
+    if inputs.device != "cuda" or "window" in inputs.options or inputs.packed != (name == "llama3"):
+        raise Unavailable(f"it takes {'packed documents' if name == 'llama3' else 'plain causal attention'} on GPUs alone")
+    layout = "zigzag" if name == "zigzag" else "contiguous"
+    tensors = inputs.part(layout)
+    if name == "llama3":
+        call = distributed_peers.llama3(inputs.starts)
+    else:
+        call = distributed_peers.zigzag if name == "zigzag" else distributed_peers.ulysses()
+        tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    yield Provider(call, tensors, layout, exact=False)
+
+
 def _one(inputs: Inputs) -> Provider:
     if inputs.cell.sizes["L"] > ONE_GPU_MOST:
         raise Unavailable(f"over {ONE_GPU_MOST:,} tokens")
@@ -262,6 +279,7 @@ ONE = "one rank alone"
 METHODS = {"ulysses": f"{OURS}, Ulysses", "gathered": f"{OURS}, gathered keys"}
 TWINS = {method: f"{name}, receiving nothing" for method, name in METHODS.items()}
 GRAPHS = {f"{name}, CUDA graph": method for method, name in METHODS.items()}
+PEERS = {"zigzag": "ring-flash-attn, zigzag", "llama3": "ring-flash-attn, llama3", "ulysses": "yunchang, Ulysses"}
 Maker = Callable[[Inputs], contextlib.AbstractContextManager[Provider]]
 MAKERS: dict[str, Maker] = {
     METHODS["ulysses"]: lambda inputs: contextlib.nullcontext(_ours(inputs, "ulysses")),
@@ -273,6 +291,9 @@ MAKERS: dict[str, Maker] = {
     "torch, flash, alltoall": lambda inputs: _torchs(inputs, "FLASH_ATTENTION", "alltoall"),
     "torch, cuDNN, allgather": lambda inputs: _torchs(inputs, "CUDNN_ATTENTION", "allgather"),
     "torch, cuDNN, alltoall": lambda inputs: _torchs(inputs, "CUDNN_ATTENTION", "alltoall"),
+    PEERS["zigzag"]: lambda inputs: _peer(inputs, "zigzag"),
+    PEERS["llama3"]: lambda inputs: _peer(inputs, "llama3"),
+    PEERS["ulysses"]: lambda inputs: _peer(inputs, "ulysses"),
     f"torch, {BY_REGISTRY}": lambda inputs: _torchs(inputs, "FLASH_ATTENTION", "allgather", ours=True),
 }
 
@@ -281,7 +302,7 @@ def _is_skipped(name: str, length: int) -> bool:
     """Where a step takes seconds, only what is compared with. torch's two rotations take one time in all but short cells."""
     if name.endswith("alltoall"):
         return length > GRADIENTS_MOST
-    return length > ONE_GPU_MOST and (name in TWINS.values() or name.endswith(BY_REGISTRY))
+    return length > ONE_GPU_MOST and (name in (*TWINS.values(), *PEERS.values()) or name.endswith(BY_REGISTRY))
 
 
 # --- one cell ----------------------------------------------------------------------------------------------------------------

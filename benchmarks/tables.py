@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from .attention.summary import CUDNN, DEFAULT, DENSE, EFFICIENT, FA3, GROUPS, MIB, VARLEN, over
 from .decode import summary as decode_summary
-from .distributed import GRAPHS, METHODS, ONE, TWINS
+from .distributed import GRAPHS, METHODS, ONE, PEERS, TWINS
 from .family.summary import PROFILED_LENGTH
 from .family.summary import PROVIDERS as FAMILY
 from .paper.summary import (
@@ -449,7 +449,7 @@ def distributed_page(record: dict) -> list[str]:
         "",
         f"{record['ranks']} ranks of one host, NCCL {record['nccl']}, {record['results'][0]['dtype']}.",
     ]
-    peers = ["torch, flash, allgather", "torch, cuDNN, allgather", f"torch, {BY_REGISTRY}"]
+    torchs = ["torch, flash, allgather", "torch, cuDNN, allgather", f"torch, {BY_REGISTRY}"]
     by_time, by_share, by_bytes = [], [], []
     for result in record["results"]:
         of = result["providers"]
@@ -458,6 +458,9 @@ def distributed_page(record: dict) -> list[str]:
         def entry(name: str, key: str, form: Callable[[float], str], of=of) -> str:
             return form(of[name][key]) if key in of.get(name, {}) else "-"
 
+        # ring-flash-attn has one method for plain and one for packed attention: they share a column.
+        ring = next((PEERS[name] for name in ("zigzag", "llama3") if PEERS[name] in of), PEERS["zigzag"])
+        peers = [*torchs, ring, PEERS["ulysses"]]
         graphs = [entry(name, "ms", number) for name in GRAPHS]
         by_time.append([*cell, *(entry(name, "ms", number) for name in (ONE, *METHODS.values(), *peers)), pair_of(graphs)])
         exposed = [
@@ -467,7 +470,7 @@ def distributed_page(record: dict) -> list[str]:
         scaling += [pair_of([entry(name, "share_of_ideal", "{:.2f}".format) for name in GRAPHS]), pair_of(exposed)]
         by_share.append([*cell, result["auto"], *scaling])
         by_bytes.append([*cell, *(entry(n, "share_of_least_bytes", times) for n in (ONE, *METHODS.values(), *peers))])
-    names = ["Ulysses", "gathered", "torch flash", "torch cuDNN", "torch, our kernels"]
+    names = ["Ulysses", "gathered", "torch flash", "torch cuDNN", "torch, our kernels", "ring-flash-attn", "yunchang"]
     cells, pairs = ["", "L", "heads"], "Ulysses / gathered"
     return [
         *lines,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
@@ -225,7 +226,7 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
 
 
 class _PlainAttention(torch.autograd.Function):
-    """_AttentionOp of the calls that `try_fast_path` takes, with `out` as its only output: autograd's bookkeeping costs time
+    """AttentionOp of the calls that `try_fast_path` takes, with `out` as its only output: autograd's bookkeeping costs time
     per input and per output, and each step of `backward`, which runs in a thread of autograd's own, costs more than elsewhere.
     """
 
@@ -275,18 +276,19 @@ def attention_impl(
     deterministic: bool | None = None,
     return_lse: bool = False,
     rng: Tensor | None = None,
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None. `rng` is the draw of
-    `draw_rng`, made here if None."""
+    `draw_rng`, made here if None; `operator` is what computes it, `AttentionOp` made differentiable if None."""
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     tf32 = tf32_for(query)
     scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
-    plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
+    plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None) and operator is None
     if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):
             return ops.attention_inference.default(query, key, value, causal, scale, tf32), None
-    out, lse, _ = _attention(
+    out, lse, _ = (operator or _attention)(
         query,
         key,
         value,
@@ -326,7 +328,7 @@ def default_scale(head_dim) -> float:
     return 1 / math.sqrt(head_dim) if head_dim else 1.0
 
 
-class _AttentionOp:
+class AttentionOp:
     """(*AttentionTensors, options, deterministic) -> (out, lse, lse_low); csrc/ops/library.cpp documents the operator."""
 
     @staticmethod
@@ -362,7 +364,7 @@ class _AttentionOp:
 
 
 class _AttentionBackwardOp:
-    """The gradients of _AttentionOp's inputs, as a function of these inputs and of the gradients of out and lse:
+    """The gradients of AttentionOp's inputs, as a function of these inputs and of the gradients of out and lse:
     (grad_out, grad_lse, *AttentionTensors, out, lse, lse_low, options, mask_grad, deterministic) -> AttentionGradients.
 
     out, lse and lse_low are arguments only to spare the kernel their recomputation: they have no derivatives of their own.
@@ -433,5 +435,5 @@ class _AttentionBackwardOp:
         )
 
 
-_attention = differentiable(_AttentionOp)
+_attention = differentiable(AttentionOp)
 _attention_backward = differentiable(_AttentionBackwardOp)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _policy
 from .._attention_arguments import AttentionOptions
+from .._autograd import differentiable
 from .._canonicalize import (
     autocast,
     broadcast,
@@ -21,13 +22,13 @@ from .._canonicalize import (
     check_packed,
 )
 from .._checks import check_float
-from .._ops import InvalidArgument, accumulator_of
-from ..attention import AttentionKeywords, attention_impl, default_scale, tf32_for
+from .._ops import InvalidArgument, accumulator_of, ops
+from ..attention import AttentionKeywords, AttentionOp, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
 from ._gathered import Gathered, GatheredCall, groups_of
 from ._group import Group, checked_on_all_ranks, group_of
 from ._layout import check_layout
-from ._ulysses import plan_heads, ulysses
+from ._ulysses import head_groups, plan_heads, ulysses
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -139,10 +140,10 @@ def context_parallel_attention(
 
     q, k, v, slopes, restore = checked_on_all_ranks(found, check)
     batch = q.shape[:-3]
-    rows_first = (tensor.flatten(0, -4).permute(2, 0, 1, 3) for tensor in (q, k, v))
-    out, lse = _run(found, *rows_first, slopes, None, 0, method, layout, options)
-    out = restore(out.permute(1, 2, 0, 3).unflatten(0, batch))
-    return (out, restore(lse.permute(1, 2, 0).unflatten(0, batch))) if return_lse else out
+    tensors = (tensor.flatten(0, -4) for tensor in (q, k, v))
+    out, lse = _run(found, *tensors, slopes, None, 0, method, layout, options)
+    out = restore(out.unflatten(0, batch))
+    return (out, restore(lse.unflatten(0, batch))) if return_lse else out
 
 
 @overload
@@ -250,9 +251,10 @@ def context_parallel_varlen_attention(
     q, k, v, slopes = checked_on_all_ranks(found, check)
     length = q.shape[0] * found.ranks
     longest = length if max_seqlen is None else min(max_seqlen, length)
-    rows_first = (tensor.unsqueeze(1) for tensor in (q, k, v))
-    out, lse = _run(found, *rows_first, slopes, cu_seqlens.contiguous(), longest, method, layout, options)
-    return (out.squeeze(1), lse.squeeze(1).transpose(0, 1)) if return_lse else out.squeeze(1)
+    tensors = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    out, lse = _run(found, *tensors, slopes, cu_seqlens.contiguous(), longest, method, layout, options)
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str,
 
 
 def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
-    """(out, lse or None) of rows-first tensors; `starts` of a packed stream, else None."""
+    """(out, lse or None) of tensors [B, H, n, E]; `starts` of a packed stream, else None."""
     accumulator = accumulator_of(q.dtype)
     slopes = None if slopes is None else slopes.to(accumulator)
     sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
@@ -352,27 +354,58 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
         deterministic = torch.are_deterministic_algorithms_enabled()
     if method == "auto":
         train = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        method = choose(q, k, v, group, layout, options["causal"], train)
+        method = choose(*(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), group, layout, options["causal"], train)
     if method == "gathered":
         right = 0 if options["causal"] else -1 if right is None else right
         left = -1 if left is None else left
         shared = AttentionOptions(left, right, True, scale, float(options["softcap"]), 0.0, tf32_for(q))
         call = GatheredCall(group, layout, shared, deterministic, starts is not None, longest)
-        return Gathered.apply(call, q, k, v, slopes, sinks, starts)
+        out, lse = Gathered.apply(call, *(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), slopes, sinks, starts)
+        return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
+    # The kernels of packed sequences are as fast in one group.
+    count = head_groups(q, k, v, group.ranks) if starts is None else 1
+    operator = _claimed_tiles if count > 1 and _is_static(q, left) else None
     keywords = {"causal": options["causal"], "window": (left, right), "scale": scale, "softcap": float(options["softcap"])}
     keywords |= {"deterministic": deterministic, "lower_right": starts is not None}
 
     def attend(query, key, value, alibi, logits):
-        if starts is not None:
-            tensors = (tensor.squeeze(1) for tensor in (query, key, value))
-            out, lse = varlen_impl(*tensors, starts, starts, longest, longest, alibi_slopes=alibi, sinks=logits, **keywords)
-            return out.unsqueeze(1), lse.transpose(0, 1)[:, None, :, None] if options["return_lse"] else None
-        tensors = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        out, lse = attention_impl(
-            *tensors, None, alibi_slopes=alibi, sinks=logits, return_lse=options["return_lse"], **keywords
-        )
-        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1).unsqueeze(3) if options["return_lse"] else None
+        words = keywords | {"alibi_slopes": alibi, "sinks": logits}
+        if starts is None:
+            words |= {"return_lse": options["return_lse"], "operator": operator}
+            out, lse = attention_impl(query, key, value, None, **words)
+        else:
+            rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+            out, lse = varlen_impl(*rows_first, starts, starts, longest, longest, **words)
+            out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+        return out, lse if options["return_lse"] else None  # what nobody wants is not exchanged
 
-    out, lse = ulysses(q, k, v, slopes, sinks, group, layout, attend)
-    return out, None if lse is None else lse.squeeze(3)
+    return ulysses(q, k, v, slopes, sinks, group, layout, count, attend)
+
+
+# --- Attention while collectives run ----------------------------------------------------------------------------------------
+
+
+def _is_static(query: Tensor, left: int | None) -> bool:
+    """Whether each CTA of the dense forward kernel has a fixed share of the tiles, where CTAs over packed sequences claim
+    theirs: on Hopper. CTAs whose SM is NCCL's for a while begin late, and end late. Narrow windows have tiles of their own."""
+    narrow = 512
+    if not query.is_cuda or query.shape[0] != 1 or query.element_size() != 2 or (left is not None and left <= narrow):
+        return False
+    return torch.cuda.get_device_capability(query.device) == (9, 0)
+
+
+class _ClaimedTilesOp(AttentionOp):
+    """AttentionOp of one sequence whose forward pass is that of packed sequences. The bits are the same."""
+
+    @staticmethod
+    def run(query, key, value, mask, alibi_slopes, sinks, rng, options, deterministic):
+        length = query.shape[2]
+        starts = torch.arange(0, 2 * length, length, dtype=torch.int32, device=query.device)  # no copy from the host
+        rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        tensors = (*rows_first, starts, starts, alibi_slopes, sinks, rng)
+        out, lse, lse_low = ops.attention_varlen_forward.default(*tensors, length, length, *options)
+        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0), lse_low.unsqueeze(0)
+
+
+_claimed_tiles = differentiable(_ClaimedTilesOp)

@@ -70,12 +70,13 @@ def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     return wait(_c10d.all_reduce_.default(tensor, "sum", group.name)) if tensor.numel() else tensor
 
 
-def all_to_all(send: Tensor, receive_sizes: list[int], send_sizes: list[int], group: Group) -> Tensor:
-    """A contiguous vector whose parts, of these many elements, go to the ranks in their order; what came from them. All ranks
-    together send something, or none does."""
-    if not (sum(receive_sizes) or sum(send_sizes)):
-        return torch.empty_like(send)
-    return wait(_c10d.all_to_all_single.default(send, receive_sizes, send_sizes, group.name))
+def start_all_to_all(messages: Tensor, group: Group) -> Tensor:
+    """A contiguous vector of messages of one size, one for each other rank in their order; once `wait` has been called,
+    what has come from them likewise. All ranks have something to send, or none has."""
+    if not messages.numel():
+        return messages
+    sizes = [messages.numel() // (group.ranks - 1) * (rank != group.rank) for rank in range(group.ranks)]
+    return _c10d.all_to_all_single.default(messages, sizes, sizes, group.name)
 
 
 # --- The ranks' agreement ---------------------------------------------------------------------------------------------------

@@ -1,11 +1,21 @@
 """Ulysses: from rows over ranks to heads over ranks, attention of whole sequences, and back (arXiv 2309.14509).
 
-All tensors here have their rows first: [rows, batch, heads, width].
+An exchange is two Functions, `start` and `finish`, so that another group of heads is computed between them. Autograd runs the
+nodes that are ready in the reverse order of their making, so that the backward pass overlaps as the forward pass does:
+
+    forward:  start all groups; of each group finish, attend, start its results; finish all
+    backward: start all gradients of results; of each group, the last one first, finish, attention's backward, start; finish all
+
+What passes between the two is `received` and `own`: a flat tensor that is not to be read before `wait`, and views of the rows
+that stay on the rank, which no collective copies. Names: B batch, h heads, L rows of the sequence, n of them on a rank in c
+chunks of m rows (2 in a zigzag, else 1). Tensors of rows over ranks are [B, H, n, E], of whole sequences [B, h, L, E], own and
+every part of a message [B, h, c, m, E].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,10 +23,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._ops import accumulator_of, dense_strides_in_order
-from ._group import Group, all_to_all
-from ._layout import by_rank, in_sequence
+from ._group import Group, start_all_to_all, wait
 
 HeadRanges = tuple[tuple[int, int], ...]  # heads [begin, end) of each rank
+WIDE = torch.complex128  # 16 bytes: torch's copies go element by element where strides differ
+GROUPED_ROWS = 1 << 19  # of a rank's heads: with fewer, two groups take longer (docs/lab/distributed.md)
+PLAIN = (Tensor, torch.nn.Parameter)  # not fake ones, say, which have no address
 
 
 class HeadPlan(NamedTuple):
@@ -52,6 +64,51 @@ def _even(begin: int, end: int, group: int) -> bool:
     return begin % group == end % group == 0 or begin // group == (end - 1) // group
 
 
+def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> int:
+    """In how many groups a rank's heads are exchanged and computed, of tensors [B, H, n, E]: whole key heads, as many of each
+    tensor on every rank."""
+    batch, heads, rows, _ = query.shape
+    even = all(tensor.shape[1] % (2 * ranks) == 0 for tensor in (query, key, value))
+    return 2 if even and batch * heads * rows >= GROUPED_ROWS else 1
+
+
+class Exchange(NamedTuple):
+    """Who exchanges which rows, and the heads of each rank, of each tensor."""
+
+    group: Group
+    layout: str
+    splits: tuple[HeadRanges, ...]
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.layout == "zigzag" else 1
+
+    @property
+    def sequence(self) -> list[tuple[int, int]]:
+        """(rank, which of its chunks) in the order of the sequence."""
+        ranks = range(self.group.ranks)
+        return [(rank, 0) for rank in ranks] + [(rank, 1) for rank in reversed(ranks) if self.chunks == 2]
+
+    def rows_of(self, whole: Tensor, rank: int) -> Tensor:
+        """The rows of a rank, [B, h, L, E] -> [B, h, c, m, E], a view."""
+        count = self.chunks * self.group.ranks
+        rows, last = whole.unflatten(2, (count, whole.shape[2] // count)), 2 * self.group.ranks - 1 - rank
+        return rows[:, :, rank : last + 1 : last - rank] if self.chunks == 2 else rows[:, :, rank : rank + 1]
+
+    def heads_of(self, tensor: Tensor, n: int, rank: int) -> Tensor:
+        """The heads of a rank of tensor n, [B, H, n, E] -> [B, h, c, m, E], a view."""
+        begin, end = self.splits[n][rank]
+        return tensor[:, begin:end].unflatten(2, (self.chunks, tensor.shape[2] // self.chunks))
+
+    def heads_count(self, n: int, rank: int) -> int:
+        begin, end = self.splits[n][rank]
+        return end - begin
+
+    def room(self, n: int) -> int:
+        """The most heads of tensor n that a rank has: a message has room for them, so that all are of one size."""
+        return max(end - begin for begin, end in self.splits[n])
+
+
 def ulysses(
     query: Tensor,
     key: Tensor,
@@ -60,28 +117,62 @@ def ulysses(
     sinks: Tensor | None,
     group: Group,
     layout: str,
+    count: int,
     attend: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse [rows, batch, heads, 1] or None) of a rank's rows. `attend(query, key, value, alibi_slopes, sinks)` is
-    attention of whole sequences, differentiable; the last dimension of slopes is the heads."""
-    plan = plan_heads(query.shape[2], key.shape[2], value.shape[2], group.rank, group.ranks)
-    splits = (plan.query, plan.key, plan.value)
-    whole = _ToHeads.apply(group, layout, splits, query, key, value)
-    begin, end = plan.query[group.rank]
-    slopes = None if alibi_slopes is None else alibi_slopes[..., begin:end]
-    logits = None if sinks is None else sinks[begin:end]
-    if len(plan.runs) <= 1:
-        out, lse = attend(*whole, slopes, logits)
-    else:
-        out, lse = _attend_runs(plan, whole, slopes, logits, group.rank, attend)
-    (out,) = _ToRows.apply(group, layout, (plan.query,), (query.stride(),), out)
-    if lse is not None:
-        (lse,) = _ToRows.apply(group, layout, (plan.query,), (None,), lse)
-    return out, lse
+    """(out [B, Hq, n, Ev], lse [B, Hq, n] or None) of a rank's rows, its heads in `count` groups. `attend(query, key, value,
+    alibi_slopes, sinks)` is attention of whole sequences, differentiable, whose lse is [B, h, L] or None; the last dimension of
+    slopes is the heads."""
+    tensors = (query, key, value)
+    plan = plan_heads(*(tensor.shape[1] for tensor in tensors), group.rank, group.ranks)
+    splits = [_in_groups(split, count) for split in plan[:3]]
+    # What wants a gradient and what does not travel apart, for the backward pass sends back what came together.
+    wants, flights = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors], []
+    for members in ([n for n in range(3) if wants[n] is want] for want in (True, False)):
+        if members:
+            exchanges = tuple(Exchange(group, layout, tuple(splits[n][g] for n in members)) for g in range(count))
+            started = _by_group(_StartToHeads.apply(exchanges, *(tensors[n] for n in members)), count)
+            flights.append((members, exchanges, started))
+    results: list[Tensor] = []
+    lses: list[Tensor | None] = []
+    for g in range(count):
+        whole: dict[int, Tensor] = {}
+        for members, exchanges, started in flights:
+            strides = tuple(tensors[n].stride() for n in members)
+            whole |= zip(members, _FinishToHeads.apply(exchanges[g], strides, *started.pop(0)), strict=True)
+        begin, end = splits[0][g][group.rank]
+        slopes = None if alibi_slopes is None else alibi_slopes[..., begin:end]
+        logits = None if sinks is None else sinks[begin:end]
+        out, lse = _attend(plan, [whole.pop(n) for n in range(3)], slopes, logits, group.rank, attend)
+        results += _StartToRows.apply(Exchange(group, layout, splits[0][g : g + 1]), out)
+        lses.append(lse)
+    exchanges = tuple(Exchange(group, layout, (split,)) for split in splits[0])
+    (out,) = _FinishToRows.apply(exchanges, (query.stride(),), *results)
+    if lses[0] is None:
+        return out, None
+    exchange, lse = Exchange(group, layout, (plan.query,)), lses[0] if count == 1 else torch.cat(lses, 1)
+    (lse,) = _FinishToRows.apply((exchange,), (None,), *_StartToRows.apply(exchange, lse.unsqueeze(3)))
+    return out, lse.squeeze(3)
 
 
-def _attend_runs(plan: HeadPlan, whole, slopes, logits, rank: int, attend):
+def _in_groups(split: HeadRanges, count: int) -> tuple[HeadRanges, ...]:
+    """Of each group the heads of each rank. More groups than one are of one size."""
+    if count == 1:
+        return (split,)
+    size = (split[0][1] - split[0][0]) // count
+    return tuple(tuple((begin + g * size, begin + (g + 1) * size) for begin, _ in split) for g in range(count))
+
+
+def _by_group(flat: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
+    """(received, *own) of each group of heads, one after another, in a list."""
+    size = len(flat) // count
+    return [flat[g * size : (g + 1) * size] for g in range(count)]
+
+
+def _attend(plan: HeadPlan, whole: list[Tensor], slopes: Tensor | None, logits: Tensor | None, rank: int, attend):
     """The runs of a rank's heads, one after another. A key head that two runs share is cut out twice."""
+    if len(plan.runs) <= 1:
+        return attend(*whole, slopes, logits)
     query, key, value = whole
     first_key, first_value = plan.key[rank][0], plan.value[rank][0]
     heads, keys, values = (max(e for _, e in ranges) for ranges in (plan.query, plan.key, plan.value))
@@ -90,147 +181,172 @@ def _attend_runs(plan: HeadPlan, whole, slopes, logits, rank: int, attend):
         own = at - plan.query[rank][0]
         k, v = at // (heads // keys) - first_key, at // (heads // values) - first_value
         out, lse = attend(
-            query[:, :, own : own + count],
-            key[:, :, k : k + key_count],
-            value[:, :, v : v + value_count],
+            query[:, own : own + count],
+            key[:, k : k + key_count],
+            value[:, v : v + value_count],
             None if slopes is None else slopes[..., own : own + count],
             None if logits is None else logits[own : own + count],
         )
         outs.append(out)
         lses.append(lse)
         at += count
-    return torch.cat(outs, 2), None if lses[0] is None else torch.cat(lses, 2)
+    return torch.cat(outs, 1), None if lses[0] is None else torch.cat(lses, 1)
 
 
-# --- The exchange: two linear maps, each the transpose of the other ---------------------------------------------------------
+# --- The exchanges: linear maps. The derivative of what starts one is what finishes the other, and the other way round -------
 
 
-class _ToHeads(Function):
-    """Rows of all heads [n, batch, heads, width] to all rows of a rank's heads, of several tensors in one message."""
-
-    @staticmethod
-    def forward(ctx, group: Group, layout: str, splits: tuple[HeadRanges, ...], *tensors: Tensor):
-        ctx.group, ctx.layout, ctx.splits = group, layout, splits
-        ctx.heads = [tensor.shape[2] for tensor in tensors]
-        return _to_heads(group, layout, splits, tensors)
+class _StartToHeads(Function):
+    """(an Exchange of each group of heads, *tensors [B, H, n, E]) -> (received, *own) of each group."""
 
     @staticmethod
-    def backward(ctx, *grads):
-        # All ranks want the same gradients: the call checks that.
-        wanted = [n for n, need in enumerate(ctx.needs_input_grad[3:]) if need]
-        splits, heads = tuple(ctx.splits[n] for n in wanted), [ctx.heads[n] for n in wanted]
-        found = _SumRows.apply(ctx.group, ctx.layout, splits, tuple(heads), *(grads[n] for n in wanted))
-        every = dict(zip(wanted, found, strict=True))
-        return (None, None, None, *(every.get(n) for n in range(len(grads))))
-
-
-class _ToRows(Function):
-    """The inverse of _ToHeads for tensors of whose heads no two ranks have the same: `strides`, or None, gives the order in
-    which the dimensions of a result lie in memory."""
-
-    @staticmethod
-    def forward(ctx, group: Group, layout: str, splits: tuple[HeadRanges, ...], strides, *tensors: Tensor):
-        ctx.group, ctx.layout, ctx.splits = group, layout, splits
-        heads = [split[-1][1] for split in splits]
-        return _to_rows(group, layout, splits, heads, tensors, strides)
+    def forward(ctx, exchanges: tuple[Exchange, ...], *tensors: Tensor):
+        ctx.exchanges, ctx.strides = exchanges, tuple(tensor.stride() for tensor in tensors)
+        wide, rank, found = _widened(tensors), exchanges[0].group.rank, []
+        for exchange in exchanges:
+            parts = [[exchange.heads_of(t, n, r) for n, t in enumerate(wide)] for r in range(exchange.group.ranks) if r != rank]
+            found.append(_start(exchange, parts, tensors[0].new_empty(0)))
+            found += [exchange.heads_of(tensor, n, rank) for n, tensor in enumerate(tensors)]
+        return tuple(found)
 
     @staticmethod
     def backward(ctx, *grads):
-        return (None, None, None, None, *_ToHeads.apply(ctx.group, ctx.layout, ctx.splits, *grads))
+        return None, *_FinishToRows.apply(ctx.exchanges, ctx.strides, *grads)
 
 
-class _SumRows(Function):
-    """The transpose of _ToHeads: of a head that several ranks have, the sum of their parts, in float32."""
+class _FinishToHeads(Function):
+    """(Exchange, strides, received, *own) -> whole sequences [B, h, L, E], each in the order of its strides in memory."""
 
     @staticmethod
-    def forward(ctx, group: Group, layout: str, splits: tuple[HeadRanges, ...], heads, *tensors: Tensor):
-        ctx.group, ctx.layout, ctx.splits = group, layout, splits
-        return _to_rows(group, layout, splits, heads, tensors, (None,) * len(tensors))
+    def forward(ctx, exchange: Exchange, strides, received: Tensor, *own: Tensor):
+        ctx.exchange, found = exchange, []
+        received, *parts = _widened((_arrived(received), *own), strides)
+        counts = [exchange.heads_count(n, exchange.group.rank) for n in range(len(own))]
+        for n, order in enumerate(strides):
+            by_rank = [_part(exchange, received, parts, n, rank, counts[n]) for rank in range(exchange.group.ranks)]
+            pieces = [by_rank[rank][:, :, chunk] for rank, chunk in exchange.sequence]
+            found.append(_joined(pieces, 2, _order(order)).view(own[0].dtype))
+        return tuple(found)
 
     @staticmethod
     def backward(ctx, *grads):
-        return (None, None, None, None, *_ToHeads.apply(ctx.group, ctx.layout, ctx.splits, *grads))
+        return None, None, *_StartToRows.apply(ctx.exchange, *grads)
 
 
-def _to_heads(group: Group, layout: str, splits, tensors) -> tuple[Tensor, ...]:
-    rows, batch = tensors[0].shape[:2]
-    counts = [[(end - begin) * tensor.shape[3] for begin, end in split] for split, tensor in zip(splits, tensors, strict=True)]
-    sizes = [rows * batch * sum(count[r] for count in counts) for r in range(group.ranks)]
-    send = tensors[0].new_empty(sum(sizes))
-    if _all_equal(splits):
-        parts = send.view(group.ranks, rows, batch, sum(count[0] for count in counts))
-        first = 0
-        for split, tensor, count in zip(splits, tensors, counts, strict=True):
-            part = parts[..., first : first + count[0]].unflatten(3, (split[0][1] - split[0][0], tensor.shape[3]))
-            part.copy_(_heads_of_ranks(tensor, split))
-            first += count[0]
-    else:
-        for r, message in enumerate(send.split(sizes)):
-            first, message = 0, message.view(rows, batch, sum(count[r] for count in counts))
-            for split, tensor, count in zip(splits, tensors, counts, strict=True):
-                begin, end = split[r]
-                part = message[..., first : first + count[r]].unflatten(2, (end - begin, tensor.shape[3]))
-                part.copy_(tensor[:, :, begin:end])
-                first += count[r]
-    own = [count[group.rank] for count in counts]
-    receive = [rows * batch * sum(own)] * group.ranks
-    got = all_to_all(send, receive, sizes, group).view(group.ranks * rows, batch, sum(own))
-    got, first, found = in_sequence(got, group.ranks, layout), 0, []
-    for split, tensor, count in zip(splits, tensors, own, strict=True):
-        begin, end = split[group.rank]
-        found.append(got[..., first : first + count].unflatten(2, (end - begin, tensor.shape[3])))
-        first += count
-    return tuple(found)
+class _StartToRows(Function):
+    """(Exchange, *whole sequences [B, h, L, E]) -> (received, *own)."""
+
+    @staticmethod
+    def forward(ctx, exchange: Exchange, *wholes: Tensor):
+        ctx.exchange, ctx.strides = exchange, tuple(whole.stride() for whole in wholes)
+        wide, rank = _widened(wholes), exchange.group.rank
+        parts = [[exchange.rows_of(whole, r) for whole in wide] for r in range(exchange.group.ranks) if r != rank]
+        received = _start(exchange, parts, wholes[0].new_empty(0))
+        return received, *(exchange.rows_of(whole, rank) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_FinishToHeads.apply(ctx.exchange, ctx.strides, *grads)
 
 
-def _to_rows(group: Group, layout: str, splits, heads, tensors, strides) -> tuple[Tensor, ...]:
-    length, batch = tensors[0].shape[:2]
-    rows, widths = length // group.ranks, [tensor.shape[3] for tensor in tensors]
-    flat = [tensor.flatten(2) for tensor in tensors]
-    send = by_rank(flat[0] if len(flat) == 1 else torch.cat(flat, 2), group.ranks, layout).reshape(-1).contiguous()
-    counts = [[(end - begin) * width for begin, end in split] for split, width in zip(splits, widths, strict=True)]
-    receive = [rows * batch * sum(count[r] for count in counts) for r in range(group.ranks)]
-    got = all_to_all(send, receive, [send.numel() // group.ranks] * group.ranks, group)
-    parts = [
-        part.view(rows, batch, sum(count[r] for count in counts)).split([count[r] for count in counts], 2)
-        for r, part in enumerate(got.split(receive))
-    ]
-    found = []
-    for n, (split, width) in enumerate(zip(splits, widths, strict=True)):
-        mine = [part[n].unflatten(2, (end - begin, width)) for part, (begin, end) in zip(parts, split, strict=True)]
-        if any(end > begin for (_, end), (begin, _) in zip(split, split[1:], strict=False)):
-            found.append(_summed(mine, split, heads[n]))
-        else:
-            found.append(_side_by_side(mine, (rows, batch, heads[n], width), strides[n]))
-    return tuple(found)
+class _FinishToRows(Function):
+    """(an Exchange of each group of heads, strides, (received, *own) of each) -> tensors [B, H, n, E], each in the order of its
+    strides in memory. Of a head that several ranks have, it is the sum of their parts in float32."""
+
+    @staticmethod
+    def forward(ctx, exchanges: tuple[Exchange, ...], strides, *flights: Tensor):
+        ctx.exchanges, found = exchanges, []
+        ranks, dtype = range(exchanges[0].group.ranks), flights[0].dtype
+        shared = [any(end > begin for (_, end), (begin, _) in zip(s, s[1:], strict=False)) for s in exchanges[0].splits]
+        started = [(_arrived(received), *own) for received, *own in _by_group(flights, len(exchanges))]
+        if not any(shared):
+            started = _by_group(_widened(tuple(t for flight in started for t in flight), strides), len(exchanges))
+        for n, order in enumerate(strides):
+            parts = [
+                _part(exchange, received, own, n, rank, exchange.heads_count(n, rank))
+                for rank in ranks
+                for exchange, (received, *own) in zip(exchanges, started, strict=True)
+            ]
+            if shared[n]:
+                parts = [_summed(parts, exchanges[0].splits[n])]
+            order = [place for dim in _order(order) for place in ((0,), (1,), (2, 3), (4,))[dim]]
+            found.append(_joined(parts, 1, order).flatten(2, 3).view(dtype))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *_StartToHeads.apply(ctx.exchanges, *grads)
 
 
-def _summed(parts: list[Tensor], split: HeadRanges, heads: int) -> Tensor:
+def _start(exchange: Exchange, parts: list[list[Tensor]], none: Tensor) -> Tensor:
+    """Sends each other rank its tensors [B, h, c, m, E], packed in one copy. What comes from them, once `wait` has been called;
+    `none`: an empty tensor of the dtype that they have for the collective."""
+    blocks = []
+    for tensors in parts:
+        for n, tensor in enumerate(tensors):
+            room = exchange.room(n) - tensor.shape[1]
+            for part in tensor.unbind():
+                blocks.append(part)
+                if room:
+                    blocks.append(part.new_zeros(room, *part.shape[1:]))
+    if not any(block.numel() for block in blocks):
+        return none
+    if any(block.shape[1:] != blocks[0].shape[1:] for block in blocks):
+        blocks = [block.flatten() for block in blocks]
+    return start_all_to_all(torch.cat(blocks).flatten().view(none.dtype), exchange.group)
+
+
+def _arrived(received: Tensor) -> Tensor:
+    return wait(received) if received.numel() else received
+
+
+def _part(exchange: Exchange, received: Tensor, own: Sequence[Tensor], n: int, rank: int, heads: int) -> Tensor:
+    """What has come from a rank of tensor n, [B, h, c, m, E] with so many heads: a view."""
+    if rank == exchange.group.rank:
+        return own[n]
+    shapes = [(t.shape[0], exchange.room(k), *t.shape[2:]) for k, t in enumerate(own)]
+    sizes = [math.prod(shape) for shape in shapes]
+    message = received.view(exchange.group.ranks - 1, sum(sizes))[rank - (rank > exchange.group.rank)]
+    return message.narrow(0, sum(sizes[:n]), sizes[n]).view(shapes[n])[:, :heads]
+
+
+def _order(strides) -> list[int]:
+    """The dimensions of [B, H, n, E] in the order in which they lie in memory, outermost first."""
+    dense = dense_strides_in_order((2, 2, 2, 2), strides or (4, 3, 2, 1))
+    return sorted(range(4), key=lambda dim: -dense[dim])
+
+
+def _widened(tensors: Sequence[Tensor], orders: Sequence = ()) -> Sequence[Tensor]:
+    """Views of the same memory in elements of 16 bytes, if rows allow it and results have them too; else the tensors."""
+    if torch.compiler.is_compiling() or any(_order(strides)[-1] != 3 for strides in orders):
+        return tensors
+    for tensor in tensors:
+        per = WIDE.itemsize // tensor.element_size()
+        counts = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+        if type(tensor) not in PLAIN or tensor.stride(-1) != 1 or any(count % per for count in counts):
+            return tensors
+        if tensor.data_ptr() % WIDE.itemsize:
+            return tensors
+    return [tensor.view(WIDE) for tensor in tensors]
+
+
+def _summed(parts: list[Tensor], split: HeadRanges) -> Tensor:
     """Of each head the sum over the ranks that have it, in the accumulator's dtype. Sums into slices of one tensor would be
     shorter, but the compiler takes minutes for them."""
     dtype, sums = parts[0].dtype, []
-    for head in range(heads):
+    for head in range(split[-1][1]):
         ranges = zip(parts, split, strict=True)
-        own = [part[:, :, head - begin, None].to(accumulator_of(dtype)) for part, (begin, end) in ranges if begin <= head < end]
+        own = [part[:, head - begin, None].to(accumulator_of(dtype)) for part, (begin, end) in ranges if begin <= head < end]
         sums.append(sum(own[1:], own[0]))
-    return torch.cat(sums, 2).to(dtype)
+    return torch.cat(sums, 1).to(dtype)
 
 
-def _side_by_side(parts: list[Tensor], shape, strides) -> Tensor:
-    """The heads of all ranks in one tensor whose dimensions lie in memory in the order of `strides`, copied once."""
-    dense = dense_strides_in_order(shape, strides or (4, 3, 2, 1))
-    order = sorted(range(4), key=lambda dim: -dense[dim])
-    return torch.cat([part.permute(order) for part in parts], order.index(2)).permute([order.index(dim) for dim in range(4)])
-
-
-def _all_equal(splits) -> bool:
-    """Whether all ranks have as many heads of each tensor."""
-    return all(end - begin == split[0][1] - split[0][0] for split in splits for begin, end in split)
-
-
-def _heads_of_ranks(tensor: Tensor, split: HeadRanges) -> Tensor:
-    """[rows, batch, heads, width] as [ranks, rows, batch, heads of one, width]: a view where no head goes to two ranks."""
-    count, ranks = split[0][1] - split[0][0], len(split)
-    if split[-1][1] == count * ranks and split[0][0] == 0 and count:
-        return tensor.unflatten(2, (ranks, count)).permute(2, 0, 1, 3, 4)
-    return torch.stack([tensor[:, :, begin:end] for begin, end in split])
+def _joined(parts: list[Tensor], dim: int, order: list[int]) -> Tensor:
+    """Tensors side by side along a dimension, in one copy; the dimensions of the result lie in memory in this order."""
+    place, single = order.index(0), parts[0].shape[0] == 1
+    if single:  # torch's cat copies tensors of more than four dimensions one after another
+        rest = [d - 1 for d in order if d]
+        joined = torch.cat([part[0].permute(rest) for part in parts], rest.index(dim - 1)).unsqueeze(place)
+    else:
+        joined = torch.cat([part.permute(order) for part in parts], order.index(dim))
+    return joined.permute([order.index(d) for d in range(len(order))])

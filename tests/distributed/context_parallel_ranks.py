@@ -451,6 +451,33 @@ def check_groups_of_heads(rank, ranks):
         assert torch.equal(one, two) and torch.equal(one, six)
 
 
+def check_groups_of_heads_by_ulysses(rank, ranks):
+    """A rank's heads exchanged and computed in two groups, also by the kernels of packed sequences, give what one gives: out,
+    lse, gradients, second derivatives, and those of some of the tensors alone."""
+    from flash_online.distributed import _context_parallel, _ulysses
+
+    for dtype, width, batch in ((torch.float64, 6, 1), (torch.bfloat16, 16, 1), (torch.float32, 16, 2)):
+        shapes = [(batch, heads, 8 * ranks, width) for heads in (4 * ranks, 2 * ranks, 2 * ranks)]
+        whole = [torch.randn(shape).to(dtype) for shape in shapes]
+        options = {"causal": True, "sinks": torch.randn(4 * ranks, requires_grad=True), "alibi_slopes": slopes(4 * ranks)}
+        options |= {"softcap": 9.0, "return_lse": True, "deterministic": True}
+        for layout in LAYOUTS:
+            for frozen in ((), (0,), (1, 2)):
+                local = [t.requires_grad_(n not in frozen) for n, t in enumerate(shard(whole, 2, layout=layout))]
+                wanted, results = [*(t for t in local if t.requires_grad), options["sinks"]], []
+                for rows, claimed in ((_ulysses.GROUPED_ROWS, False), (0, False), (0, batch == 1)):
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(_ulysses, "GROUPED_ROWS", rows)
+                        patch.setattr(_context_parallel, "_is_static", lambda query, left, claimed=claimed: claimed)
+                        out, lse = context_parallel_attention(*local, method="ulysses", layout=layout, **options)
+                        grads = torch.autograd.grad([out.sin().sum(), lse.sum()], wanted, create_graph=dtype is torch.float64)
+                        results.append([out, lse, *grads])
+                        if dtype is torch.float64:
+                            results[-1] += torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), wanted)
+                for one, two, claimed in zip(*results, strict=True):
+                    assert torch.equal(one, two) and torch.equal(one, claimed), (dtype, layout, frozen)
+
+
 def check_model(rank, ranks):
     """20 steps of a model of two layers with the losses of one process, also under activation checkpointing."""
 
@@ -506,6 +533,8 @@ def check_model(rank, ranks):
 
 def check_compiled(rank, ranks):
     """torch.compile makes one graph of a call and its backward pass, whose results are those without it."""
+    from flash_online.distributed import _ulysses
+
     starts = torch.tensor([0, 5, 8 * ranks], dtype=torch.int32)
     for method in METHODS:
 
@@ -518,6 +547,7 @@ def check_compiled(rank, ranks):
         for call, shape in ((dense, (1, 4, 8, 8)), (packed, (8, 4, 8))):
             tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
             torch._dynamo.reset()
+            _ulysses.GROUPED_ROWS = 0  # two groups of heads
             for one, other in zip(
                 *((out, *torch.autograd.grad(out.sum(), tensors)) for out in (
                     call(*tensors), torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors))),
