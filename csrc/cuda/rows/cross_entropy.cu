@@ -132,6 +132,7 @@ struct IndexLoss : OneTensorOp {
 };
 
 struct ProbabilityLoss : OneTensorOp {
+  static constexpr bool kRare = true;
   static constexpr bool kReduces = true, kSecondSum = true;
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
@@ -242,6 +243,7 @@ struct IndexLossBackward : OneTensorOp {
 };
 
 struct ProbabilityLossBackward : OneTensorOp {
+  static constexpr bool kRare = true;
   // a_c of a row.
   template <class T>
   struct RowCoefficients {
