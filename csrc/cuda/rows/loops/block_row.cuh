@@ -97,7 +97,8 @@ struct BlockRows {
 template <class T>
 __device__ __noinline__ unsigned load_block(const BlockRows<const T> rows, uint64_t* barrier) {
   unsigned all = 0;
-  rows.for_each_run(threadIdx.x, kWarpSize, [&](const Run<const T>& run) { all += run.load(barrier); });
+  if constexpr (kHasBulkCopy)
+    rows.for_each_run(threadIdx.x, kWarpSize, [&](const Run<const T>& run) { all += run.load(barrier); });
   return all;
 }
 // What all threads copy to shared memory.
@@ -174,17 +175,19 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kern
   const auto inputs = [&](int i) {
     return BlockRows<const T>{problem, Op::tensor(problem, i), block.input[i], shared, first, rows};
   };
-  if (kHasBulkCopy && warp == 0) {
-    if (lane == 0) {
-      mbarrier_init(&full, kWarpSize);
-      fence_barrier_init();
-    }
-    __syncwarp();
-    unsigned bytes = 0;
+  if constexpr (kHasBulkCopy) {
+    if (warp == 0) {
+      if (lane == 0) {
+        mbarrier_init(&full, kWarpSize);
+        fence_barrier_init();
+      }
+      __syncwarp();
+      unsigned bytes = 0;
 #pragma unroll
-    for (int i = 0; i < Op::kTensors; ++i)
-      if (!block.input[i].shifted) bytes += load_block<T>(inputs(i), &full);
-    arrive_expect_tx(&full, bytes);
+      for (int i = 0; i < Op::kTensors; ++i)
+        if (!block.input[i].shifted) bytes += load_block<T>(inputs(i), &full);
+      arrive_expect_tx(&full, bytes);
+    }
   }
 #pragma unroll
   for (int i = 0; i < Op::kTensors; ++i)

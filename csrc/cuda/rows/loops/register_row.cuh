@@ -1,6 +1,6 @@
 // Contiguous rows that are read once and stay on the chip until their results are written. OnChipRow computes on them wherever
-// a thread's vectors are: in registers (RegisterVectors, below), in shared memory (SharedVectors, shared_row.cuh), or in a
-// block of rows (BlockVectors, block_row.cuh).
+// a thread's vectors are: in registers (RegisterVectors, below), in shared memory (SharedVectors, shared_row.cuh), or in runs
+// that pass through shared memory (StagedVectors, staged_vectors.cuh).
 //
 // Registers serve rows of medium length, each shared by a CTA. visit_register_group at the end of this file has the table of
 // lengths.
