@@ -317,6 +317,9 @@ bool launch_block(const RowProblem& problem, cudaStream_t stream) {
   if (row_bytes == 0) return false;
   bool launched = false;
   visit_block_group(row_bytes, [&]<class Group>() {
+    // Where a warp reads a row of whole vectors and writes one number, registers are faster: it waits for less.
+    constexpr bool kInRegisters = Op::kReduces && Group::kLanesPerRow == kWarpSize;
+    if (kInRegisters && is_dealt_by_vectors<T>(problem.classes)) return;
     // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
     constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
     int64_t per_block = rows_per_block(rows, row_bytes, kStep, kMostRowsPerThread * Group::kRows);
@@ -328,7 +331,7 @@ bool launch_block(const RowProblem& problem, cudaStream_t stream) {
                                                    static_cast<int>(block.shared_bytes), stream);
     };
     if (is_dealt_by_vectors<T>(problem.classes)) {
-      if constexpr (Group::kWords == 4) launch_as.template operator()<Deal::kVectors>();
+      if constexpr (Group::kWords == 4 && !kInRegisters) launch_as.template operator()<Deal::kVectors>();
     } else if (sizeof(T) == 2 && (block.odd_words || Op::kRare)) {
       if constexpr (sizeof(T) == 2) launch_as.template operator()<Deal::kOddWords>();
     } else {

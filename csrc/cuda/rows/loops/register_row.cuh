@@ -2,8 +2,8 @@
 // a thread's vectors are: in registers (RegisterVectors, below), in shared memory (SharedVectors, shared_row.cuh), or in runs
 // that pass through shared memory (StagedVectors, staged_vectors.cuh).
 //
-// Registers serve rows of medium length, each shared by a CTA. visit_register_group at the end of this file has the table of
-// lengths.
+// Registers serve rows of medium length, each shared by a warp or a CTA. visit_register_group at the end of this file has the
+// table of lengths.
 #pragma once
 
 #include "row_vectors.cuh"
@@ -301,10 +301,21 @@ using RegisterRow = OnChipRow<RegisterVectors<Group, kVectors, T>, T>;
 constexpr int64_t kMaxRegisterVectorsReadOnly = 2048, kMaxRegisterVectorsReadWrite = 512;
 
 // Calls f.operator()<Group, vectors per thread>() with the row group for rows of `vectors` vectors; false if the row is longer
-// than kMost. The length alone decides, so that a row's result does not depend on how many rows there are.
+// than kMost. The length alone decides, so that a row's result does not depend on how many rows there are. Rows of up to 256
+// vectors are in blocks (block_row.cuh), unless the operator only reads them.
 template <int64_t kMost, class F>
 bool visit_register_group(int64_t vectors, const F& f) {
   if (vectors > kMost) return false;
+  if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
+    if (vectors <= 128) {
+      f.template operator()<RegisterRowGroup<32, 128>, 4>();
+      return true;
+    }
+    if (vectors <= 256) {
+      f.template operator()<RegisterRowGroup<64, 64>, 4>();
+      return true;
+    }
+  }
   if (vectors <= kMaxRegisterVectorsReadWrite)
     f.template operator()<RegisterRowGroup<128, 128>, 4>();
   else if constexpr (kMost > kMaxRegisterVectorsReadWrite) {

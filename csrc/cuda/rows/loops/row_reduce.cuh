@@ -6,7 +6,8 @@
 //
 //   kind           file               where the row stays              chosen for
 //   StridedRow     strided_row.cuh    global memory, read twice        rows whose classes are not contiguous
-//   block row      block_row.cuh      shared memory, beside others     up to 256 vectors (4 KiB)
+//   block row      block_row.cuh      shared memory, beside others     up to 256 vectors (4 KiB); up to 64 if the operator only
+//                                                                      reduces rows of whole vectors
 //   RegisterRow    register_row.cuh   registers                        up to 512 vectors; 2048 if the operator only reduces
 //   SharedRow      shared_row.cuh     shared memory of a CTA, or of    longer, as far as the largest cluster's shared memory
 //                                     the CTAs of a cluster            reaches, if results are as long as the row
