@@ -67,8 +67,9 @@ class RowCase(Case):
                 extras.append(torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - window).to(device))
             return [t.requires_grad_() for t in wanted], extras
         rows, classes = self.sizes["rows"], self.sizes["classes"]
-        target = [torch.randint(classes, (rows,), generator=generator).to(device)] if self.family == "cross_entropy" else []
-        return [normal(rows, classes, scale=3.0).requires_grad_()], target
+        there = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+        target = [torch.randint(classes, (rows,), **there)] if self.family == "cross_entropy" else []
+        return [(torch.randn(rows, classes, **there) * 3).to(self.dtype).requires_grad_()], target
 
     def _lengths(self) -> list[int]:
         return [(3 if n % 2 == 0 else 1) * self.sizes["L"] // 4 for n in range(self.sizes["B"])]
@@ -171,6 +172,41 @@ CUDA = [
     ),
     *_rows("topk_softmax", ((10, 1000000),), (FLOAT,), "few long rows, each on many SMs", k=5),
 ]
+
+# Widths that nothing favours: of a few classes, odd, a power of two or one less, vocabularies that are no multiple of 8.
+ODD_CLASSES = (
+    1,
+    2,
+    3,
+    7,
+    16,
+    31,
+    77,
+    100,
+    127,
+    256,
+    577,
+    1000,
+    1023,
+    1024,
+    3000,
+    4096,
+    8191,
+    10000,
+    32000,
+    50257,
+    128256,
+    151936,
+)
+MOST_ODD_ROWS = 1 << 24
+
+
+def _odd(elements: int, widths, dtypes) -> list[RowCase]:
+    shapes = [(min(elements // classes, MOST_ODD_ROWS), classes) for classes in widths]
+    return [case for name in ROWS[:-1] for case in _rows(name, shapes, dtypes, "any width at the memory's speed")]
+
+
+ODD, ODD_QUICK = _odd(1 << 26, ODD_CLASSES, (BFLOAT, FLOAT)), _odd(1 << 12, (3, 77), (FLOAT,))
 
 _QUICK = "seconds for all of them: does the benchmark itself work?"
 QUICK = [

@@ -22,6 +22,7 @@ from .tables import (
     distributed_page,
     family_page,
     models_page,
+    odd_page,
     paper_page,
     readme_page,
     training_page,
@@ -32,7 +33,7 @@ BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-
 # page -> results, one or several -> the function that makes the page's lines from them
 PAGES = {
     ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
-    ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page},
+    ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page, "odd": odd_page},
     ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
     ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},
     ROOT / "docs" / "performance" / "distributed.md": {"distributed": distributed_page},

@@ -1,4 +1,5 @@
-"""Row functions, and attention on the CPU, beside torch: python -m flash_online bench rows
+"""Row functions, and attention on the CPU, beside torch: python -m flash_online bench rows; on a GPU, of rows of any width:
+python -m flash_online bench odd
 
 Each case is checked for correctness first. Then samples of all providers are interleaved, round after round, in alternating
 order, so that a change of the machine's load or clock reaches all of them; the median counts. Backward is timed apart from
@@ -18,6 +19,7 @@ import functools
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -334,8 +336,17 @@ def chosen(device: str, families: list[str] | None, match: str | None, quick: bo
     return harness.chosen(QUICK if quick else CPU if device == "cpu" else CUDA, families, match)
 
 
-def run(cases: list[RowCase], device: str, facts: dict, path: Path, peers: list[str] | None, keep_memory: bool) -> int:
-    """Measures the cases; `facts` are those of the machine and the run."""
+def run(
+    cases: list[RowCase],
+    device: str,
+    facts: dict,
+    path: Path,
+    peers: list[str] | None,
+    keep_memory: bool = False,
+    judge: Callable[[list[dict]], list[dict]] | None = None,
+) -> int:
+    """Measures the cases; `facts` are those of the machine and the run. `judge` gives the targets; none: the device's."""
+    judge = judge or (targets if device == "cpu" else cuda_targets)
     record = facts | {"matmul": {}}
     if device == "cpu":
         record["memory"] = fix_malloc_thresholds(keep_memory)
@@ -355,8 +366,7 @@ def run(cases: list[RowCase], device: str, facts: dict, path: Path, peers: list[
         if device == "cpu":
             record["load_at_end"] = round(os.getloadavg()[0], 1)  # this run's own threads included
         results = record["results"]
-        judged = (targets if device == "cpu" else cuda_targets)(results)
-        return record | {"noise": noise(results), "summary": summarize(results), "targets": judged}
+        return record | {"noise": noise(results), "summary": summarize(results), "targets": judge(results)}
 
     def of_case(case: RowCase) -> dict:
         return measure(case, device, record["seconds"], record["rounds"], peers)

@@ -19,6 +19,7 @@ from benchmarks import distributed, docs, linear, machine, models, rows, scaling
 from benchmarks.attention import cases as attention_cases  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
+from benchmarks.cases import ODD, ODD_QUICK  # noqa: E402
 from benchmarks.cuda_peers import CUDA_PEERS  # noqa: E402
 from benchmarks.decode import cases as decode_cases  # noqa: E402
 from benchmarks.decode import measure as decode  # noqa: E402
@@ -26,7 +27,7 @@ from benchmarks.decode import peers as decode_peers  # noqa: E402
 from benchmarks.family import measure as family  # noqa: E402
 from benchmarks.paper import measure as paper  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
-from benchmarks.summary import OURS  # noqa: E402
+from benchmarks.summary import OURS, odd_targets  # noqa: E402
 
 
 def default_device() -> str:
@@ -63,6 +64,15 @@ def run_rows(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         return 0
     path = out_of(parser, options, options.device, len(cases))
     return rows.run(cases, options.device, facts_of(options, options.device), path, options.providers, options.keep_memory)
+
+
+def run_odd(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    cases = rows.harness.chosen(ODD_QUICK if options.quick else ODD, options.cases, options.match)
+    if options.list:
+        print("\n".join(f"{c.family:13} {c.label:38} {str(c.dtype)[6:]}" for c in cases))
+        return 0
+    path, device = out_of(parser, options, "odd", len(cases)), gpu_unless_quick(parser, options)
+    return rows.run(cases, device, facts_of(options, device), path, options.providers, judge=odd_targets)
 
 
 def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -167,6 +177,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     peers = dict.fromkeys(name for table in (PEERS, CUDA_PEERS) for of_one in table.values() for name in of_one)
     add_choice(command, sorted(PEERS), [name for name in peers if name != OURS])
     command.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
+    command = add("odd", run_odd, "row functions on a GPU, of rows of any width, beside torch, torch.compile, Liger and quack")
+    add_measuring(command, 0.1)
+    add_choice(command, sorted({case.family for case in ODD}), [name for name in peers if name != OURS])
     command = add("attention", run_attention, "attention on a GPU, cell by cell, beside FA3, cuDNN, torch and FlexAttention")
     add_measuring(command, 0.3)
     add_choice(command, list(attention_cases.CELLS), attention_peers.PEERS)

@@ -175,6 +175,18 @@ def cuda_targets(results: list[dict]) -> list[dict]:
     ]
 
 
+def odd_targets(results: list[dict]) -> list[dict]:
+    """The targets of rows of any width on a GPU. Shares of the copy count logits alone: all that moves but for the targets and
+    losses of rows of a few classes."""
+    ours = [r for r in results if OURS in r["providers"]]
+    several = [r for r in ours if r["over_best"]]
+    wide = [r for r in ours if r["sizes"]["classes"] >= 16 or r["family"] in ("softmax", "log_softmax")]
+    return [
+        *judge("x the fastest peer", several, lambda r, d: r["over_best"][d]["times"], least=1.2, least_each=0.97),
+        *judge("of the copy rate", wide, lambda r, d: r["providers"][OURS][f"{d}_share"], least_each=0.9),
+    ]
+
+
 def _faster(name: str, members: list[dict], **least) -> list[dict]:
     return judge(name, members, lambda r, direction: r["ratio"][direction], **least)
 

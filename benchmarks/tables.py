@@ -211,6 +211,27 @@ def case_page(record: dict) -> list[str]:
     return [*lines, "", *summary_table(record), *best_table(record), *case_tables(record)]
 
 
+def odd_page(record: dict) -> list[str]:
+    """Rows of any width: a row per width, ours beside the fastest peer and the copy."""
+    by_width, columns = defaultdict(dict), {}
+    for result in record["results"]:
+        column = result["family"], result["dtype"]
+        columns[column] = f"{result['family']} {result['dtype'].replace('float', 'fp').replace('bfp', 'bf')}"
+        by_width[result["sizes"]["classes"]][column] = result
+    rows = [[str(width), *(_odd_cell(of_width.get(c)) for c in columns)] for width, of_width in sorted(by_width.items())]
+    about = "Rows of any width: times faster than the fastest peer, forward / backward (share of the copy, %)."
+    lines = [about, "", *heading(record), *conditions(record), "", *targets_table(record), ""]
+    return [*lines, *table(["classes", *columns.values()], rows)]
+
+
+def _odd_cell(result: dict | None) -> str:
+    if not result or OURS not in result["providers"]:
+        return "-"
+    ours, best = result["providers"][OURS], result["over_best"]
+    shares = pair((100 * ours[f"{d}_share"] for d in DIRECTIONS), lambda s: f"{s:.0f}")
+    return f"{pair((best[d]['times'] for d in DIRECTIONS), times) if best else '-'} ({shares})"
+
+
 def terminal_summary(record: dict) -> list[str]:
     lines = ["", "ours beside torch, times faster: geometric mean forward / backward (worst case), share of the baseline"]
     for entry in record["summary"]:

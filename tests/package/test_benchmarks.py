@@ -211,6 +211,26 @@ def test_targets_of_a_gpu_look_at_the_fastest_peer_and_at_the_copy(modules):
     assert summary.cuda_targets([]) == []
 
 
+def test_rows_of_any_width_have_a_line_per_width(modules, quick_record):
+    summary, cases = modules["summary"], modules["cases"].ODD
+    assert {case.sizes["classes"] for case in cases} >= {1, 31, 77, 50257}
+    assert {str(case.dtype)[6:] for case in cases} == {"bfloat16", "float32"}
+    assert all(case.sizes["rows"] * case.sizes["classes"] <= 1 << 26 for case in cases)
+    results = []
+    for case in cases:
+        result = result_of(2.0, 1.0, function=case.family, dtype=str(case.dtype)[6:], sizes=case.sizes, case=case.label)
+        result["providers"]["Liger"] = dict(result["providers"]["torch"], forward_ms=3.0)
+        result["over_best"] = summary.over_best(result["providers"])
+        results.append(result)
+    facts = {name: quick_record[name] for name in ("device", "torch", "commit", "date", "seconds", "rounds")}
+    record = facts | {"results": results, "targets": summary.odd_targets(results)}
+    lines = [line for line in modules["tables"].odd_page(record) if line.startswith(("| 1 |", "| 77 |", "| 151936 |"))]
+    assert len(lines) == 3 and all(line.count("1.50 / 1.00 (50 / 25)") == 8 for line in lines)
+    met = {target["target"]: target["met"] for target in record["targets"]}
+    assert met["x the fastest peer, forward"] and not met["x the fastest peer, backward"]
+    assert not met["of the copy rate, forward"]
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "random"}, {"mask": "padding"}, {"window": 5}])
 def test_flops_count_the_pairs_that_see_each_other(modules, options):
     case = modules["cases"].RowCase("attention", {"B": 2, "H": 3, "L": 16, "E": 8}, options, torch.float32)

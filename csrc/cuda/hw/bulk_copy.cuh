@@ -22,6 +22,14 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
       : "memory");
 }
 
+// Copies from shared to global memory. `bytes` and both addresses are multiples of 16. tma_store_commit() and what follows it
+// (tma.cuh) count these.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(bytes)
+               : "memory");
+}
+
 // Adds floats in shared memory to those in global memory. `bytes` and both addresses are multiples of 16. tma_store_commit()
 // and what follows it (tma.cuh) count these as they count stores.
 __device__ __forceinline__ void bulk_reduce_add(float* global, const void* shared, unsigned bytes) {

@@ -34,7 +34,7 @@ __device__ __forceinline__ T narrow(float x) {
 }
 
 // How many bytes a pointer is past a multiple of 16.
-__device__ __forceinline__ unsigned misalignment(const void* pointer) {
+__host__ __device__ __forceinline__ unsigned misalignment(const void* pointer) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(pointer)) % kVectorBytes;
 }
 

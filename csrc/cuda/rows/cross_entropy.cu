@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_second_sum(const RowProblem& problem, cons
 
 template <bool kSmooth>
 struct IndexLoss : OneTensorOp {
-  static constexpr bool kReduces = true, kSecondSum = kSmooth;
+  static constexpr bool kReduces = true, kSecondSum = kSmooth, kRare = kSmooth;
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
@@ -132,6 +132,7 @@ struct IndexLoss : OneTensorOp {
 };
 
 struct ProbabilityLoss : OneTensorOp {
+  static constexpr bool kRare = true;
   static constexpr bool kReduces = true, kSecondSum = true;
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
@@ -181,6 +182,7 @@ __device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const R
 // overwrite the row.
 template <bool kSmooth>
 struct IndexLossBackward : OneTensorOp {
+  static constexpr bool kRare = kSmooth;
   // Whether A, the sum of a_c, has to be summed: else it follows from the target class, or from the number of classes.
   __device__ static bool sums_weights(const RowProblem& problem) { return kSmooth && problem.weight != nullptr; }
   template <class Reader>
@@ -242,6 +244,7 @@ struct IndexLossBackward : OneTensorOp {
 };
 
 struct ProbabilityLossBackward : OneTensorOp {
+  static constexpr bool kRare = true;
   // a_c of a row.
   template <class T>
   struct RowCoefficients {

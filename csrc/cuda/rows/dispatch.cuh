@@ -4,7 +4,9 @@
 // An operator is a struct that is written once for all kinds of row:
 //   kTensors                 how many tensors it reads whole rows of
 //   tensor(problem, i)       tensor number i of them
+//   result(problem)          the tensor of which it writes whole rows, unless it reduces
 //   kReduces                 whether it writes only single numbers per row, so that a row may be forgotten once it is summed
+//   kRare                    whether it is seldom called: block_row.cuh then has no kernels for words of 16-bit elements alone
 //   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results
 // For split rows, which two kernels read:
 //   part(problem, reader)    what the first kernel stores in the workspace; the second calls run
@@ -16,6 +18,7 @@
 
 #include <initializer_list>
 
+#include "loops/block_row.cuh"
 #include "loops/pipelined_row.cuh"
 #include "loops/shared_row.cuh"
 #include "loops/split_row.cuh"
@@ -26,8 +29,9 @@ namespace flash_online::cuda {
 // What operators have in common that read rows of the input alone: a base to derive from.
 struct OneTensorOp {
   static constexpr int kTensors = 1;
-  static constexpr bool kReduces = false, kSecondSum = false;
+  static constexpr bool kReduces = false, kSecondSum = false, kRare = false;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
+  __host__ __device__ static const MutableView3& result(const RowProblem& problem) { return problem.grad_input; }
   template <class Reader>
   __device__ static void part(const RowProblem& problem, const Reader& reader) {
     reader.read(problem.input).store_part(NoExtra{});
@@ -164,22 +168,26 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 
 // ---- launches
 
-// The kernel for rows of `vectors` vectors that stay in registers or shared memory; false if they are too long.
+// The kernel for rows of `vectors` vectors that are too long for blocks, but stay in registers or shared memory; false if they
+// are too long for that too. Results as long as a row go through shared memory if the row is not a whole number of vectors.
 template <class Op, class T, class R>
 bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
   bool launched = false;
   constexpr int64_t kMost = Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite;
-  visit_register_group<Op::kTensors, kMost>(vectors, [&]<class Group, int kVectors>() {
-    const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
-    if (ctas > 0x7fffffff) return;
-    register_kernel<Op, Group, kVectors, T, R><<<static_cast<unsigned>(ctas), Group::kThreads, 0, stream>>>(problem);
-    launched = true;
-  });
+  if constexpr (Op::kTensors == 1)  // rows of two tensors, each of up to 256 vectors, are in blocks
+    if (Op::kReduces || is_dealt_by_vectors<T>(problem.classes))
+      visit_register_group<kMost>(vectors, [&]<class Group, int kVectors>() {
+        const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
+        if (ctas > 0x7fffffff) return;
+        register_kernel<Op, Group, kVectors, T, R><<<static_cast<unsigned>(ctas), Group::kThreads, 0, stream>>>(problem);
+        launched = true;
+      });
   if constexpr (!Op::kReduces)
-    visit_shared_group(vectors * Op::kTensors, [&]<class Group>(int cluster) {
-      launch_shared_rows<Op, Group, T, R>(problem, cluster, stream);
-      launched = true;
-    });
+    if (!launched)
+      visit_shared_group(vectors * Op::kTensors, [&]<class Group>(int cluster) {
+        launch_shared_rows<Op, Group, T, R>(problem, cluster, stream);
+        launched = true;
+      });
   return launched;
 }
 
@@ -250,6 +258,7 @@ template <class Op, class T, class R>
 void launch_rows(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
   if (contiguous) {
     const int64_t vectors = ceil_div(problem.classes, kPerVector<T>);
+    if (launch_block<Op, T, R>(problem, stream)) return check_launch(name);
     if (launch_on_chip<Op, T, R>(problem, vectors, stream)) return check_launch(name);
     if (launch_pipelined<Op, T>(problem, stream)) return check_launch(name);
     if (problem.workspace != nullptr) return launch_split<Op, T, R>(problem, stream, name);

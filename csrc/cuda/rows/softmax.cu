@@ -9,6 +9,7 @@ namespace {
 
 // exp(x - max) / sum, or its logarithm.
 struct Softmax : OneTensorOp {
+  __host__ __device__ static const MutableView3& result(const RowProblem& problem) { return problem.result; }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
@@ -28,10 +29,11 @@ struct Softmax : OneTensorOp {
 // digits: there s is a mean in two floats.
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;
-  static constexpr bool kReduces = false, kSecondSum = false;
+  static constexpr bool kReduces = false, kSecondSum = false, kRare = false;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int i) {
     return i == 0 ? problem.grad : problem.output;
   }
+  __host__ __device__ static const MutableView3& result(const RowProblem& problem) { return problem.grad_input; }
   struct Term {
     bool log;
     __device__ float operator()(int64_t, float grad, float y) const { return log ? grad : grad * y; }
@@ -64,6 +66,57 @@ struct SoftmaxBackward {
       grad.template write_with<Input>(output, problem.grad_input, [&](int64_t, float g, float y) { return (g - sum) * y; });
   }
 };
+
+// ---- rows of one class: 1, or 0 as a logarithm, and NaN where a number is not finite. Where they are 16-bit elements side by
+// side, they are vectors of independent elements; a lane per row would spend too many instructions per byte.
+
+struct OneClass {
+  bool log;
+  __device__ __forceinline__ float operator()(float x, float) const { return (x - x) + (log ? 0.0f : 1.0f); }
+};
+struct OneClassBackward {
+  bool log;
+  __device__ __forceinline__ float operator()(float grad, float y) const {
+    const float sum = 0.0f + (log ? grad : __fmul_rn(grad, y));
+    return log ? grad - FastNatural::exp(y) * sum : (grad - sum) * y;
+  }
+};
+
+constexpr int kOneClassThreads = 256;
+
+template <class F, class T>
+__global__ void __launch_bounds__(kOneClassThreads) one_class_kernel(const T* a, const T* b, T* result, int64_t count, F f) {
+  constexpr int kElements = kPerVector<T>;
+  const int64_t first = (int64_t{blockIdx.x} * kOneClassThreads + threadIdx.x) * kElements;
+  if (first >= count) return;
+  if (first + kElements > count) {
+    for (int64_t i = first; i < count; ++i) result[i] = narrow<T>(f(widen(a[i]), widen(b[i])));
+    return;
+  }
+  float x[kElements], y[kElements];
+  unpack<T>(load_streaming(a + first), x);
+  unpack<T>(load_streaming(b + first), y);
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) x[e] = f(x[e], y[e]);
+  store_streaming(result + first, pack<T>(x));
+}
+
+// Queues the kernel for rows of one class; false if they are not 16-bit elements side by side that begin at 16 bytes.
+template <class T, class R, class F>
+bool launch_one_class(const RowProblem& problem, const ConstView3& a, const ConstView3& b, const MutableView3& result, F f,
+                      cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2 && std::is_same_v<T, R>) {
+    const auto is_plain = [](const auto& view) { return view.stride[0] == 1 && misalignment(view.data) == 0; };
+    const int64_t ctas = ceil_div(problem.outer, int64_t{kOneClassThreads} * kPerVector<T>);
+    if (problem.classes != 1 || problem.inner != 1 || ctas > 0x7fffffff) return false;
+    if (!is_plain(a) || !is_plain(b) || !is_plain(result)) return false;
+    one_class_kernel<F, T><<<static_cast<unsigned>(ctas), kOneClassThreads, 0, stream>>>(
+        static_cast<const T*>(a.data), static_cast<const T*>(b.data), static_cast<T*>(result.data), problem.outer, f);
+    check_launch("softmax");
+    return true;
+  }
+  return false;
+}
 
 // max + log(sum).
 struct LogSumExp : OneTensorOp {
@@ -106,7 +159,9 @@ void softmax(const RowProblem& problem, CUstream_st* stream) {
   if (is_empty(problem)) return;
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1], problem.result.stride[1]});
   visit_types(problem, "softmax", [&]<class Input, class Result>(Type<Input>, Type<Result>) {
-    launch_rows<Softmax, Input, Result>(problem, contiguous, stream, "softmax");
+    const OneClass one_class{problem.log};
+    if (!launch_one_class<Input, Result>(problem, problem.input, problem.input, problem.result, one_class, stream))
+      launch_rows<Softmax, Input, Result>(problem, contiguous, stream, "softmax");
   });
 }
 
@@ -115,7 +170,9 @@ void softmax_backward(const RowProblem& problem, CUstream_st* stream) {
   const bool contiguous =
       classes_are_contiguous(problem, {problem.grad.stride[1], problem.output.stride[1], problem.grad_input.stride[1]});
   visit_types(problem, "softmax", [&]<class Input, class Result>(Type<Input>, Type<Result>) {
-    launch_rows<SoftmaxBackward, Result, Input>(problem, contiguous, stream, "softmax_backward");
+    const OneClassBackward one_class{problem.log};
+    if (!launch_one_class<Result, Input>(problem, problem.grad, problem.output, problem.grad_input, one_class, stream))
+      launch_rows<SoftmaxBackward, Result, Input>(problem, contiguous, stream, "softmax_backward");
   });
 }
 

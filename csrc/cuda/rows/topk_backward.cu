@@ -32,6 +32,7 @@ struct TopK {
 // The first kernel: -s p_c for every class, or 0 if renormalised.
 template <class R>
 struct AllClassesBackward : OneTensorOp {
+  static constexpr bool kRare = true;
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);

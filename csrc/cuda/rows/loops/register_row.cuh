@@ -1,8 +1,9 @@
 // Contiguous rows that are read once and stay on the chip until their results are written. OnChipRow computes on them wherever
-// a thread's vectors are: in registers (RegisterVectors, below) or in shared memory (SharedVectors, shared_row.cuh).
+// a thread's vectors are: in registers (RegisterVectors, below), in shared memory (SharedVectors, shared_row.cuh), or in runs
+// that pass through shared memory (StagedVectors, staged_vectors.cuh).
 //
-// Registers serve short rows: 8 or 16 lanes, a warp or a CTA share one row. visit_register_group at the end of this file has
-// the table of lengths.
+// Registers serve rows of medium length, each shared by a warp or a CTA. visit_register_group at the end of this file has the
+// table of lengths.
 #pragma once
 
 #include "row_vectors.cuh"
@@ -44,19 +45,56 @@ __device__ __forceinline__ RowCoord register_row_coord(const RowProblem& problem
   return row_coord(problem, int64_t{blockIdx.x} * Group::kRows + Group::row_in_cta());
 }
 
+// The classes of a vector whose elements are neighbours in the row: (*this)(e) is element e's.
+template <int kElements>
+struct NeighborClasses {
+  int first;
+  __device__ __forceinline__ int operator()(int e) const { return first + e; }
+  // Whether element e is one of the row's `classes` elements, if element 0 is.
+  __device__ __forceinline__ bool within(int e, int classes) const { return first + e < classes; }
+  __device__ __forceinline__ bool contain(int c) const { return first <= c && c < first + kElements; }
+};
+
+// Writes vectors as parts of a row in global memory. kWholeWarp is as for store_vector.
+template <class Result, int kElements, bool kWholeWarp>
+struct RowWriter {
+  Result* row;
+  int classes;
+  __device__ __forceinline__ void operator()(const NeighborClasses<kElements>& c, int, const float (&z)[kElements]) const {
+    store_vector<kWholeWarp>(row, c.first, classes, z);
+  }
+};
+
 // A thread's vectors of a row, in registers. SharedVectors has the same members.
 template <class Group_, int kVectors_, class T>
 class RegisterVectors {
  public:
   using Group = Group_;
-  static constexpr int kVectors = kVectors_, kUnroll = kVectors;  // kUnroll: of the loops over the vectors
+  static constexpr int kVectors = kVectors_, kUnroll = kVectors, kElements = kPerVector<T>;  // kUnroll: of loops over vectors
   __device__ __forceinline__ RegisterVectors(const T* row, int classes) {
     load_row<T, Group::kLanesPerRow == kWarpSize>(v_, row, Group::thread_in_row(), Group::threads_per_row(), classes,
                                                   lowest_vector<T>());
   }
   __device__ __forceinline__ void wait() const {}  // until the vectors have arrived
+  // Whether any thread of the row has a vector i; the same for all threads of the warp.
+  __device__ __forceinline__ static constexpr bool has(int) { return true; }
   __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
-  __device__ __forceinline__ uint4 select(int i) const { return select_vector(v_, i); }  // i need not be a constant
+  __device__ __forceinline__ NeighborClasses<kElements> classes_of(int i) const {
+    return {(Group::thread_in_row() + i * Group::threads_per_row()) * kElements};
+  }
+  // Whether this thread has class c, and the element of a class that it has.
+  __device__ __forceinline__ bool owns(int c) const {
+    // threads_per_row() is a power of two
+    return (c / kElements & (Group::threads_per_row() - 1)) == Group::thread_in_row();
+  }
+  __device__ __forceinline__ float element_of(int c) const {
+    return element<T>(select_vector(v_, c / kElements / Group::threads_per_row()), c % kElements);
+  }
+  // What writes a row of results: a function of a vector's classes, its number and its elements.
+  template <class Result>
+  __device__ __forceinline__ auto writer(const MutableView3& view, const RowCoord& coord, int classes) const {
+    return RowWriter<Result, kElements, Group::kLanesPerRow == kWarpSize>{row_of<Result>(view, coord).data, classes};
+  }
   // The vector, to be unpacked a second time; `sum` as for make_opaque.
   __device__ __forceinline__ uint4 reload(int i, float sum) const { return make_opaque<T>(v_[i], sum); }
   template <int kSlot, class State>
@@ -75,7 +113,7 @@ class OnChipRow {
   static constexpr int kVectors = Vectors::kVectors, kLanesPerRow = Group::kLanesPerRow;
 
  public:
-  static constexpr int kElements = kPerVector<T>;
+  static constexpr int kElements = Vectors::kElements;
 
   __device__ __forceinline__ OnChipRow(const RowCoord& coord, int classes, const Vectors& vectors)
       : vectors_(vectors), coord_(coord), classes_(classes) {}
@@ -85,9 +123,10 @@ class OnChipRow {
     vectors_.wait();
     float max = -INFINITY;
 #pragma unroll Vectors::kUnroll
-    for (int i = 0; i < kVectors; ++i) max = fmaxf(max, max_of<T>(vectors_[i]));
+    for (int i = 0; i < kVectors; ++i)
+      if (vectors_.has(i)) max = fmaxf(max, max_of_vector(vectors_[i]));
     RowState state;
-    state.raise_max(lanes_max<kLanesPerRow>(max));
+    state.max = lanes_max<kLanesPerRow>(max);
     float sum = 0;
     if (kFusesWeights<Result> && FusedWeights::is_accurate_for(state.max)) {
       const FusedWeights weights(state.max);
@@ -109,11 +148,11 @@ class OnChipRow {
   __device__ __forceinline__ float sum_with(const OnChipRow& other, const F& f) const {
     vectors_.wait();
     float sum = 0;
-    for_each_vector(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+    for_each_vector(other, [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements]) {
       float part = 0;
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
-        if (c + e < classes_) part += f(c + e, x[e], y[e]);
+        if (c.within(e, classes_)) part += f(c(e), x[e], y[e]);
       sum += part;
     });
     return vectors_.template merge_warps<kSlot>(Sum{lanes_sum<kLanesPerRow>(sum)}).value;
@@ -122,10 +161,10 @@ class OnChipRow {
   template <int kSlot = 1, class F>
   __device__ __forceinline__ TwoFloats precise_sum(const F& f) const {
     TwoFloats sum;
-    for_each_vector(*this, [&](int c, const float (&x)[kElements], const float (&)[kElements]) {
+    for_each_vector(*this, [&](const auto& c, const float (&x)[kElements], const float (&)[kElements]) {
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
-        if (c + e < classes_) sum.merge(f(c + e, x[e]));
+        if (c.within(e, classes_)) sum.merge(f(c(e), x[e]));
     });
     return vectors_.template merge_warps<kSlot>(merge_lanes<kLanesPerRow>(sum));
   }
@@ -133,10 +172,10 @@ class OnChipRow {
   __device__ __forceinline__ WeightedMean mean_by(const OnChipRow& other) const {
     vectors_.wait();
     WeightedMean mean;
-    for_each_vector(other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) {
+    for_each_vector(other, [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements]) {
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
-        if (c + e < classes_) mean.add(x[e], y[e]);
+        if (c.within(e, classes_)) mean.add(x[e], y[e]);
     });
     return vectors_.template merge_warps<kSlot>(merge_lanes<kLanesPerRow>(mean));
   }
@@ -149,51 +188,56 @@ class OnChipRow {
   __device__ __forceinline__ void write_except(const MutableView3& view, int64_t at, const F& f, const Exact& exact,
                                                const Special& special) const {
     const int except = static_cast<int>(at);
-    write_vectors<Result>(
-        *this, view, [&](int c, const float (&x)[kElements], const float (&)[kElements], float (&z)[kElements]) {
-          if (c <= except && except < c + kElements) {  // one comparison per vector instead of one per element
+    write_vectors<Result>(*this, view,
+                          [&](const auto& c, const float (&x)[kElements], const float (&)[kElements], float (&z)[kElements]) {
+                            if (c.contain(except)) {  // one comparison per vector instead of one per element
 #pragma unroll
-            for (int e = 0; e < kElements; ++e) z[e] = c + e == except ? special(x[e]) : exact(c + e, x[e]);
-          } else {
+                              for (int e = 0; e < kElements; ++e) z[e] = c(e) == except ? special(x[e]) : exact(c(e), x[e]);
+                            } else {
 #pragma unroll
-            for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e]);
-          }
-        });
+                              for (int e = 0; e < kElements; ++e) z[e] = f(c(e), x[e]);
+                            }
+                          });
   }
   template <class Result, class F>
   __device__ __forceinline__ void write_with(const OnChipRow& other, const MutableView3& view, const F& f) const {
     write_vectors<Result>(other, view,
-                          [&](int c, const float (&x)[kElements], const float (&y)[kElements], float (&z)[kElements]) {
+                          [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements], float (&z)[kElements]) {
 #pragma unroll
-                            for (int e = 0; e < kElements; ++e) z[e] = f(c + e, x[e], y[e]);
+                            for (int e = 0; e < kElements; ++e) z[e] = f(c(e), x[e], y[e]);
                           });
   }
 
-  __device__ __forceinline__ bool owns(int64_t c) const {
-    // threads_per_row() is a power of two
-    return coord_.exists && (static_cast<int>(c) / kElements & (Group::threads_per_row() - 1)) == Group::thread_in_row();
-  }
-  __device__ __forceinline__ float operator[](int64_t c) const {
-    const int at = static_cast<int>(c);
-    return element<T>(vectors_.select(at / kElements / Group::threads_per_row()), at % kElements);
-  }
+  __device__ __forceinline__ bool owns(int64_t c) const { return coord_.exists && vectors_.owns(static_cast<int>(c)); }
+  __device__ __forceinline__ float operator[](int64_t c) const { return vectors_.element_of(static_cast<int>(c)); }
   __device__ __forceinline__ const RowCoord& coord() const { return coord_; }
   __device__ __forceinline__ bool is_leader() const { return coord_.exists && Group::thread_in_row() == 0; }
   __device__ __forceinline__ float count_nan() const {
     return sum<3>([](int, float x) { return x != x ? 1.0f : 0.0f; });
   }
-  __device__ __forceinline__ bool any_sharing_barrier(bool reason) const { return reason; }
+  __device__ __forceinline__ bool any_sharing_barrier(bool reason) const {
+    return kLanesPerRow < kWarpSize ? __any_sync(~0u, reason) : reason;
+  }
 
  private:
-  __device__ __forceinline__ static int first_class_of(int i) {
-    return (Group::thread_in_row() + i * Group::threads_per_row()) * kElements;
+  __device__ __forceinline__ static float max_of_vector(const uint4& v) {
+    if constexpr (kElements == kPerVector<T>) {
+      return max_of<T>(v);
+    } else {
+      float x[kPerVector<T>], max = -INFINITY;
+      unpack<T>(v, x);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) max = fmaxf(max, x[e]);
+      return max;
+    }
   }
   template <class F>
   __device__ __forceinline__ float sum_of(const F& weight) const {
     float sum = 0;
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < kVectors; ++i) {
-      float x[kElements], part = 0;
+      if (!vectors_.has(i)) continue;
+      float x[kPerVector<T>], part = 0;
       unpack<T>(vectors_[i], x);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) part += weight(x[e]);
@@ -201,31 +245,43 @@ class OnChipRow {
     }
     return sum;
   }
-  // Calls f(first class, elements, the other row's elements) for each of this thread's vectors.
+  // Calls f(classes, elements, the other row's elements) for each of this thread's vectors.
   template <class F>
   __device__ __forceinline__ void for_each_vector(const OnChipRow& other, const F& f) const {
 #pragma unroll Vectors::kUnroll
-    for (int i = 0; i < kVectors; ++i) visit_vector(i, other, f);
+    for (int i = 0; i < kVectors; ++i)
+      if (vectors_.has(i)) visit_vector(i, other, f);
   }
-  // Writes what f(first class, elements, the other row's elements, z) puts into z.
+  // Writes what f(classes, elements, the other row's elements, z) puts into z.
   template <class Result, class F>
   __device__ __forceinline__ void write_vectors(const OnChipRow& other, const MutableView3& view, const F& f) const {
-    Result* result = row_of<Result>(view, coord_).data;
+    const auto write = vectors_.template writer<Result>(view, coord_, classes_);
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < kVectors; ++i) {
+      if (!vectors_.has(i)) continue;
       float z[kElements] = {};
-      visit_vector(i, other, [&](int c, const float (&x)[kElements], const float (&y)[kElements]) { f(c, x, y, z); });
-      store_vector<kLanesPerRow == kWarpSize>(result, first_class_of(i), classes_, z);
+      visit_vector(i, other, [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements]) { f(c, x, y, z); });
+      write(vectors_.classes_of(i), i, z);
     }
   }
   template <class F>
   __device__ __forceinline__ void visit_vector(int i, const OnChipRow& other, const F& f) const {
-    const int c = first_class_of(i);
-    if (c < classes_) {
+    const auto c = vectors_.classes_of(i);
+    if (c(0) < classes_) {
       float x[kElements], y[kElements];
-      unpack<T>(vectors_.reload(i, sum_), x);
-      unpack<T>(other.vectors_[i], y);
+      unpack_part(vectors_.reload(i, sum_), x);
+      unpack_part(other.vectors_[i], y);
       f(c, x, y);
+    }
+  }
+  __device__ __forceinline__ static void unpack_part(const uint4& v, float (&x)[kElements]) {
+    if constexpr (kElements == kPerVector<T>) {
+      unpack<T>(v, x);
+    } else {
+      float all[kPerVector<T>];
+      unpack<T>(v, all);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) x[e] = all[e];
     }
   }
 
@@ -240,35 +296,33 @@ using RegisterRow = OnChipRow<RegisterVectors<Group, kVectors, T>, T>;
 
 // ---- which row group
 
-// The longest rows in registers, in vectors of all tensors that the operator reads. An operator that writes results as long as
-// its row gets shorter ones: beyond this length shared memory is faster, because more copies to it can be in flight than there
-// are registers to load into.
+// The longest rows in registers, in vectors. An operator that writes results as long as its row gets shorter ones: beyond this
+// length shared memory is faster, because more copies to it can be in flight than there are registers to load into.
 constexpr int64_t kMaxRegisterVectorsReadOnly = 2048, kMaxRegisterVectorsReadWrite = 512;
 
-// Calls f.operator()<Group, vectors per thread and tensor>() with the row group for rows of `vectors` vectors in each of
-// kTensors tensors; false if the row is longer than kMost. The length alone decides, so that a row's result does not depend on
-// how many rows there are.
-template <int kTensors, int64_t kMost, class F>
+// Calls f.operator()<Group, vectors per thread>() with the row group for rows of `vectors` vectors; false if the row is longer
+// than kMost. The length alone decides, so that a row's result does not depend on how many rows there are. Rows of up to 256
+// vectors are in blocks (block_row.cuh), unless the operator only reads them.
+template <int64_t kMost, class F>
 bool visit_register_group(int64_t vectors, const F& f) {
-  const int64_t all = vectors * kTensors;
-  if (all > kMost) return false;
-  if (all <= 16)
-    f.template operator()<RegisterRowGroup<8, 128>, 2 / kTensors>();
-  else if (all <= 32)
-    f.template operator()<RegisterRowGroup<8, 128>, 4 / kTensors>();
-  else if (all <= 64)
-    f.template operator()<RegisterRowGroup<16, 128>, 4 / kTensors>();
-  else if (all <= 128)
-    f.template operator()<RegisterRowGroup<32, 128>, 4 / kTensors>();
-  else if (all <= 256)
-    f.template operator()<RegisterRowGroup<64, 64>, 4 / kTensors>();
-  else if (all <= kMaxRegisterVectorsReadWrite)
-    f.template operator()<RegisterRowGroup<128, 128>, 4 / kTensors>();
+  if (vectors > kMost) return false;
+  if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
+    if (vectors <= 128) {
+      f.template operator()<RegisterRowGroup<32, 128>, 4>();
+      return true;
+    }
+    if (vectors <= 256) {
+      f.template operator()<RegisterRowGroup<64, 64>, 4>();
+      return true;
+    }
+  }
+  if (vectors <= kMaxRegisterVectorsReadWrite)
+    f.template operator()<RegisterRowGroup<128, 128>, 4>();
   else if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
-    if (all <= 1024)
-      f.template operator()<RegisterRowGroup<256, 256>, 4 / kTensors>();
+    if (vectors <= 1024)
+      f.template operator()<RegisterRowGroup<256, 256>, 4>();
     else
-      f.template operator()<RegisterRowGroup<512, 512>, 4 / kTensors>();
+      f.template operator()<RegisterRowGroup<512, 512>, 4>();
   }
   return true;
 }

@@ -6,6 +6,8 @@
 //
 //   kind           file               where the row stays              chosen for
 //   StridedRow     strided_row.cuh    global memory, read twice        rows whose classes are not contiguous
+//   block row      block_row.cuh      shared memory, beside others     up to 256 vectors (4 KiB); up to 64 if the operator only
+//                                                                      reduces rows of whole vectors
 //   RegisterRow    register_row.cuh   registers                        up to 512 vectors; 2048 if the operator only reduces
 //   SharedRow      shared_row.cuh     shared memory of a CTA, or of    longer, as far as the largest cluster's shared memory
 //                                     the CTAs of a cluster            reaches, if results are as long as the row
@@ -207,27 +209,19 @@ class Compensation {
   float error_ = 0;
 };
 
-// ---- merging the lanes of a warp, or of an aligned part of a warp
-
-template <int kLanes>
-__device__ __forceinline__ unsigned lanes_mask() {
-  if constexpr (kLanes == kWarpSize)
-    return ~0u;
-  else
-    return ((1u << kLanes) - 1) << (threadIdx.x % kWarpSize / kLanes * kLanes);
-}
+// ---- merging the lanes of a warp, or of an aligned part of a warp; all lanes of the warp call these together
 
 // Butterfly reductions. They give every lane the same bits, because a maximum is exact and a sum of two commutes.
 template <int kLanes>
 __device__ __forceinline__ float lanes_max(float x) {
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(lanes_mask<kLanes>(), x, step));
+  for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
   return x;
 }
 template <int kLanes>
 __device__ __forceinline__ float lanes_sum(float x) {
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(lanes_mask<kLanes>(), x, step);
+  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
 }
 
@@ -246,15 +240,14 @@ template <int kLanes>
 __device__ __forceinline__ TwoFloats merge_lanes(TwoFloats sum) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2)
-    sum.add(__shfl_xor_sync(lanes_mask<kLanes>(), sum.high, step), __shfl_xor_sync(lanes_mask<kLanes>(), sum.low, step));
+    sum.add(__shfl_xor_sync(~0u, sum.high, step), __shfl_xor_sync(~0u, sum.low, step));
   return sum;
 }
 template <int kLanes>
 __device__ __forceinline__ WeightedMean merge_lanes(WeightedMean mean) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2)
-    mean.merge(
-        {__shfl_xor_sync(lanes_mask<kLanes>(), mean.product, step), __shfl_xor_sync(lanes_mask<kLanes>(), mean.weight, step)});
+    mean.merge({__shfl_xor_sync(~0u, mean.product, step), __shfl_xor_sync(~0u, mean.weight, step)});
   return mean;
 }
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../../hw/cp_async.cuh"
-#include "register_row.cuh"
+#include "staged_vectors.cuh"
 
 namespace flash_online::cuda {
 
@@ -109,8 +109,21 @@ class SharedVectors {
     cp_async_commit();
     cp_async_wait();
   }
+  __device__ __forceinline__ static constexpr bool has(int) { return true; }
   __device__ __forceinline__ uint4 operator[](int i) const { return *slot(i); }
-  __device__ __forceinline__ uint4 select(int i) const { return *slot(i); }
+  __device__ __forceinline__ NeighborClasses<kElements> classes_of(int i) const {
+    return {(Group::thread_in_row() + i * Group::threads_per_row()) * kElements};
+  }
+  __device__ __forceinline__ bool owns(int c) const {
+    return (c / kElements & (Group::threads_per_row() - 1)) == Group::thread_in_row();
+  }
+  __device__ __forceinline__ float element_of(int c) const {
+    return element<T>(*slot(c / kElements / Group::threads_per_row()), c % kElements);
+  }
+  template <class Result>
+  __device__ __forceinline__ auto writer(const MutableView3& view, const RowCoord& coord, int classes) const {
+    return RowWriter<Result, kElements, true>{row_of<Result>(view, coord).data, classes};
+  }
   __device__ __forceinline__ uint4 reload(int i, float) const { return *slot(i); }
   template <int kSlot, class State>
   __device__ __forceinline__ State merge_warps(State state) const {
@@ -149,11 +162,161 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
   Op::template run<R>(problem, reader);
 }
 
+// ---- rows that are not a whole number of vectors
+
+// Where a thread's part of such a row is (see StagedVectors): segment i of a CTA has kThreads vectors, and the CTAs of a
+// cluster take segments in turn.
+template <class Group_, int kTensors>
+struct SharedSegments {
+  using Group = Group_;
+  static constexpr int kThreads = Group::kThreads, kVectors = Group::kVectorsPerThread / kTensors, kWords = 4, kUnroll = 4;
+  static constexpr int kSegmentWords = kThreads * kWords;
+  static constexpr int kPitch = 4 * kSegmentWords + 2 * kVectorBytes;  // a segment may begin late, and end as late
+  static constexpr bool kStagesOtherSizes = false;
+  uint64_t* full;
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static int first_word(int i) {
+    return (i * Group::ctas_per_row() + Group::cta_in_row()) * kSegmentWords;
+  }
+  __device__ __forceinline__ static int offset(int i) { return i * kPitch; }
+  __device__ __forceinline__ static int offset_of(int word) {
+    return offset(word / kSegmentWords / Group::ctas_per_row()) + word % kSegmentWords * 4;
+  }
+  __device__ __forceinline__ static bool has(int word) {
+    return word / kSegmentWords % Group::ctas_per_row() == Group::cta_in_row();
+  }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kHasBulkCopy) cuda::wait(full, 0);
+  }
+  template <int kSlot, class State>
+  __device__ __forceinline__ static State merge_warps(State state) {
+    return Group::template merge_warps<kSlot>(state);
+  }
+  // Segment i of a row at `row`, which begins in shared memory at `shared`; without bytes beyond the row's end.
+  template <class T>
+  __device__ __forceinline__ static Run<T> segment(T* row, char* shared, int classes, int i) {
+    const int first = first_word(i) * 4, left = classes * static_cast<int>(sizeof(T)) - first;
+    return {row + first / static_cast<int>(sizeof(T)), shared + offset(i),
+            static_cast<unsigned>(left < 0                   ? 0
+                                  : left < 4 * kSegmentWords ? left
+                                                             : 4 * kSegmentWords)};
+  }
+};
+
+template <class Op, class Group, class T, Deal kDeal>
+struct StagedRowReader {
+  using Element = T;
+  using Segments = SharedSegments<Group, Op::kTensors>;
+  static constexpr bool kSplit = false;
+  const RowProblem& problem;
+  RowCoord coord;
+  char* shared;
+  uint64_t* full;
+  bool results_here;
+
+  template <int kTensor = 0>
+  __device__ __forceinline__ const T* row() const {
+    return row_of<const T>(Op::tensor(problem, kTensor), coord).data;
+  }
+  // Where tensor kTensor's row begins in shared memory.
+  template <int kTensor = 0>
+  __device__ __forceinline__ char* staged() const {
+    return shared + kTensor * Segments::kVectors * Segments::kPitch + misalignment(row<kTensor>());
+  }
+  template <int kTensor = 0>
+  __device__ __forceinline__ auto read(const ConstView3&) const {
+    using Vectors = StagedVectors<Segments, T, kDeal, false>;
+    const int classes = static_cast<int>(problem.classes);
+    if constexpr (kTensor + 1 == Op::kTensors) Group::wait_for_cluster();
+    const MutableView3* const of_result = results_here ? &Op::result(problem) : nullptr;
+    return OnChipRow<Vectors, T>(coord, classes, Vectors({full}, staged<kTensor>(), classes, classes, of_result, staged<0>()));
+  }
+  template <int kTensor, class F>
+  __device__ __forceinline__ void for_each_segment(const F& f) const {
+    for (int i = 0; i < Segments::kVectors; ++i) {
+      const Run<const T> run = Segments::segment(row<kTensor>(), staged<kTensor>(), static_cast<int>(problem.classes), i);
+      if (run.bytes != 0) f(run);
+    }
+  }
+  // The first thread starts the copies of all tensors, or all threads copy.
+  __device__ __forceinline__ void load() const {
+    if constexpr (kHasBulkCopy) {
+      if (threadIdx.x != 0) return;
+      mbarrier_init(full, 1);
+      fence_barrier_init();
+      unsigned bytes = 0;
+      const auto start = [&](const Run<const T>& run) { bytes += run.load(full); };
+      for_each_segment<0>(start);
+      if constexpr (Op::kTensors == 2) for_each_segment<1>(start);
+      arrive_expect_tx(full, bytes);
+    } else {
+      const auto copy = [&](const Run<const T>& run) { run.load_by_threads(threadIdx.x, Group::kThreads); };
+      for_each_segment<0>(copy);
+      if constexpr (Op::kTensors == 2) for_each_segment<1>(copy);
+      cp_async_commit();
+      cp_async_wait();
+    }
+  }
+};
+
+template <class Op, class Group, class T, class R, Deal kDeal>
+__global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
+    staged_kernel(const __grid_constant__ RowProblem problem) {
+  using Segments = SharedSegments<Group, Op::kTensors>;
+  extern __shared__ __align__(128) uint4 all_shared[];
+  __shared__ uint64_t full;
+  Group::init_mailboxes();
+  const RowCoord coord = row_coord(problem, blockIdx.x / Group::ctas_per_row());
+  R* const result = row_of<R>(Op::result(problem), coord).data;
+  StagedRowReader<Op, Group, T, kDeal> reader{problem, coord, reinterpret_cast<char*>(all_shared), &full, false};
+  reader.results_here = sizeof(R) == sizeof(T) && misalignment(result) == misalignment(reader.row());
+  reader.load();
+  __syncthreads();
+  Op::template run<R>(problem, reader);
+  if (!reader.results_here) return;
+  if constexpr (kHasBulkCopy) fence_async_proxy();
+  __syncthreads();
+  const auto segment = [&](int i) { return Segments::segment(result, reader.staged(), static_cast<int>(problem.classes), i); };
+  if constexpr (kHasBulkCopy) {
+    if (threadIdx.x < Segments::kVectors) {
+      segment(threadIdx.x).store();
+      tma_store_commit();
+      tma_store_wait_read();
+    }
+  } else {
+    for (int i = 0; i < Segments::kVectors; ++i) segment(i).template store_by_threads<false>(threadIdx.x, Group::kThreads);
+  }
+}
+
+// Whether words of a tensor's rows may lie off a multiple of 4 bytes.
+template <class T>
+bool has_odd_words(const RowProblem& problem, const ConstView3& view) {
+  return (reinterpret_cast<uintptr_t>(view.data) |
+          (problem.outer > 1 ? static_cast<uintptr_t>(view.stride[0]) * sizeof(T) : 0) |
+          (problem.inner > 1 ? static_cast<uintptr_t>(view.stride[2]) * sizeof(T) : 0)) %
+             4 !=
+         0;
+}
+
 // Queues one CTA, or one cluster of `cluster` CTAs, per row.
 template <class Op, class Group, class T, class R>
 void launch_shared_rows(const RowProblem& problem, int cluster, cudaStream_t stream) {
-  static PersistentKernel kernel(shared_kernel<Op, Group, T, R>, Group::kThreads, Group::kSharedBytes);
-  kernel.launch(problem, problem.outer * problem.inner, cluster, 1, stream);
+  const int64_t rows = problem.outer * problem.inner;
+  if (is_dealt_by_vectors<T>(problem.classes)) {
+    static PersistentKernel kernel(shared_kernel<Op, Group, T, R>, Group::kThreads, Group::kSharedBytes);
+    return kernel.launch(problem, rows, cluster, 1, stream);
+  }
+  constexpr unsigned kBytes = Group::kVectorsPerThread * SharedSegments<Group, 1>::kPitch;
+  if constexpr (sizeof(T) == 2) {
+    bool odd_words = false;
+    for (int i = 0; i < Op::kTensors; ++i) odd_words |= has_odd_words<T>(problem, Op::tensor(problem, i));
+    if (odd_words) {
+      static PersistentKernel kernel(staged_kernel<Op, Group, T, R, Deal::kOddWords>, Group::kThreads, kBytes);
+      return kernel.launch(problem, rows, cluster, 1, stream);
+    }
+  }
+  static PersistentKernel kernel(staged_kernel<Op, Group, T, R, Deal::kWords>, Group::kThreads, kBytes);
+  kernel.launch(problem, rows, cluster, 1, stream);
 }
 
 // ---- which row group
@@ -180,10 +343,10 @@ inline int64_t max_on_chip_vectors(bool reduces) {
 }
 
 // Calls f.operator()<Group>(CTAs per row) with the row group for rows of `vectors` vectors, of all tensors; does nothing if the
-// row belongs into registers or is too long. The length alone decides, as in visit_register_group.
+// row is too long. The length alone decides, as in visit_register_group.
 template <class F>
 void visit_shared_group(int64_t vectors, const F& f) {
-  if (vectors <= kMaxRegisterVectorsReadWrite || vectors > max_on_chip_vectors(false)) return;
+  if (vectors > max_on_chip_vectors(false)) return;
   if (vectors <= SmallCta::kVectorsPerCta) return f.template operator()<SmallCta>(1);
   if (vectors <= MediumCta::kVectorsPerCta) return f.template operator()<MediumCta>(1);
   const int max_cluster = largest_cluster();

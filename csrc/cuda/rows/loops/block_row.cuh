@@ -1,0 +1,345 @@
+// Short contiguous rows, a block of them per CTA, whose warps' lanes share the rows. The block passes through shared memory
+// (staged_vectors.cuh): rows that lie one after another in memory are one run of bytes, a single bulk copy in and another out.
+// Rows that do not are a run each.
+#pragma once
+
+#include "../../hw/pdl.cuh"
+#include "staged_vectors.cuh"
+
+namespace flash_online::cuda {
+
+// kLanes lanes of a warp share a row. A lane has up to kVectors vectors of kWords words.
+template <int kLanes, int kVectors_, int kWords_ = 4>
+struct BlockRowGroup {
+  static constexpr int kThreads = 128, kWarps = kThreads / kWarpSize, kCtasPerSm = 8;
+  static constexpr int kLanesPerRow = kLanes, kVectors = kVectors_, kWords = kWords_;
+  static constexpr int kRowsPerWarp = kWarpSize / kLanes, kRows = kWarps * kRowsPerWarp;  // at a time
+  __device__ __forceinline__ static int thread_in_row() { return threadIdx.x % kLanes; }
+};
+
+// Where a lane's part of a row is (see StagedVectors).
+template <class Group_>
+struct BlockSegments {
+  using Group = Group_;
+  static constexpr int kThreads = Group::kLanesPerRow, kVectors = Group::kVectors, kWords = Group::kWords, kUnroll = kVectors;
+  static constexpr bool kStagesOtherSizes = true;
+  __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
+  __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
+  __device__ __forceinline__ static constexpr int offset(int i) { return first_word(i) * 4; }
+  __device__ __forceinline__ static int offset_of(int word) { return word * 4; }
+  __device__ __forceinline__ static constexpr bool has(int) { return true; }
+  __device__ __forceinline__ static void wait() {}
+  template <int kSlot, class State>
+  __device__ __forceinline__ static State merge_warps(State state) {
+    return state;
+  }
+};
+
+// ---- where a block's rows are
+
+// One tensor's rows of a block in shared memory.
+struct BlockTensor {
+  bool adjacent;  // one after another, as in global memory; else each row begins at a multiple of 16 bytes
+  bool shifted;  // unlike in global memory, the first row begins at a multiple of 16 bytes, or each one if not adjacent
+  unsigned offset, pitch;  // of the first row, and from row to row, in bytes
+};
+
+// The rows that are computed at a time: row `of_lane` * (lane / lanes per row) + `of_warp` * warp + `of_step` * step. The lanes
+// of a warp would meet in the same banks if neighbouring rows began in neighbouring ones, as rows of 127 16-bit classes do:
+// those rows are taken from all over the block instead. No two warps have elements in one word: a warp takes rows by the pair.
+struct BlockOrder {
+  int of_lane, of_warp, of_step;
+};
+
+constexpr int kMaxBlockTensors = 2;
+
+struct BlockProblem {
+  RowProblem problem;
+  int rows_per_block;
+  BlockOrder order;
+  unsigned shared_bytes;
+  bool odd_words;  // rows may begin off a multiple of 4 bytes
+  BlockTensor input[kMaxBlockTensors], result;  // the result may be in the place of input[0]
+};
+
+// Rows [first, first + count) of a tensor, in shared memory at `shared`.
+template <class T>
+struct BlockRows {
+  const RowProblem& problem;
+  const View3<std::conditional_t<std::is_const_v<T>, const void*, void*>>& view;
+  const BlockTensor& tensor;
+  char* shared;
+  int64_t first;
+  int count;
+
+  // Calls f(Run) for the runs number `begin`, begin + step, ...
+  template <class F>
+  __device__ __forceinline__ void for_each_run(int begin, int step, const F& f) const {
+    const unsigned row_bytes = static_cast<unsigned>(problem.classes) * sizeof(T);
+    const int runs = tensor.adjacent ? 1 : count;
+#pragma unroll 1
+    for (int run = begin; run < runs; run += step)
+      f(Run<T>{row_of<T>(view, row_coord(problem, first + run)).data, shared + tensor.offset + run * tensor.pitch,
+               tensor.adjacent ? count * row_bytes : row_bytes});
+  }
+  // The same for the runs of one of the teams that kThreads threads form: calls f(Run, thread of the team, threads).
+  template <int kThreads, class F>
+  __device__ __forceinline__ void for_each_run_of_team(const F& f) const {
+    constexpr int kTeam = 8;
+    const int team = tensor.adjacent ? kThreads : kTeam, thread = static_cast<int>(threadIdx.x);
+    for_each_run(thread / team, kThreads / team, [&](const Run<T>& run) { f(run, thread % team, team); });
+  }
+};
+
+// The copies of a block. Not inlined: they are the same for all operators and lengths, and long.
+
+// What the first warp starts of the copies to shared memory: each lane returns the bytes that it has started.
+template <class T>
+__device__ __noinline__ unsigned load_block(const BlockRows<const T> rows, uint64_t* barrier) {
+  unsigned all = 0;
+  if constexpr (kHasBulkCopy)
+    rows.for_each_run(threadIdx.x, kWarpSize, [&](const Run<const T>& run) { all += run.load(barrier); });
+  return all;
+}
+// What all threads copy to shared memory.
+template <class T, int kThreads>
+__device__ __noinline__ void load_block_by_threads(const BlockRows<const T> rows) {
+  if (rows.tensor.shifted)
+    rows.template for_each_run_of_team<kThreads>([](const auto& run, int i, int team) { run.load_shifted(i, team); });
+  else
+    rows.template for_each_run_of_team<kThreads>([](const auto& run, int i, int team) { run.load_by_threads(i, team); });
+}
+// All threads call this after a barrier.
+template <class T, int kThreads>
+__device__ __noinline__ void store_block(const BlockRows<T> rows) {
+  if (rows.tensor.shifted) {
+    rows.template for_each_run_of_team<kThreads>(
+        [](const auto& run, int i, int team) { run.template store_by_threads<true>(i, team); });
+  } else if constexpr (!kHasBulkCopy) {
+    rows.template for_each_run_of_team<kThreads>(
+        [](const auto& run, int i, int team) { run.template store_by_threads<false>(i, team); });
+  } else if (threadIdx.x < kWarpSize) {
+    rows.for_each_run(threadIdx.x, kWarpSize, [](const Run<T>& run) { run.store(); });
+    tma_store_commit();
+    tma_store_wait_read();
+  }
+}
+
+// ---- the kernel
+
+// How many vectors of all its tensors a lane keeps in registers at most. Gradients of float32 rows sum in double, which leaves
+// fewer registers.
+template <class T>
+constexpr int kMaxHeldVectors = sizeof(T) == sizeof(float) ? 4 : 8;
+
+// What an operator gets its rows from (dispatch.cuh).
+template <class Op, class Group, class T, class R, Deal kDeal>
+struct BlockRowReader {
+  using Element = T;
+  static constexpr bool kSplit = false;
+  static constexpr bool kHeld = Group::kVectors <= 4 && Group::kVectors * Op::kTensors <= kMaxHeldVectors<T>;
+  const BlockProblem& block;
+  char* shared;
+  int row;  // of the block
+  RowCoord coord;
+  template <int kTensor = 0>
+  __device__ __forceinline__ auto read(const ConstView3&) const {
+    using Vectors = StagedVectors<BlockSegments<Group>, T, kDeal, kHeld>;
+    const int longest = static_cast<int>(block.problem.classes), classes = coord.exists ? longest : 0;
+    const MutableView3* of_result = nullptr;
+    char* result = nullptr;
+    if constexpr (!Op::kReduces) {
+      of_result = &Op::result(block.problem);
+      result = row_in(block.result);
+    }
+    return OnChipRow<Vectors, T>(coord, classes,
+                                 Vectors({}, row_in(block.input[kTensor]), classes, longest, of_result, result));
+  }
+
+ private:
+  __device__ __forceinline__ char* row_in(const BlockTensor& tensor) const {
+    return shared + tensor.offset + row * tensor.pitch;
+  }
+};
+
+template <class Op, class Group, class T, class R, Deal kDeal>
+__global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kernel(const __grid_constant__ BlockProblem block) {
+  extern __shared__ __align__(128) uint4 all_shared[];
+  __shared__ uint64_t full;
+  if constexpr (Op::kReduces) launch_dependents();  // reduce_losses may follow
+  const RowProblem& problem = block.problem;
+  char* const shared = reinterpret_cast<char*>(all_shared);
+  const int64_t first = int64_t{blockIdx.x} * block.rows_per_block, left = problem.outer * problem.inner - first;
+  const int rows = left < block.rows_per_block ? static_cast<int>(left) : block.rows_per_block;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const auto inputs = [&](int i) {
+    return BlockRows<const T>{problem, Op::tensor(problem, i), block.input[i], shared, first, rows};
+  };
+  if constexpr (kHasBulkCopy) {
+    if (warp == 0) {
+      if (lane == 0) {
+        mbarrier_init(&full, kWarpSize);
+        fence_barrier_init();
+      }
+      __syncwarp();
+      unsigned bytes = 0;
+#pragma unroll
+      for (int i = 0; i < Op::kTensors; ++i)
+        if (!block.input[i].shifted) bytes += load_block<T>(inputs(i), &full);
+      arrive_expect_tx(&full, bytes);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Op::kTensors; ++i)
+    if (!kHasBulkCopy || block.input[i].shifted) load_block_by_threads<T, Group::kThreads>(inputs(i));
+  cp_async_commit();
+  cp_async_wait();
+  __syncthreads();
+  if constexpr (kHasBulkCopy) wait(&full, 0);
+  const int begin = block.order.of_lane * (lane / Group::kLanesPerRow) + block.order.of_warp * warp;
+  const int steps = block.rows_per_block / Group::kRows;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int row = begin + block.order.of_step * step;
+    RowCoord coord = row_coord(problem, first + row);
+    coord.exists = row < rows;
+    if (!__any_sync(~0u, coord.exists)) break;
+    Op::template run<R>(problem, BlockRowReader<Op, Group, T, R, kDeal>{block, shared, row, coord});
+    __syncwarp();
+  }
+  if constexpr (!Op::kReduces) {
+    if constexpr (kHasBulkCopy) fence_async_proxy();
+    __syncthreads();
+    store_block<R, Group::kThreads>(BlockRows<R>{problem, Op::result(problem), block.result, shared, first, rows});
+  }
+}
+
+// ---- launches
+
+// Bytes of a tensor's rows per block, and rows per thread, at most (but a warp has a row in any case).
+constexpr int64_t kBlockBytes = 20 << 10, kMostRowsPerThread = 16;
+
+// Calls f.operator()<Group>() with the group for rows of so many bytes; does nothing if they are too long.
+template <class F>
+void visit_block_group(int64_t row_bytes, const F& f) {
+  const int64_t vectors = ceil_div(row_bytes, int64_t{kVectorBytes});
+  if (row_bytes <= 4) return f.template operator()<BlockRowGroup<1, 1, 1>>();
+  if (row_bytes <= 8) return f.template operator()<BlockRowGroup<1, 1, 2>>();
+  if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4>>();
+  if (vectors <= 8) return f.template operator()<BlockRowGroup<2, 4>>();
+  if (vectors <= 16) return f.template operator()<BlockRowGroup<4, 4>>();
+  if (vectors <= 32) return f.template operator()<BlockRowGroup<8, 4>>();
+  if (vectors <= 64) return f.template operator()<BlockRowGroup<16, 4>>();
+  if (vectors <= 128) return f.template operator()<BlockRowGroup<32, 4>>();
+  if (vectors <= 256) return f.template operator()<BlockRowGroup<32, 8>>();
+}
+
+// Where a tensor's rows are in a block, beginning at `end`; adds the bytes that they take to `end`.
+template <class T, class Pointer>
+BlockTensor block_tensor(BlockProblem& block, const View3<Pointer>& view, bool by_vectors, unsigned& end) {
+  const RowProblem& problem = block.problem;
+  const int64_t row_bytes = problem.classes * static_cast<int64_t>(sizeof(T));
+  const auto bits = [](auto x) { return static_cast<uintptr_t>(x); };
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(view.data);
+  BlockTensor tensor{};
+  tensor.adjacent = (problem.outer == 1 || view.stride[0] == problem.inner * problem.classes) &&
+                    (problem.inner == 1 || view.stride[2] == problem.classes);
+  uintptr_t steps = begin;
+  if (problem.outer > 1) steps |= bits(view.stride[0]) * sizeof(T);
+  if (problem.inner > 1) steps |= bits(view.stride[2]) * sizeof(T);
+  tensor.shifted = (by_vectors || !tensor.adjacent) && steps % kVectorBytes != 0;
+  constexpr int64_t kSpareBytes = 2 * kVectorBytes;  // the first row may begin late, and a row is read to the end of a vector
+  tensor.pitch = static_cast<unsigned>(tensor.adjacent ? row_bytes : round_up(row_bytes, int64_t{kVectorBytes}));
+  tensor.offset = end + (tensor.adjacent && !tensor.shifted ? begin % kVectorBytes : 0);
+  end += static_cast<unsigned>(round_up(block.rows_per_block * tensor.pitch + kSpareBytes, int64_t{128}));
+  if (tensor.adjacent && (tensor.offset | tensor.pitch) % 4 != 0) block.odd_words |= sizeof(T) == 2;
+  return tensor;
+}
+
+template <class Op, class T, class R>
+BlockProblem block_problem(const RowProblem& problem, int64_t rows) {
+  BlockProblem block{};
+  block.problem = problem;
+  block.rows_per_block = static_cast<int>(rows);
+  for (int i = 0; i < Op::kTensors; ++i)
+    block.input[i] =
+        block_tensor<T>(block, Op::tensor(problem, i), is_dealt_by_vectors<T>(problem.classes), block.shared_bytes);
+  if constexpr (!Op::kReduces) {
+    const BlockTensor& input = block.input[0];
+    unsigned end = 0;
+    block.result = block_tensor<R>(block, Op::result(problem), is_dealt_by_vectors<R>(problem.classes), end);
+    // In the place of the first tensor's, if they lie alike.
+    if (sizeof(R) == sizeof(T) && input.pitch == block.result.pitch && input.offset == block.result.offset) return block;
+    block.result.offset += block.shared_bytes;
+    block.shared_bytes += end;
+  }
+  return block;
+}
+
+// Rows per block: a multiple of `step`. Few rows are spread over the device.
+inline int64_t rows_per_block(int64_t rows, int64_t row_bytes, int64_t step, int64_t most) {
+  constexpr int64_t kBlocksPerSm = 4;
+  const int64_t fitting = std::min(kBlockBytes / row_bytes, most);
+  const int64_t wanted = std::min(fitting, ceil_div(rows, kBlocksPerSm * sm_count()));
+  return std::max(wanted / step * step, step);
+}
+
+// How many lanes of a warp have words in one bank, at most, if `lanes` lanes share a row and rows begin `bytes` apart.
+inline int bank_conflicts(int64_t bytes, int lanes) {
+  int in_bank[kWarpSize] = {}, most = 0;
+  for (int lane = 0; lane < kWarpSize; ++lane)
+    most = std::max(most, ++in_bank[(lane / lanes * bytes / 4 + lane % lanes) % kWarpSize]);
+  return most;
+}
+
+// Chooses the order of a block's rows, for which it may get fewer of them, but at least half as many.
+template <class Group>
+BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
+  constexpr int kNone = 2;  // lanes per bank that cost nothing to speak of
+  BlockOrder order{1, static_cast<int>(rows) / Group::kWarps, Group::kRowsPerWarp};
+  if constexpr (Group::kRowsPerWarp > 1) {
+    constexpr int64_t kPairs = 2 * Group::kRows;  // a pair of rows for every lane that has rows of its own
+    int least = row_bytes % kVectorBytes == 0 ? kNone : bank_conflicts(row_bytes, Group::kLanesPerRow);
+    const int64_t most = rows;
+    for (int64_t fewer = most / kPairs * kPairs; least > kNone && fewer > 0 && 2 * fewer >= most; fewer -= kPairs) {
+      const int apart = static_cast<int>(fewer) / Group::kRowsPerWarp;
+      const int conflicts = bank_conflicts(apart * row_bytes, Group::kLanesPerRow);
+      if (conflicts < least) least = conflicts, rows = fewer, order = {apart, apart / Group::kWarps, 1};
+    }
+  }
+  return order;
+}
+
+// The kernel for short rows; false if they are too long.
+template <class Op, class T, class R>
+bool launch_block(const RowProblem& problem, cudaStream_t stream) {
+  const int64_t row_bytes = problem.classes * static_cast<int64_t>(sizeof(T)), rows = problem.outer * problem.inner;
+  if (row_bytes == 0) return false;
+  bool launched = false;
+  visit_block_group(row_bytes, [&]<class Group>() {
+    // Where a warp reads a row of whole vectors and writes one number, registers are faster: it waits for less.
+    constexpr bool kInRegisters = Op::kReduces && Group::kLanesPerRow == kWarpSize;
+    if (kInRegisters && is_dealt_by_vectors<T>(problem.classes)) return;
+    // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
+    constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
+    int64_t per_block = rows_per_block(rows, row_bytes, kStep, kMostRowsPerThread * Group::kRows);
+    const BlockOrder order = block_order<Group>(row_bytes, per_block);
+    BlockProblem block = block_problem<Op, T, R>(problem, per_block);
+    block.order = order;
+    const auto launch_as = [&]<Deal kDeal>() {
+      launch<block_kernel<Op, Group, T, R, kDeal>>(block, ceil_div(rows, per_block), Group::kThreads,
+                                                   static_cast<int>(block.shared_bytes), stream);
+    };
+    if (is_dealt_by_vectors<T>(problem.classes)) {
+      if constexpr (Group::kWords == 4 && !kInRegisters) launch_as.template operator()<Deal::kVectors>();
+    } else if (sizeof(T) == 2 && (block.odd_words || Op::kRare)) {
+      if constexpr (sizeof(T) == 2) launch_as.template operator()<Deal::kOddWords>();
+    } else {
+      if constexpr (sizeof(T) == 4 || !Op::kRare) launch_as.template operator()<Deal::kWords>();
+    }
+    launched = true;
+  });
+  return launched;
+}
+
+}  // namespace flash_online::cuda

@@ -1,0 +1,133 @@
+"""Rows of any width and at any alignment on CUDA: blocks of short rows, which pass through shared memory, and long rows that
+are no whole number of vectors. A row has the same bits wherever it lies and whatever lies beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from row_oracle import (
+    OPERATORS,
+    compare_logsumexp,
+    compare_loss,
+    compare_softmaxes,
+    forward_and_backward,
+    random_rows,
+    random_targets,
+)
+
+import flash_online
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+# Both sides of every change of the number of lanes, in vectors of 8 or 4 elements, and of registers and shared memory.
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 77, 100, 127, 130, 255, 257, 511, 513, 577, 1000, 1023, 1025]
+WIDTHS += [2047, 2049, 3001, 4095, 4098, 8191, 50257]
+
+
+def gpu(*shape, dtype=torch.float32):
+    return random_rows(*shape, dtype=dtype, device="cuda")
+
+
+def all_results(x, target):
+    """What every operator gives for x, forward and backward: tensors with rows first."""
+    results = []
+    for log in (False, True):
+        y = torch.ops.flash_online.softmax_forward(x, 1, log, x.dtype)
+        grad = torch.ops.flash_online.softmax_backward(y.flip(1).contiguous(), y, 1, log, x.dtype)
+        results += [y, grad]
+    ones = torch.arange(len(x), device="cuda") % 5 - 1.5
+    results += [torch.ops.flash_online.logsumexp_forward(x, 1), torch.ops.flash_online.logsumexp_backward(ones, x, 1)]
+    for smoothing in (0.0, 0.1):
+        results += torch.ops.flash_online.cross_entropy_forward(x, target, None, -100, smoothing)
+        results.append(torch.ops.flash_online.cross_entropy_backward(ones, None, x, target, None, -100, smoothing, False)[0])
+    return results
+
+
+def assert_same_bits(got, expected, what):
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), f"result {i}, {what}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", WIDTHS)
+def test_widths(classes, dtype):
+    x = gpu(3 if classes > 5000 else 211, classes, dtype=dtype)
+    compare_softmaxes(x, 1)
+    compare_logsumexp(x, 1)
+    compare_loss(x, random_targets(x), reduction="none")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", WIDTHS)
+def test_same_bits_wherever_a_row_lies(classes, dtype):
+    """Alone, in a part of the batch, at every offset from a multiple of 16 bytes, and in rows that have gaps between them."""
+    rows = 5 if classes > 5000 else 301
+    x, target = gpu(rows, classes, dtype=dtype), torch.randint(0, classes, (rows,), device="cuda")
+    target[::7] = -100
+    expected = all_results(x, target)
+    for part in (slice(0, 1), slice(1, 4), slice(rows - 2, rows)):
+        assert_same_bits(all_results(x[part].clone(), target[part].clone()), all_results(x[part], target[part]), f"{part}")
+        only = [r[part] for r in all_results(x, target)]
+        # grad_loss follows a row's index, so that only results without it are compared across batches
+        keep = [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12]
+        alone = all_results(x[part].clone(), target[part].clone())
+        assert_same_bits([alone[i] for i in keep], [only[i] for i in keep], f"rows {part} alone")
+    for offset in range(1, 16 // dtype.itemsize):
+        moved = torch.empty(rows * classes + offset, device="cuda", dtype=dtype)[offset:].view(rows, classes).copy_(x)
+        assert_same_bits(all_results(moved, target), expected, f"{offset} elements past a multiple of 16 bytes")
+    for gap in (1, 3, 8):
+        apart = torch.empty(rows, classes + gap, device="cuda", dtype=dtype)[:, :classes].copy_(x)
+        assert_same_bits(all_results(apart, target), expected, f"rows {gap} elements apart")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [1, 2, 3, 7, 77, 128, 577, 1000, 1023, 3001, 8191])
+def test_infinities_and_nan_stay_in_their_rows(classes, dtype):
+    x = gpu(203, classes, dtype=dtype)
+    target = torch.randint(0, classes, (203,), device="cuda")
+    expected = all_results(x, target)
+    touched = torch.zeros(203, dtype=torch.bool)
+    for row, value in ((3, torch.nan), (4, torch.inf), (50, -torch.inf), (101, torch.nan), (202, torch.inf)):
+        x[row, classes // 2] = value
+        touched[row] = True
+    x[77] = -torch.inf
+    x[78, :1] = torch.inf
+    touched[77:79] = True
+    assert_same_bits([r[~touched] for r in all_results(x, target)], [r[~touched] for r in expected], "other rows")
+    y = x.double()
+    for mine, theirs in (
+        (flash_online.softmax(x, 1), torch.softmax(y, 1)),
+        (flash_online.log_softmax(x, 1), torch.log_softmax(y, 1)),
+        (flash_online.logsumexp(x, 1), torch.logsumexp(y, 1)),
+    ):
+        assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.isinf(), theirs.to(mine.dtype).isinf())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("classes", [1, 3, 8, 77, 100, 577, 1000, 3001, 8191])
+def test_float32_results_of_16_bit_rows(classes, dtype):
+    x = gpu(67, classes, dtype=dtype)
+    compare_softmaxes(x, 1, dtype=torch.float32)
+    wide = flash_online.softmax(x, 1, dtype=torch.float32)
+    moved = torch.empty(67 * classes + 1, device="cuda", dtype=dtype)[1:].view(67, classes).copy_(x)
+    assert torch.equal(flash_online.softmax(moved, 1, dtype=torch.float32), wide)
+
+
+@pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("rows, classes", [(1, 3), (7, 77), (0, 77), (0, 1), (4099, 31), (100_003, 3)], ids=str)
+def test_tails(function, rows, classes):
+    """Fewer rows than a block has, none, and a last block that is not full."""
+    x, target = gpu(rows, classes).requires_grad_(), torch.zeros(rows, dtype=torch.int64, device="cuda")
+    whole = forward_and_backward(function, x, target)
+    for tensor in whole:
+        assert not tensor.is_floating_point() or tensor.isfinite().all() or rows == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_layouts(dtype):
+    """Classes that are contiguous in rows that are not: a batch expanded, transposed, or cut out of a larger one."""
+    whole = gpu(9, 12, 80, dtype=dtype)
+    for x in (whole[:, 2:7, 1:78], whole.transpose(0, 1)[1:, :, :77], whole[:1].expand(4, 12, 80)[..., 3:]):
+        compare_softmaxes(x, 2)
+        compare_logsumexp(x, 2)
+        assert torch.equal(flash_online.softmax(x, 2), flash_online.softmax(x.contiguous(), 2))
