@@ -28,7 +28,7 @@ def is_plain(function: str, tensor) -> bool:
         return False
     if tensor.is_cpu:
         return True
-    return tensor.is_cuda and dtype is not _FLOAT64 and _policy.has_cuda_kernel(function, tensor.get_device())
+    return tensor.is_cuda and _policy.has_cuda_kernel(function, tensor.get_device())
 
 
 def are_plain(function: str, tensors: tuple) -> bool:

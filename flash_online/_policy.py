@@ -37,6 +37,7 @@ ON_CUDA = frozenset(
     for name, operator in OPERATORS.items()
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_online::{operator}", "CUDA")
 )
+_NO_FLOAT64_ON_CUDA = frozenset({"kvcache_attention", "cascade_attention", "cache_append"})
 _OLDEST_GPU = 8  # major number of the compute capability
 
 _majors: dict[int, int] = {}  # major number of the compute capability per device index, as far as it was needed
@@ -114,10 +115,8 @@ def refusal(
             if function not in ON_CUDA:
                 return f"no CUDA kernel for {function} in this build"
             return f"{tensor.device} is older than compute capability {_OLDEST_GPU}.0"
-        if tensor.dtype is torch.float64:
+        if tensor.dtype is torch.float64 and function in _NO_FLOAT64_ON_CUDA:
             return "float64 on CUDA"
-        if dtype is torch.float64:
-            return "dtype: float64 on CUDA"
     return None
 
 
@@ -138,7 +137,7 @@ traced_by_jit = torch._C._get_tracing_state  # None where torch.jit.trace is not
 
 
 def has_cuda_kernel(function: str, index: int) -> bool:
-    """Whether our kernels run the function on the CUDA device of this index, in any dtype but float64."""
+    """Whether our kernels run the function on the CUDA device of this index, in all dtypes that it takes there."""
     return function in ON_CUDA and _major(index) >= _OLDEST_GPU
 
 

@@ -27,22 +27,21 @@ def pytest_collection_modifyitems(items):
 def device(request):
     """The device that a test runs on, by our kernels alone: a call that went to torch would pass each comparison with torch.
 
-    Float64 on CUDA goes to torch, so that its cases are skipped there. A test with the marker `forwards` is about such calls:
-    it runs with every dtype and outside of strict().
+    A test with the marker `forwards` is about calls that go to torch: it runs outside of strict().
     """
     if request.node.get_closest_marker("forwards"):
         yield request.param
         return
-    parameters = getattr(request.node, "callspec", None)
-    if request.param == "cuda" and parameters and torch.float64 in parameters.params.values():
-        pytest.skip("no kernel takes float64 on CUDA; test_dispatch.py tests where it goes")
     with flash_online.strict():
         yield request.param
 
 
 @pytest.fixture
-def cache_device(device):
-    """The device of a test, where cached keys have kernels."""
+def cache_device(device, request):
+    """The device of a test, where cached keys have kernels; none takes float64 on CUDA."""
+    parameters = getattr(request.node, "callspec", None)
+    if device == "cuda" and parameters and torch.float64 in parameters.params.values():
+        pytest.skip("no kernel takes float64 on CUDA over cached keys")
     if device == "cuda" and "kvcache_attention" not in _policy.ON_CUDA:
         pytest.skip("this build has no CUDA kernels for cached keys")
     return device

@@ -19,7 +19,7 @@ struct Arguments {
 template <class Device>
 RowProblem prepare(Arguments& arguments) {
   auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
   const ScalarType type = input.scalar_type();
@@ -295,6 +295,9 @@ struct LossOnCuda : RowsOnCuda {
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
     run_checked<RowsOnCuda>(kernels().cross_entropy, reduced.problem, input);
     CudaCall call(input);
+    if (reduced.problem.dtype == DType::kFloat64)
+      return cuda::float64::reduce_losses(reduced.problem, mean, reduced.result.data_ptr(), reduced.divisor.data_ptr(),
+                                          call.stream());
     void* const workspace = call.workspace(cuda::reduce_losses_workspace(reduced.rows()));
     cuda::reduce_losses(reduced.problem, mean, reduced.result.data_ptr(), reduced.divisor.data_ptr(), workspace, call.stream());
   }
@@ -356,7 +359,7 @@ template <class Device>
 InPlaceResults cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
                                                std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
                                                bool target_grad, bool want_forward) {
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   const int64_t rows = input.size(0);
   check(target.dim() >= 1 && target.size(0) == rows, "target: ", rows, " rows are expected, got ", shape_of(target));
@@ -371,12 +374,14 @@ InPlaceResults cross_entropy_backward_in_place(Tensor grad_loss, std::optional<T
 
 // tensor *= factor, on CUDA alone. Its schema is in Python (flash_online/_linear_cross_entropy_ops.py), beside its only caller.
 inline void scale_in_place(Tensor tensor, Tensor factor) {
-  check_floating<RowsOnCuda>(tensor, "tensor");
+  check_floating(tensor, "tensor");
   check(tensor.is_contiguous(), "tensor: must be contiguous");
   check_device(factor, "factor", tensor, "tensor");
-  check(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float, "factor: one float32 number is expected, got shape ",
-        shape_of(factor));
+  check(factor.numel() == 1 && factor.scalar_type() == accumulator_of(tensor.scalar_type()),
+        "factor: one float32 number (float64 for float64) is expected, got shape ", shape_of(factor));
   const CudaCall call(tensor);
+  if (tensor.scalar_type() == ScalarType::Double)
+    return cuda::float64::scale(tensor.data_ptr(), tensor.numel(), factor.data_ptr(), call.stream());
   cuda::scale(dtype_of(tensor), tensor.data_ptr(), tensor.numel(), static_cast<const float*>(factor.data_ptr()), call.stream());
 }
 

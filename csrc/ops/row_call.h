@@ -13,6 +13,7 @@
 
 #include "../core/row_problem.h"
 #include "../cpu/kernels.h"
+#include "../cuda/rows/float64.h"
 #include "../cuda/rows/rows.h"
 #include "cuda_call.h"
 #include "tensor.h"
@@ -142,21 +143,24 @@ struct RowsOnCuda : Cuda {
   struct Kernel {
     void (*run)(const RowProblem&, CUstream_st*);
     int64_t (*workspace)(const RowProblem&);  // in bytes
+    void (*run_float64)(const RowProblem&, CUstream_st*);  // without a workspace
   };
   struct Kernels {
-    Kernel softmax{cuda::softmax, cuda::rows_workspace};
-    Kernel softmax_backward{cuda::softmax_backward, cuda::softmax_backward_workspace};
-    Kernel logsumexp{cuda::logsumexp, cuda::reduce_workspace};
-    Kernel logsumexp_backward{cuda::logsumexp_backward, cuda::rows_workspace};
-    Kernel cross_entropy{cuda::cross_entropy, cuda::reduce_workspace};
-    Kernel cross_entropy_backward{cuda::cross_entropy_backward, cuda::rows_workspace};
-    Kernel topk_softmax{cuda::topk_softmax, cuda::topk_workspace};
-    Kernel topk_softmax_backward{cuda::topk_softmax_backward, cuda::rows_workspace};
+    Kernel softmax{cuda::softmax, cuda::rows_workspace, cuda::float64::softmax};
+    Kernel softmax_backward{cuda::softmax_backward, cuda::softmax_backward_workspace, cuda::float64::softmax_backward};
+    Kernel logsumexp{cuda::logsumexp, cuda::reduce_workspace, cuda::float64::logsumexp};
+    Kernel logsumexp_backward{cuda::logsumexp_backward, cuda::rows_workspace, cuda::float64::logsumexp_backward};
+    Kernel cross_entropy{cuda::cross_entropy, cuda::reduce_workspace, cuda::float64::cross_entropy};
+    Kernel cross_entropy_backward{cuda::cross_entropy_backward, cuda::rows_workspace,
+                                  cuda::float64::cross_entropy_backward};
+    Kernel topk_softmax{cuda::topk_softmax, cuda::topk_workspace, cuda::float64::topk_softmax};
+    Kernel topk_softmax_backward{cuda::topk_softmax_backward, cuda::rows_workspace, cuda::float64::topk_softmax_backward};
   };
   static constexpr Kernels kernels() { return {}; }
 
   static void run(const Kernel& kernel, RowProblem problem, const Tensor& like) {
     CudaCall call(like);
+    if (problem.dtype == DType::kFloat64) return kernel.run_float64(problem, call.stream());
     problem.workspace = call.workspace(kernel.workspace(problem));
     kernel.run(problem, call.stream());
   }

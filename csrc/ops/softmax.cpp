@@ -11,7 +11,7 @@ struct SoftmaxCall {
 
 template <class Device>
 SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dtype) {
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
   SoftmaxCall call{row_problem(sizes_of(input), dim, input.scalar_type(), dtype),
@@ -31,7 +31,7 @@ Tensor softmax_forward(Tensor input, int64_t dim, bool log, ScalarType dtype) {
 
 template <class Device>
 SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, bool log, ScalarType input_dtype) {
-  check_floating<Device>(output, "output");
+  check_floating(output, "output");
   check_dim(output, dim);
   check_result_dtype("output", output.scalar_type(), input_dtype);
   check_like(grad, "grad", sizes_of(output), output.scalar_type(), output);
@@ -53,7 +53,7 @@ Tensor softmax_backward(Tensor grad, Tensor output, int64_t dim, bool log, Scala
 
 template <class Device>
 Tensor logsumexp_forward(Tensor input, int64_t dim) {
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   Tensor lse = empty(without_dim(sizes_of(input), dim), accumulator_of(type), input);
@@ -66,7 +66,7 @@ Tensor logsumexp_forward(Tensor input, int64_t dim) {
 
 template <class Device>
 Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   check_like(grad, "grad", without_dim(sizes_of(input), dim), accumulator_of(type), input);

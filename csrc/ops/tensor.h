@@ -90,19 +90,24 @@ inline std::ostream& operator<<(std::ostream& stream, const NameOfDtype& name) {
 // The devices. Every operator is a template over a struct that derives from one of these and runs its kernels there. It is
 // registered once per dispatch key: which device a call is for is the dispatcher's answer.
 struct Cpu {
-  static constexpr bool kTakesFloat64 = true;
+  static constexpr bool kCachesFloat64 = true;
 };
 struct Cuda {
-  static constexpr bool kTakesFloat64 = false;
+  static constexpr bool kCachesFloat64 = false;  // whether cached keys may be in float64
 };
 
-template <class Device>
-void check_floating(const Tensor& tensor, const char* name) {
+inline void check_floating(const Tensor& tensor, const char* name) {
   const ScalarType type = tensor.scalar_type();
   check(type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double,
         name, ": dtype must be float16, bfloat16, float32 or float64, got ", name_of(type));
-  check(Device::kTakesFloat64 || type != ScalarType::Double, name,
-        ": float64 is not supported on CUDA; accepted are float16, bfloat16 and float32");
+}
+
+// The dtype of what is attended over cached keys, or written there.
+template <class Device>
+void check_cached_dtype(const Tensor& tensor, const char* name) {
+  check_floating(tensor, name);
+  check(Device::kCachesFloat64 || tensor.scalar_type() != ScalarType::Double, name,
+        ": float64 is not supported on CUDA over cached keys; accepted are float16, bfloat16 and float32");
 }
 
 struct DeviceOf {

@@ -8,7 +8,7 @@ namespace {
 
 template <class Device>
 std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t dim, bool renormalize, ScalarType dtype) {
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
   check(input.size(dim) <= Device::kMostTopkClasses, "input: on CUDA at most ", Device::kMostTopkClasses,
@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
 
 template <class Device>
 Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int64_t dim, bool renormalize) {
-  check_floating<Device>(input, "input");
+  check_floating(input, "input");
   check_dim(input, dim);
   check(probabilities.dim() == input.dim(), "probabilities: as many dimensions as the input's, ", input.dim(),
         ", are needed, got ", probabilities.dim());

@@ -35,8 +35,6 @@ def test_opcheck(log, shape, dim):
 def test_operators_refuse_what_they_cannot_do():
     ops = torch.ops.flash_online
     x = gpu(4, 5)
-    with pytest.raises(RuntimeError, match="input: float64 is not supported on CUDA"):
-        ops.softmax_forward(x.double(), 1, False, torch.float64)
     with pytest.raises(RuntimeError, match="grad: must be on the device"):
         ops.softmax_backward(x.cpu(), x, 1, False, torch.float32)
     with pytest.raises(RuntimeError, match="dim: must lie in"):

@@ -284,7 +284,6 @@ def test_dropout_of_one_is_zero(device):
     assert (out == 0).all() and all((g == 0).all() for g in torch.autograd.grad(out.sum(), inputs))
 
 
-@pytest.mark.forwards  # float64 on CUDA
 def test_attention_raises_as_torch(device):
     sdpa = "scaled_dot_product_attention"
     q = torch.randn(2, 4, 5, 8, device=device)

@@ -48,7 +48,6 @@ def test_softmax_of_integers(name, device):
     both_raise(name, torch.randn(2, 3, device=device), -3)
 
 
-@pytest.mark.forwards  # float64 on CUDA
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmax_casts_first(name, device):
     x = torch.randn(4, 1000, device=device) * 10

@@ -214,7 +214,6 @@ WRONG = {
 }
 
 
-@pytest.mark.forwards  # float64 on CUDA
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_are_torchs(name, device):
     make, word = WRONG[name]

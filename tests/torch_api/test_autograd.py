@@ -20,14 +20,14 @@ DOUBLE = torch.float64
 ATTENTION = {**OPTIONS, "dropout": {"dropout_p": 0.4}, "dropout with sinks": {"dropout_p": 0.4, "sinks": True}}
 
 
-def randn(*shape, requires_grad=True):
-    return torch.randn(shape, dtype=DOUBLE, requires_grad=requires_grad)
+def randn(*shape, requires_grad=True, device="cpu"):
+    return torch.randn(shape, dtype=DOUBLE, requires_grad=requires_grad, device=device)
 
 
-def small(options):
+def small(options, device="cpu"):
     """An attention of five keys as a function of its differentiable tensors, and these tensors."""
     problem = Attention.of(options, dtype=DOUBLE, batch=(1,), heads=(2, 1, 1), lengths=(4, 5), head_dims=(2, 3))
-    inputs = problem.inputs()
+    inputs = problem.inputs(device)
     names = [n for n, t in inputs.items() if t.is_floating_point() and n != "alibi_slopes"]
     rest = {n: t for n, t in inputs.items() if n not in names}
 
@@ -42,15 +42,15 @@ def small(options):
 
 
 @pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
-def test_attention_first_derivatives(options):
-    function, inputs = small(options)
+def test_attention_first_derivatives(options, device):
+    function, inputs = small(options, device)
     draws = "dropout_p" in options  # and vmap over the forward pass refuses whatever draws
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=not draws)
 
 
 @pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
-def test_attention_second_derivatives(options):
-    function, inputs = small(options)
+def test_attention_second_derivatives(options, device):
+    function, inputs = small(options, device)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
@@ -73,14 +73,16 @@ def test_attention_second_derivatives_of_a_part():
             torch.testing.assert_close(*results)
 
 
-def small_packed(options):
+def small_packed(options, device="cpu"):
     """small() of packed sequences, one of them empty, with rows of no sequence between and after them."""
     problem = Packed.of(
         options, dtype=DOUBLE, heads=(2, 1, 1), lengths=((2, 3), (0, 1), (3, 2)), head_dims=(2, 3), spare=(0, 0)
     )
-    inputs = problem.inputs()
+    inputs = problem.inputs(device)
     names = [n for n, t in inputs.items() if n != "alibi_slopes"]
-    starts = [torch.tensor(s, dtype=torch.int32) for s in ([0, 2, 2, 5], [1, 3, 4, 5])]  # the key at 0 is a padding row
+    starts = [
+        torch.tensor(s, dtype=torch.int32, device=device) for s in ([0, 2, 2, 5], [1, 3, 4, 5])
+    ]  # the key at 0 is a padding row
     slopes = inputs.get("alibi_slopes")
 
     def function(*tensors, module=flash_online, **more):
@@ -103,9 +105,9 @@ PACKED = {
 
 
 @pytest.mark.parametrize("options", PACKED.values(), ids=PACKED.keys())
-def test_packed_derivatives(options):
+def test_packed_derivatives(options, device):
     """With a longest query of 2, so that a row inside is left out."""
-    function, inputs = small_packed(options)
+    function, inputs = small_packed(options, device)
     draws = "dropout_p" in options
     assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=not draws)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True)
@@ -120,13 +122,17 @@ ROWS = {
     "logsumexp keepdim": lambda m, x: m.logsumexp(x, 0, keepdim=True),
     "topk_softmax": lambda m, x: m.topk_softmax(x, 3)[0],
     "topk_softmax renormalized": lambda m, x: m.topk_softmax(x, 3, renormalize=True)[0],
-    "cross_entropy": lambda m, x: m.cross_entropy(x, TARGET),
-    "cross_entropy none": lambda m, x: m.cross_entropy(x, TARGET, reduction="none"),
+    "cross_entropy": lambda m, x: m.cross_entropy(x, TARGET.to(x.device)),
+    "cross_entropy none": lambda m, x: m.cross_entropy(x, TARGET.to(x.device), reduction="none"),
     "cross_entropy options": lambda m, x: m.cross_entropy(
-        x, TARGET, WEIGHT, label_smoothing=0.2, z_loss=0.1, return_lse=True, reduction="sum"
+        x, TARGET.to(x.device), WEIGHT.to(x.device), label_smoothing=0.2, z_loss=0.1, return_lse=True, reduction="sum"
     ),
-    "cross_entropy mean options": lambda m, x: m.cross_entropy(x, TARGET, WEIGHT, label_smoothing=0.2, z_loss=0.1),
-    "cross_entropy probabilities": lambda m, x: m.cross_entropy(x, PROBABILITIES, WEIGHT, label_smoothing=0.2, z_loss=0.1),
+    "cross_entropy mean options": lambda m, x: m.cross_entropy(
+        x, TARGET.to(x.device), WEIGHT.to(x.device), label_smoothing=0.2, z_loss=0.1
+    ),
+    "cross_entropy probabilities": lambda m, x: m.cross_entropy(
+        x, PROBABILITIES.to(x.device), WEIGHT.to(x.device), label_smoothing=0.2, z_loss=0.1
+    ),
 }
 TARGET = torch.tensor([2, -100, 5, 0])
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.5, 0.7], dtype=DOUBLE)
@@ -134,26 +140,32 @@ PROBABILITIES = torch.linspace(0.1, 2, 24, dtype=DOUBLE).view(4, 6)
 
 
 @pytest.mark.parametrize("function", ROWS.values(), ids=ROWS.keys())
-def test_rows_first_and_second_derivatives(function):
-    x = randn(4, 6)
+def test_rows_first_and_second_derivatives(function, device):
+    x = randn(4, 6, device=device)
     call = functools.partial(function, flash_online)
     assert gradcheck(call, (x,), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
     assert gradgradcheck(call, (x,), check_fwd_over_rev=True)
 
 
-def test_derivatives_by_target_probabilities():
+def test_derivatives_by_target_probabilities(device):
     def call(x, t):
-        return flash_online.cross_entropy(x, t, WEIGHT, label_smoothing=0.2, z_loss=0.1, reduction="none", return_lse=True)
+        return flash_online.cross_entropy(
+            x, t, WEIGHT.to(device), label_smoothing=0.2, z_loss=0.1, reduction="none", return_lse=True
+        )
 
-    assert gradcheck(call, (randn(4, 6), PROBABILITIES.clone().requires_grad_()), check_forward_ad=True)
-    assert gradgradcheck(call, (randn(4, 6), PROBABILITIES.clone().requires_grad_()), check_fwd_over_rev=True)
+    assert gradcheck(
+        call, (randn(4, 6, device=device), PROBABILITIES.to(device).clone().requires_grad_()), check_forward_ad=True
+    )
+    assert gradgradcheck(
+        call, (randn(4, 6, device=device), PROBABILITIES.to(device).clone().requires_grad_()), check_fwd_over_rev=True
+    )
 
 
-def test_merge_derivatives():
+def test_merge_derivatives(device):
     def call(*parts):
         return flash_online.merge_attention(parts[:3], parts[3:])
 
-    parts = [*(randn(2, 3, 2) for _ in range(3)), *(randn(2, 3) for _ in range(3))]
+    parts = [*(randn(2, 3, 2, device=device) for _ in range(3)), *(randn(2, 3, device=device) for _ in range(3))]
     assert gradcheck(call, parts, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, parts, check_fwd_over_rev=True)
 
@@ -162,14 +174,16 @@ def test_merge_derivatives():
     "call",
     [
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.linspace(0, 1, 20, dtype=DOUBLE).view(4, 5)),
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, torch.linspace(0, 1, 20, dtype=DOUBLE, device=q.device).view(4, 5)
+        ),
         lambda q, k, v: F.softmax(q, -1) + F.log_softmax(q, -2),
-        lambda q, k, v: F.cross_entropy(q.flatten(0, -2), torch.tensor([0, 1] * 4)),
+        lambda q, k, v: F.cross_entropy(q.flatten(0, -2), torch.tensor([0, 1] * 4, device=q.device)),
     ],
     ids=["causal", "mask", "softmax", "cross_entropy"],
 )
-def test_drop_in_derivatives(call):
-    inputs = (randn(2, 4, 3), randn(2, 5, 3), randn(2, 5, 3))
+def test_drop_in_derivatives(call, device):
+    inputs = tuple(randn(2, n, 3, device=device) for n in (4, 5, 5))
     assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, inputs, check_fwd_over_rev=True, fast_mode=True)
 

@@ -45,14 +45,16 @@ template <class Pass>
 struct Family {
   const char* name;
   bool is_built;  // whether the build has instances of it
+  bool is_float64;  // whether it takes float64, and nothing else
   const Instance<Pass>* (*instance)(const AttentionProblem& problem);  // null: no head dim of the build holds the problem's
 };
 
-template <class Pass, template <int> class Kernels, class HeadDims>
+template <class Pass, template <int> class Kernels, class HeadDims, bool kFloat64 = false>
 constexpr Family<Pass> family(const char* name) {
   return {
       .name = name,
       .is_built = HeadDims::size() > 0,
+      .is_float64 = kFloat64,
       .instance =
           [](const AttentionProblem& problem) {
             const Instance<Pass>* found = nullptr;
@@ -68,8 +70,11 @@ constexpr Family<Pass> family(const char* name) {
 }
 
 // In order of preference.
-constexpr Family<ForwardPass> kForward[] = {family<ForwardPass, AttentionForwardSm90, HeadDimsForwardSm90>("sm90"),
-                                            family<ForwardPass, AttentionForwardSm80, HeadDims>("sm80")};
+using HeadDimsFloat64 = std::integer_sequence<int, kFloat64HeadDim>;
+constexpr Family<ForwardPass> kForward[] = {
+    family<ForwardPass, AttentionForwardSm90, HeadDimsForwardSm90>("sm90"),
+    family<ForwardPass, AttentionForwardSm80, HeadDims>("sm80"),
+    family<ForwardPass, AttentionForwardFloat64, HeadDimsFloat64, true>("float64")};
 constexpr Family<ForwardPass> kCached[] = {
     family<ForwardPass, AttentionDecode, HeadDimsDecode>("decode"),
     family<ForwardPass, AttentionDecodeLatentSm90, HeadDimsDecodeLatentSm90>("latent_sm90"),
@@ -77,14 +82,21 @@ constexpr Family<ForwardPass> kCached[] = {
     family<ForwardPass, AttentionCachedSm90, HeadDimsCachedSm90>("sm90"),
     family<ForwardPass, AttentionCachedSm80, HeadDimsCachedSm80>("sm80")};
 constexpr Family<ForwardPass> kCachedTiles[] = {kCached[3], kCached[0], kCached[1], kCached[2], kCached[4]};  // sm90 first
-constexpr Family<BackwardPass> kBackward[] = {family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
-                                              family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80")};
+constexpr Family<BackwardPass> kBackward[] = {
+    family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
+    family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
+    family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
 
-// Why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family.
+// Why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family where there is
+// a choice: float64 has one alone.
 template <class Pass>
 const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, const Pass& pass, const Gpu& gpu) {
+  if (family.is_float64 && pass.problem.dtype != DType::kFloat64) return "it takes float64 alone";
+  if (!family.is_float64 && pass.problem.dtype == DType::kFloat64) return "it does not take float64";
+  if (!family.is_float64 && pass.problem.mask.data && pass.problem.mask_dtype == DType::kFloat64)
+    return "a mask in float64 goes with float64 inputs";
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
-  if (forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
+  if (!family.is_float64 && forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
   if (!family.is_built) return "this build has none of its kernels";
   if (!instance) return "the head dim is larger than those of this build";
   return instance->refusal(pass, gpu);

@@ -11,6 +11,9 @@
 
 namespace flash_online::cuda {
 
+// Float64 has one instance for all head dims up to this one.
+constexpr int kFloat64HeadDim = 512;
+
 struct BackwardSm90Call;
 enum class BackwardSm90Features;
 struct BackwardWorkspace;
@@ -52,6 +55,22 @@ struct AttentionForwardSm80 {
   static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
   static int64_t workspace_bytes(const ForwardPass& pass);
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// float64/forward.cu: float64 alone, every option.
+template <int kHeadDim>
+struct AttentionForwardFloat64 {
+  static const char* refusal(const ForwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const ForwardPass& pass);
+  static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// float64/backward.cu.
+template <int kHeadDim>
+struct AttentionBackwardFloat64 {
+  static const char* refusal(const BackwardPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const BackwardPass& pass);
+  static void run(const BackwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
 // sm80/cached.cuh: the same over cached keys.

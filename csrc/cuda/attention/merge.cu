@@ -39,17 +39,25 @@ __global__ void fill_merge_table(const __grid_constant__ TableArguments argument
   if (static_cast<int>(threadIdx.x) < arguments.count) arguments.table[threadIdx.x] = arguments.part[threadIdx.x];
 }
 
+// The type of sums, shares and lse.
+template <class T>
+using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
 // kWidth elements of a row in one access: a vector of 16 bytes, or one element.
 template <class T, int kWidth>
-__device__ __forceinline__ void load_columns(const T* from, float (&x)[kWidth]) {
-  if constexpr (kWidth == 1)
+__device__ __forceinline__ void load_columns(const T* from, Sum<T> (&x)[kWidth]) {
+  if constexpr (std::is_same_v<T, double>)
+    x[0] = *from;
+  else if constexpr (kWidth == 1)
     x[0] = widen(*from);
   else
     unpack<T>(*reinterpret_cast<const uint4*>(from), x);
 }
 template <class T, int kWidth>
-__device__ __forceinline__ void store_columns(T* to, const float (&x)[kWidth]) {
-  if constexpr (kWidth == 1)
+__device__ __forceinline__ void store_columns(T* to, const Sum<T> (&x)[kWidth]) {
+  if constexpr (std::is_same_v<T, double>)
+    *to = x[0];
+  else if constexpr (kWidth == 1)
     *to = narrow<T>(x[0]);
   else
     *reinterpret_cast<uint4*>(to) = pack<T>(x);
@@ -57,11 +65,12 @@ __device__ __forceinline__ void store_columns(T* to, const float (&x)[kWidth]) {
 
 // What a group of lanes knows of its row. Part n's row has the share share(n) in the merged row; an empty part has the share 0,
 // whatever its row holds.
+template <class T>
 struct MergeRow {
   const MergePart* part;
   int64_t parts, row, lse_at;
-  OnlineSoftmax<float> state;
-  float inverse_sum;
+  OnlineSoftmax<Sum<T>> state;
+  Sum<T> inverse_sum;
 
   __device__ __forceinline__ MergeRow(const MergeArguments& arguments, int64_t row_)
       : part(arguments.problem.part ? arguments.problem.part : arguments.part),
@@ -71,9 +80,8 @@ struct MergeRow {
     for (int64_t n = 0; n < parts; ++n) state.absorb(lse(n));
     inverse_sum = state.inverse_sum_or_zero();
   }
-  __device__ __forceinline__ float lse(int64_t n) const { return static_cast<const float*>(part[n].lse)[lse_at]; }
-  __device__ __forceinline__ float share(int64_t n) const { return state.weight(lse(n)) * inverse_sum; }
-  template <class T>
+  __device__ __forceinline__ Sum<T> lse(int64_t n) const { return static_cast<const Sum<T>*>(part[n].lse)[lse_at]; }
+  __device__ __forceinline__ Sum<T> share(int64_t n) const { return state.weight(lse(n)) * inverse_sum; }
   __device__ __forceinline__ const T* out(int64_t n) const {
     return static_cast<const T*>(part[n].out) + row * part[n].row_stride;
   }
@@ -95,22 +103,22 @@ __global__ void __launch_bounds__(kThreads) merge(const __grid_constant__ MergeA
   const MergeProblem& problem = arguments.problem;
   const int lane = static_cast<int>(threadIdx.x) % arguments.lanes;
   for_each_row(arguments, [&](int64_t index, bool is_row) {
-    const MergeRow row(arguments, index);
+    const MergeRow<T> row(arguments, index);
     if (!is_row) return;
-    if (lane == 0) static_cast<float*>(problem.lse)[index] = row.state.lse();
+    if (lane == 0) static_cast<Sum<T>*>(problem.lse)[index] = row.state.lse();
     for (int64_t column = lane * kWidth; column < problem.head_dim; column += arguments.lanes * kWidth) {
-      float sum[kWidth] = {};
+      Sum<T> sum[kWidth] = {};
       for (int64_t first = 0; first < row.parts; first += kPartsAtOnce) {
-        float share[kPartsAtOnce], x[kPartsAtOnce][kWidth] = {};
+        Sum<T> share[kPartsAtOnce], x[kPartsAtOnce][kWidth] = {};
 #pragma unroll
         for (int n = 0; n < kPartsAtOnce; ++n) {
           share[n] = first + n < row.parts ? row.share(first + n) : 0;
-          if (share[n] != 0) load_columns<T>(row.out<T>(first + n) + column, x[n]);
+          if (share[n] != 0) load_columns<T>(row.out(first + n) + column, x[n]);
         }
 #pragma unroll
         for (int n = 0; n < kPartsAtOnce; ++n)
 #pragma unroll
-          for (int e = 0; e < kWidth; ++e) sum[e] = fmaf(share[n], x[n][e], sum[e]);
+          for (int e = 0; e < kWidth; ++e) sum[e] = ::fma(share[n], x[n][e], sum[e]);
       }
       store_columns(static_cast<T*>(problem.out) + index * problem.head_dim + column, sum);
     }
@@ -124,35 +132,35 @@ __global__ void __launch_bounds__(kThreads) merge_backward(const __grid_constant
   const MergeProblem& problem = arguments.problem;
   const int lane = static_cast<int>(threadIdx.x) % arguments.lanes;
   for_each_row(arguments, [&](int64_t index, bool is_row) {
-    const MergeRow row(arguments, index);
+    const MergeRow<T> row(arguments, index);
     const T* const grad_out = static_cast<const T*>(arguments.gradients.grad_out) + index * problem.head_dim;
-    float dot_out = 0;
+    Sum<T> dot_out = 0;
     for (int64_t n = 0; n < row.parts; ++n) {
-      const float share = row.share(n);
-      float dot = 0;
+      const Sum<T> share = row.share(n);
+      Sum<T> dot = 0;
       for (int64_t column = lane * kWidth; column < problem.head_dim; column += arguments.lanes * kWidth) {
-        float x[kWidth] = {}, gradient[kWidth] = {};
+        Sum<T> x[kWidth] = {}, gradient[kWidth] = {};
         if (share != 0) {
-          load_columns<T>(row.out<T>(n) + column, x);
+          load_columns<T>(row.out(n) + column, x);
           load_columns<T>(grad_out + column, gradient);
         }
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          dot = fmaf(gradient[e], x[e], dot);
+          dot = ::fma(gradient[e], x[e], dot);
           gradient[e] *= share;
         }
         if (is_row) store_columns(static_cast<T*>(row.part[n].grad_out) + index * problem.head_dim + column, gradient);
       }
       for (int step = arguments.lanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);
-      if (share != 0) dot_out = fmaf(share, dot, dot_out);
-      if (is_row && lane == 0) static_cast<float*>(row.part[n].grad_lse)[index] = dot;
+      if (share != 0) dot_out = ::fma(share, dot, dot_out);
+      if (is_row && lane == 0) static_cast<Sum<T>*>(row.part[n].grad_lse)[index] = dot;
     }
     __syncwarp();  // lane 0's products are there for the other lanes
     if (!is_row) return;
-    const float grad_lse = static_cast<const float*>(arguments.gradients.grad_lse)[index];
+    const Sum<T> grad_lse = static_cast<const Sum<T>*>(arguments.gradients.grad_lse)[index];
     for (int64_t n = lane; n < row.parts; n += arguments.lanes) {
-      const float share = row.share(n);
-      float& to = static_cast<float*>(row.part[n].grad_lse)[index];
+      const Sum<T> share = row.share(n);
+      Sum<T>& to = static_cast<Sum<T>*>(row.part[n].grad_lse)[index];
       to = share != 0 ? share * (to - dot_out + grad_lse) : 0;
     }
   });
@@ -173,14 +181,14 @@ bool has_vectors(const MergeProblem& problem, const MergeGradients& gradients) {
 template <class F>
 void visit(const MergeProblem& problem, const MergeGradients& gradients, F&& launch) {
   const auto visit_width = [&]<class T>(Type<T> type) {
-    if (has_vectors<T>(problem, gradients))
-      launch(type, std::integral_constant<int, kPerVector<T>>{});
-    else
-      launch(type, std::integral_constant<int, 1>{});
+    if constexpr (!std::is_same_v<T, double>)
+      if (has_vectors<T>(problem, gradients)) return launch(type, std::integral_constant<int, kPerVector<T>>{});
+    launch(type, std::integral_constant<int, 1>{});
   };
   switch (problem.dtype) {
     case DType::kFloat16: return visit_width(Type<__half>{});
     case DType::kBFloat16: return visit_width(Type<__nv_bfloat16>{});
+    case DType::kFloat64: return visit_width(Type<double>{});
     default: return visit_width(Type<float>{});
   }
 }

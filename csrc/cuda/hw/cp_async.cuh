@@ -17,6 +17,11 @@ __device__ __forceinline__ void cp_async(uint4* shared, const void* global, int 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                : "memory");
 }
+// Copies 8 bytes, or fills them with zeros and reads nothing if not `wanted`; both addresses are multiples of 8.
+__device__ __forceinline__ void cp_async_8(double* shared, const double* global, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(wanted ? 8 : 0)
+               : "memory");
+}
 // Copies 16 bytes, or fills them with zeros and reads nothing if `wanted` is 0. As a number of bytes it would be shifted first.
 __device__ __forceinline__ void cp_async_if(unsigned wanted, unsigned shared, const void* global) {
   asm volatile(

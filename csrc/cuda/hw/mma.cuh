@@ -34,4 +34,22 @@ __device__ __forceinline__ void mma_16x8x16_rounded(float (&d)[4], const unsigne
   for (int e = 0; e < 4; ++e) d[e] += x[e];
 }
 
+// d += a b in double, where a is 16 x 8 and b is 8 x 8. Lane l holds of a the columns l % 4 (a[0], a[1]) and l % 4 + 4 (a[2],
+// a[3]) of the rows l / 4 and l / 4 + 8, and of b the rows l % 4 and l % 4 + 4 of column l / 4.
+__device__ __forceinline__ void mma_16x8x8(double (&d)[4], const double (&a)[4], double b0, double b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+          : "+d"(d[2 * half]), "+d"(d[2 * half + 1])
+          : "d"(a[2 * part + half]), "d"(part == 0 ? b0 : b1));
+#endif
+}
+
 }  // namespace flash_online::cuda

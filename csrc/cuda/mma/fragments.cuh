@@ -8,11 +8,11 @@
 namespace flash_online::cuda {
 
 // A warp's m x n accumulator, [m / 16][n / 8]: its element e of a lane is that of hw/mma.cuh.
-template <int kRows, int kColumns>
-using Accumulator = float[kRows][kColumns][4];
+template <int kRows, int kColumns, class T = float>
+using Accumulator = T[kRows][kColumns][4];
 
-template <int kRows, int kColumns>
-__device__ __forceinline__ void clear(Accumulator<kRows, kColumns>& d) {
+template <int kRows, int kColumns, class T>
+__device__ __forceinline__ void clear(Accumulator<kRows, kColumns, T>& d) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -21,8 +21,8 @@ __device__ __forceinline__ void clear(Accumulator<kRows, kColumns>& d) {
       for (int e = 0; e < 4; ++e) d[i][j][e] = 0;
 }
 
-template <int kRows, int kColumns, class F>
-__device__ __forceinline__ void for_each(Accumulator<kRows, kColumns>& d, F&& f) {
+template <int kRows, int kColumns, class T, class F>
+__device__ __forceinline__ void for_each(Accumulator<kRows, kColumns, T>& d, F&& f) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll

@@ -155,7 +155,7 @@ inline void check_starts_of(const std::optional<Tensor>& starts, const char* nam
 
 template <class Device>
 void check_cached(const CachedInputs& in, const CachedOptions& options) {
-  check_floating<Device>(in.query, "query");
+  check_cached_dtype<Device>(in.query, "query");
   check_device(in.key_cache, "key_cache", in.query, "query");
   check_starts_of(in.query_starts, "cu_seqlens_q", in.query);
   const bool packed = in.query_starts.has_value();
@@ -247,7 +247,7 @@ void check_append(const AppendInputs& in) {
   check(in.key || in.query, "key: wanted where there is no query");
   const Tensor& first = in.key ? *in.key : *in.query;
   const ScalarType type = first.scalar_type();
-  check_floating<Device>(first, in.key ? "key" : "query");
+  check_cached_dtype<Device>(first, in.key ? "key" : "query");
   check_starts_of(in.new_starts, "cu_seqlens_new", in.key_cache);
   check_starts_of(in.query_starts, "cu_seqlens_q", in.key_cache);
   if (in.slots) check_numbers(in.slots, "slots", -1, in.key_cache, ScalarType::Long);
@@ -278,7 +278,7 @@ void check_append(const AppendInputs& in) {
             2 * in.cosines->size(1) <= head_dim && in.cosines->scalar_type() == in.sines->scalar_type() &&
             in.cosines->stride(0) == in.sines->stride(0) && in.cosines->stride(1) == in.sines->stride(1),
         "rotary: expected cos and sin [positions, width / 2] of one dtype and layout, got ", shape_of(*in.cosines));
-  check_floating<Cpu>(*in.cosines, "rotary");
+  check_floating(*in.cosines, "rotary");
   check_numbers(in.offsets, "rotary offsets", in.slots ? in.slots->size(0) : batch, in.key_cache);
 }
 

@@ -40,7 +40,7 @@ inline void check_devices(const AttentionInputs& in) {
 // Checks all but the slopes, whose shape depends on the layout, and that CUDA takes query's dtype.
 inline void check_inputs(const AttentionInputs& in, const AttentionOptions& options, const Dims& dims) {
   const int64_t rank = dims.rank;
-  check_floating<Cpu>(in.query, "query");
+  check_floating(in.query, "query");
   const auto check_like_query = [&](const Tensor& tensor, const char* name) {
     check(tensor.dim() == rank, name, ": expected query's rank ", rank, ", got ", shape_of(tensor));
     check(tensor.scalar_type() == in.query.scalar_type(), name, ": dtype must be query's, ", name_of(in.query.scalar_type()),

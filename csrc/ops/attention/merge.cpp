@@ -18,7 +18,7 @@ struct Parts {
     check(!outs.empty(), "outs: expected at least one partial result, got none");
     check(outs.size() == lses.size(), "lses: ", lses.size(), " tensors, expected one for each of the ", outs.size(), " outs");
     const Tensor& first = outs[0];
-    check_floating<Device>(first, "outs");
+    check_floating(first, "outs");
     check(first.dim() >= 1, "outs: expected [..., width], got ", shape_of(first));
     problem.dtype = dtype_of(first);
     problem.head_dim = first.size(first.dim() - 1);

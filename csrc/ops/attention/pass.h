@@ -121,7 +121,7 @@ struct AttentionOnCuda : Cuda {
 template <class Device, class Call>
 Tensor empty_out(const Call& call) {
   const Tensor& query = call.inputs().query;
-  check_floating<Device>(query, "query");
+  check_floating(query, "query");
   return empty_in_order(call.out_sizes(), query.scalar_type(), query);
 }
 
@@ -151,7 +151,7 @@ void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) 
   const Tensor& query = call.inputs().query;
   const std::optional<Tensor>& mask = call.inputs().mask;
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
-  check_floating<Device>(query, "query");
+  check_floating(query, "query");
   check_device(grad_out, "grad_out", query, "query");
   check_device(grad_lse, "grad_lse", query, "query");
   check_device(out, "out", query, "query");

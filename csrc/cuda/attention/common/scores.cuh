@@ -31,8 +31,8 @@ using ScoreState = OnlineSoftmax<float, FastBinary>;
 constexpr float kRescaleThreshold = 8;
 
 // Calls f(i, j, e, query, key) for every accumulator of a warp, whose 16 * kRows rows begin at `row` of the block.
-template <bool kTransposed, int kRows, int kColumns, class F>
-__device__ __forceinline__ void for_each_score(const Accumulator<kRows, kColumns>&, int row, F&& f) {
+template <bool kTransposed, int kRows, int kColumns, class T, class F>
+__device__ __forceinline__ void for_each_score(const Accumulator<kRows, kColumns, T>&, int row, F&& f) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -263,8 +263,8 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
 }
 
 // Hides the keys that a query does not see by position. With kTransposed also queries that do not exist.
-template <bool kTransposed, int kRows, int kColumns, class Block = ScoreBlock>
-__device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int row, const Block& block,
+template <bool kTransposed, int kRows, int kColumns, class T, class Block = ScoreBlock>
+__device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns, T>& d, int row, const Block& block,
                                             const Visibility& visible) {
   if constexpr (!kTransposed) {
 #pragma unroll
@@ -279,8 +279,8 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int key = 8 * j + 2 * lane_in_quad() + e;
-            float& x = d[i][j][2 * half + e];
-            x = key >= begin && key < end ? x : lowest<float>();
+            T& x = d[i][j][2 * half + e];
+            x = key >= begin && key < end ? x : lowest<T>();
           }
       }
   } else {
@@ -300,8 +300,8 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns>& d, int
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int query = 8 * j + 2 * lane_in_quad() + e;
-            float& x = d[i][j][2 * half + e];
-            x = query >= begin && query < end ? x : lowest<float>();
+            T& x = d[i][j][2 * half + e];
+            x = query >= begin && query < end ? x : lowest<T>();
           }
       }
   }

@@ -1,0 +1,71 @@
+// What float64's backward kernels share: the workspace, and its row statistics.
+#pragma once
+
+#include "../../../core/scratch.h"
+#include "../common/tile_list.cuh"
+#include "tile.cuh"
+
+namespace flash_online::cuda::float64 {
+
+struct Workspace {
+  // One number per query, [heads, rows] of each batch index. lse is +inf for a query that sees no key, so that its weights are
+  // 0; delta is the sum of grad_out * out, less the gradient of lse.
+  double *lse = nullptr, *lse_low = nullptr, *delta = nullptr;
+  double* mask_grad_parts = nullptr;  // see mask_grad_parts()
+  MaskMap map;
+  int64_t bytes = 0;
+
+  // memory: null to compute `bytes`.
+  Workspace(const AttentionProblem& problem, int64_t mask_grad_part_count, void* memory) : map(mask_map(problem)) {
+    ScratchAllocator scratch(memory);
+    const int64_t count = query_count(problem);
+    lse = scratch.take<double>(count);
+    lse_low = scratch.take<double>(count);
+    delta = scratch.take<double>(count);
+    mask_grad_parts = scratch.take<double>(mask_grad_part_count);
+    map.data = scratch.take<uint8_t>(map.count());
+    bytes = scratch.bytes();
+  }
+
+  FLASH_ONLINE_HD static int64_t rows_per_head(const AttentionProblem& problem) {
+    return problem.query_starts ? problem.total_queries : problem.queries;
+  }
+  static int64_t query_count(const AttentionProblem& problem) {
+    return (problem.query_starts ? 1 : problem.batch) * problem.heads * rows_per_head(problem);
+  }
+  // Where a sequence's first query of a head is.
+  __device__ __forceinline__ static int64_t first_query(const AttentionProblem& problem, int64_t batch, int64_t head,
+                                                        const Sequence& sequence) {
+    return ((problem.query_starts ? 0 : batch) * problem.heads + head) * rows_per_head(problem) + sequence.queries.begin;
+  }
+};
+
+struct BackwardArguments {
+  AttentionProblem problem;
+  AttentionGradients gradients;
+  Workspace space;
+  TileList list;  // of queries or of keys
+  double keep_scale;  // 1 / (1 - dropout)
+};
+
+inline double keep_scale(const AttentionProblem& problem) { return problem.dropout < 1 ? 1 / (1 - problem.dropout) : 0; }
+
+// The statistics of one query; of one that does not exist, such that its weights are 0.
+struct RowStats {
+  double lse = -lowest<double>(), lse_low = 0, delta = 0;
+  __device__ __forceinline__ RowStats(const Workspace& space, int64_t at, bool exists) {
+    if (exists) lse = space.lse[at], lse_low = space.lse_low[at], delta = space.delta[at];
+  }
+  __device__ __forceinline__ double weight(double score) const { return Natural::exp((score - lse) - lse_low); }
+};
+
+// Gradients of all weights, of those after dropout.
+__device__ __forceinline__ void drop_gradients(Scores& grads, unsigned kept, double keep_scale) {
+  for_each(grads, [&](double& x, int, int j, int e) { x = is_kept(kept, j, e) ? x * keep_scale : 0; });
+}
+
+// The gradient of a float mask.
+int64_t mask_grad_parts(const AttentionProblem& problem, const AttentionGradients& gradients);
+void mask_gradient(const BackwardArguments& arguments, CUstream_st* stream);
+
+}  // namespace flash_online::cuda::float64
