@@ -124,7 +124,12 @@ def why_forwarded(function: str, *tensors: Tensor | None, dtype: torch.dtype | N
     """Why a function that torch has too passes these tensors on to torch's; None where our kernels take them."""
     if in_onnx_export():
         return "torch.onnx.export is active: ONNX has torch's operators, and not ours"
-    return refusal(function, *tensors, dtype=dtype, dim=dim)
+    reason = refusal(function, *tensors, dtype=dtype, dim=dim)
+    if reason is None and function == "scaled_dot_product_attention":
+        first = tensors[0]
+        if first is not None and first.dtype is torch.float64 and first.is_cuda:
+            return "float64 on CUDA: torch's attention has the faster backward pass"
+    return reason
 
 
 def in_onnx_export() -> bool:

@@ -182,6 +182,8 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
         index = query.get_device()
         if not (index == key.get_device() == value.get_device() and _policy.has_cuda_kernel("attention", index)):
             return None
+        if dtype is _FLOAT64:  # functional forwards it
+            return None
     elif not (query.is_cpu and key.is_cpu and value.is_cpu):
         return None
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
@@ -252,6 +254,7 @@ class _PlainAttention(torch.autograd.Function):
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _any_autocast_enabled, _STRIDED = torch._C._is_any_autocast_enabled, torch.strided
+_FLOAT64 = torch.float64
 _NUMBERS = (float, int)
 _run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
 _run_inference = boxed_call(ops.attention_inference.default)

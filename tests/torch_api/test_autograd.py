@@ -182,7 +182,9 @@ def test_merge_derivatives(device):
     ],
     ids=["causal", "mask", "softmax", "cross_entropy"],
 )
-def test_drop_in_derivatives(call, device):
+def test_drop_in_derivatives(call, device, request):
+    if device == "cuda" and request.node.callspec.id.rpartition("-")[2] in ("causal", "mask"):
+        pytest.skip("attention in float64 on CUDA goes to torch")
     inputs = tuple(randn(2, n, 3, device=device) for n in (4, 5, 5))
     assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, inputs, check_fwd_over_rev=True, fast_mode=True)

@@ -98,7 +98,6 @@ FLOAT64 = {
     "softmax": (F.softmax, (LOGITS.double(), 1)),
     "a result in float64": (F.log_softmax, (LOGITS, 1, 3, torch.float64)),
     "cross_entropy": (F.cross_entropy, (LOGITS.double(), TARGET)),
-    "attention": (F.scaled_dot_product_attention, (Q.double(), K.double(), V.double())),
 }
 
 
@@ -111,6 +110,20 @@ def test_float64_on_cuda_is_ours(name):
         found, expected = function(*arguments), getattr(TF, function.__name__)(*arguments)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_attention_in_float64_on_cuda_goes_to_torch():
+    """From the drop-in, where torch's backward pass is faster; flash_online.attention computes it."""
+    query, key, value = (tensor.cuda().double() for tensor in (Q, K, V))
+    found = explain(F.scaled_dot_product_attention, query, key, value)
+    assert not found.ours and "float64" in found.refused["flash_online"]
+    expected = TF.scaled_dot_product_attention(query, key, value)
+    assert torch.equal(F.scaled_dot_product_attention(query, key, value), expected)
+    with flash_online.strict(), pytest.raises(RuntimeError, match="float64"):
+        F.scaled_dot_product_attention(query, key, value)
+    assert explain(flash_online.attention, query, key, value).ours
+    torch.testing.assert_close(flash_online.attention(query, key, value), expected)
 
 
 @pytest.mark.gpu

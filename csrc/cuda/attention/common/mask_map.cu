@@ -102,30 +102,38 @@ __device__ __forceinline__ void store_transposed_bits(unsigned* words, const uns
 template <class T>
 __device__ __forceinline__ void read_bias(const HeadMask& mask, const char* data, int rows, int keys, bool vectors, int lane,
                                           bool& hidden, bool& clear) {
-  const auto examine = [&](float x) {
-    hidden &= x == -INFINITY;
+  using Value = std::conditional_t<std::is_same_v<T, double>, double, float>;  // a large double is no infinity
+  const auto examine = [&](Value x) {
+    hidden &= x == -static_cast<Value>(INFINITY);
     clear &= x == 0;
   };
-  if (vectors) {
-    constexpr int kRowVectors = kMaskMapTile / kPerVector<T>, kVectors = kBitRows * kRowVectors / kWarpSize;
-    uint4 v[kVectors];
+  if constexpr (!std::is_same_v<T, double>) {
+    if (vectors) {
+      constexpr int kRowVectors = kMaskMapTile / kPerVector<T>, kVectors = kBitRows * kRowVectors / kWarpSize;
+      uint4 v[kVectors];
 #pragma unroll
-    for (int n = 0; n < kVectors; ++n) {
-      const int i = n * kWarpSize + lane;
-      v[n] = reinterpret_cast<const uint4*>(data + i / kRowVectors * mask.row_stride)[i % kRowVectors];
+      for (int n = 0; n < kVectors; ++n) {
+        const int i = n * kWarpSize + lane;
+        v[n] = reinterpret_cast<const uint4*>(data + i / kRowVectors * mask.row_stride)[i % kRowVectors];
+      }
+#pragma unroll
+      for (int n = 0; n < kVectors; ++n) {
+        float x[kPerVector<T>];
+        unpack<T>(v[n], x);
+#pragma unroll
+        for (int i = 0; i < kPerVector<T>; ++i) examine(x[i]);
+      }
+      return;
     }
-#pragma unroll
-    for (int n = 0; n < kVectors; ++n) {
-      float x[kPerVector<T>];
-      unpack<T>(v[n], x);
-#pragma unroll
-      for (int i = 0; i < kPerVector<T>; ++i) examine(x[i]);
-    }
-  } else {
-    for (int r = 0; r < rows; ++r)
-      for (int c = lane; c < (mask.column_stride == 0 ? 1 : keys); c += kWarpSize)
-        examine(widen(*reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride)));
   }
+  for (int r = 0; r < rows; ++r)
+    for (int c = lane; c < (mask.column_stride == 0 ? 1 : keys); c += kWarpSize) {
+      const T value = *reinterpret_cast<const T*>(data + r * mask.row_stride + c * mask.column_stride);
+      if constexpr (std::is_same_v<T, double>)
+        examine(value);
+      else
+        examine(widen(value));
+    }
 }
 
 // One CTA per tile of the mask; a warp reads 16 rows.
@@ -147,7 +155,7 @@ __global__ void __launch_bounds__(kMapWarps* kWarpSize) mask_map_kernel(const __
   const bool vectors = rows == kBitRows && keys == kMaskMapTile && mask.column_stride == mask.bytes &&
                        mask.row_stride % kVectorBytes == 0 && misalignment(data) == 0;
   bool hidden = true, clear = true;
-  visit_mask(mask.dtype, [&]<class T>(T) {
+  visit_any_mask(mask.dtype, [&]<class T>(T) {
     if constexpr (std::is_same_v<T, bool>) {
       unsigned row_bits[2][2] = {};
       read_bits(mask, data, rows, keys, vectors, lane, row_bits, hidden, clear);

@@ -23,6 +23,13 @@ __device__ __forceinline__ void visit_mask(DType dtype, F&& f) {
   }
 }
 
+// Calls f with a value of the C++ type of a mask's dtype; beside float64 problems it may be float64, too.
+template <class F>
+__device__ __forceinline__ void visit_any_mask(DType dtype, F&& f) {
+  if (dtype == DType::kFloat64) return f(double{});
+  visit_mask(dtype, f);
+}
+
 // The mask of one head, [queries, keys] of any strides. Strides are in bytes.
 struct HeadMask {
   const char* data = nullptr;  // null: there is no mask

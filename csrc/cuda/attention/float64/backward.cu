@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
                column);
   };
   const int pitch = row_tile_pitch(problem.head_dim), grad_pitch = row_tile_pitch(problem.head_dim_v);
-  double *const query_tile = shared, *const grad_tile = query_tile + rows * pitch, *const stages = grad_tile + rows * grad_pitch;
+  double *const query_tile = shared, *const grad_tile = query_tile + rows * pitch,
+                *const stages = grad_tile + rows * grad_pitch;
   Walk walk(stages, KeyItems(arguments.space.map, tile, query, last_query), steps + out_chunks, load);
   load_row_tile(query_tile,
                 HeadRows<double>(problem.query, tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim), query,
@@ -236,10 +237,10 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
             QueryItems(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
             steps + out_chunks, load);
   const int64_t first_key = tile.sequence.keys.begin;
-  load_row_tile(key_tile,
-                HeadRows<double>(problem.key, tile.batch, first_head / (problem.heads / problem.key_heads), first_key,
-                                 problem.head_dim),
-                key, tile.keys);
+  load_row_tile(
+      key_tile,
+      HeadRows<double>(problem.key, tile.batch, first_head / (problem.heads / problem.key_heads), first_key, problem.head_dim),
+      key, tile.keys);
   if (kKey)
     load_row_tile(value_tile,
                   HeadRows<double>(problem.value, tile.batch, first_head / (problem.heads / problem.value_heads), first_key,
@@ -268,9 +269,9 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
         multiply_rows(grads, value_tile + warp_row() * value_pitch + (step - score_chunks) * kChunk, value_pitch, stage);
       if (step + 1 < steps) continue;
       const Dropout dropout(problem, tile.batch, head);
-      const ScoreBlock here{item.query, key, tile.queries, tile.keys,
-                            item.query + kBlock <= tile.queries &&
-                                all_see(visible, item.query, item.query + kBlock, key, last_key, tile.keys)};
+      const ScoreBlock here{
+          item.query, key, tile.queries, tile.keys,
+          item.query + kBlock <= tile.queries && all_see(visible, item.query, item.query + kBlock, key, last_key, tile.keys)};
       const unsigned kept = dropout ? kept_scores<true>(dropout, here) : ~0u;
       const int64_t first_query = Workspace::first_query(problem, tile.batch, head, tile.sequence) + item.query;
       const auto exists = [&](int query) { return item.query + query < tile.queries; };
@@ -340,8 +341,7 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
                                     .keep_scale = keep_scale(problem)};
   fill_mask_map(problem, arguments.space.map, stream);
   const int64_t queries = Workspace::query_count(problem), heads = gradients.kv_grad_heads;
-  if (queries > 0)
-    launch<row_stats>(arguments, ceil_div(queries, int64_t{kRowThreads / kWarpSize}), kRowThreads, 0, stream);
+  if (queries > 0) launch<row_stats>(arguments, ceil_div(queries, int64_t{kRowThreads / kWarpSize}), kRowThreads, 0, stream);
   const int narrow = row_tile_bytes(1, problem.head_dim), wide = wide_row_bytes(problem);
   launch_gradient<query_gradient>(arguments, false, problem.heads, problem.head_dim, wide, stream);
   launch_gradient<key_gradient<true>>(arguments, true, heads, problem.head_dim, wide, stream);

@@ -16,7 +16,7 @@ struct Workspace {
   int64_t bytes = 0;
 
   // memory: null to compute `bytes`.
-  Workspace(const AttentionProblem& problem, int64_t mask_grad_part_count, void* memory) : map(mask_map(problem)) {
+  Workspace(const AttentionProblem& problem, int64_t mask_grad_part_count, void* memory) : map(mask_map_of(problem)) {
     ScratchAllocator scratch(memory);
     const int64_t count = query_count(problem);
     lse = scratch.take<double>(count);

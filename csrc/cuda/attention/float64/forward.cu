@@ -82,8 +82,7 @@ __device__ __forceinline__ void store_results(const ForwardArguments& arguments,
 }
 
 // CTAs are an outer list of pieces of the values' columns, kColumns each, with the list of tiles.
-__global__ void __launch_bounds__(kMostThreads)
-    attention_forward(const __grid_constant__ ForwardArguments arguments) {
+__global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(16) double shared[];
   const AttentionProblem& problem = arguments.problem;
   const int64_t tiles = arguments.list.count();
@@ -150,8 +149,7 @@ __global__ void __launch_bounds__(kMostThreads)
 int row_bytes(const AttentionProblem& problem) { return row_tile_bytes(1, problem.head_dim); }
 
 void launch_forward(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream) {
-  const int warps =
-      warps_for(problem.queries, row_bytes(problem), device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+  const int warps = warps_for(problem.queries, row_bytes(problem), device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
   const ForwardArguments arguments{
       .problem = problem,
       .list = TileList::of(problem, false, problem.heads, warps * kWarpRows),
@@ -176,12 +174,12 @@ const char* AttentionForwardFloat64<kHeadDim>::refusal(const ForwardPass& pass, 
 
 template <int kHeadDim>
 int64_t AttentionForwardFloat64<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
-  return float64::mask_map(pass.problem).count();
+  return mask_map_of(pass.problem).count();
 }
 
 template <int kHeadDim>
 void AttentionForwardFloat64<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
-  MaskMap map = float64::mask_map(pass.problem);
+  MaskMap map = mask_map_of(pass.problem);
   if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
   fill_mask_map(pass.problem, map, stream);
   float64::launch_forward(pass.problem, map, stream);

@@ -67,8 +67,8 @@ struct TileItems {
       item.query = (static_cast<int>((left /= extents.keys) % extents.queries) + row_tile) * kRows;
       item.head = static_cast<int>((left /= extents.queries) % extents.heads) + mask_head;
       item.batch = static_cast<int>(left / extents.heads) + mask_batch;
-      const KeyRange range = keys_of_any(problem.visible, item.query, min(int64_t{item.query} + kRows, problem.queries),
-                                         problem.keys);
+      const KeyRange range =
+          keys_of_any(problem.visible, item.query, min(int64_t{item.query} + kRows, problem.queries), problem.keys);
       if (range.end > range.begin && range.end > item.key && range.begin < item.key + kBlock) return ++at, item;
     }
     return {0, 0, 0, 0, false};
@@ -107,9 +107,8 @@ __device__ __forceinline__ void store_sums(const MaskGradArguments& arguments, c
     const int64_t row = int64_t{items.row_tile} * kRows + r, column = int64_t{items.column_tile} * kBlock + c;
     if (row >= size[2] || column >= size[3]) continue;
     if (arguments.splits > 1) {
-      arguments.all.space
-          .mask_grad_parts[(((items.split * size[0] + items.mask_batch) * size[1] + items.mask_head) * size[2] + row) * size[3] +
-                           column] = x;
+      arguments.all.space.mask_grad_parts
+          [(((items.split * size[0] + items.mask_batch) * size[1] + items.mask_head) * size[2] + row) * size[3] + column] = x;
       continue;
     }
     const MutableView4& to = gradients.grad_mask;
@@ -136,8 +135,8 @@ __global__ void __launch_bounds__(kThreads) mask_grad(const __grid_constant__ Ma
                HeadRows<double>(is_grad ? gradients.grad_out : problem.query, item.batch, item.head, 0, columns), item.query,
                queries, column);
     load_chunk(stage + kRows * kPairPitch, kPairPitch, kBlock,
-               HeadRows<double>(is_grad ? problem.value : problem.key, item.batch, item.head / heads, 0, columns), item.key, keys,
-               column);
+               HeadRows<double>(is_grad ? problem.value : problem.key, item.batch, item.head / heads, 0, columns), item.key,
+               keys, column);
   };
   Walk<TileItems, decltype(load), kMaskStageDoubles> walk(shared, items, steps, load);
   walk.start();
@@ -181,8 +180,7 @@ __global__ void __launch_bounds__(256) sum_parts(const __grid_constant__ MaskGra
   const int64_t count = size[0] * size[1] * size[2] * size[3], index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= count) return;
   double sum = 0;
-  for (int64_t split = 0; split < arguments.splits; ++split)
-    sum += arguments.all.space.mask_grad_parts[split * count + index];
+  for (int64_t split = 0; split < arguments.splits; ++split) sum += arguments.all.space.mask_grad_parts[split * count + index];
   int64_t left = index, offset = 0;
   for (int i = 3; i >= 0; --i) {
     offset += left % size[i] * gradients.grad_mask.stride[i];

@@ -192,8 +192,8 @@ struct ScoreMod {
   __device__ ScoreMod(const AttentionProblem& problem, int64_t batch, int64_t head)
       : scale(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale),
         cap(problem.softcap),
-        slope(problem.alibi_slopes ? static_cast<const double*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] +
-                                                                                      head * problem.alibi_stride[1]]
+        slope(problem.alibi_slopes ? static_cast<const double*>(
+                                         problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]]
                                    : 0) {}
 
   // `gradients`, if any, are multiplied by the softcap's derivative; the scale is left to what is made of them.
@@ -217,13 +217,6 @@ struct ScoreMod {
     }
   }
 };
-
-// Calls f with a value of the C++ type of a mask's dtype; float64 problems may have masks of all of them.
-template <class F>
-__device__ __forceinline__ void visit_any_mask(DType dtype, F&& f) {
-  if (dtype == DType::kFloat64) return f(double{});
-  visit_mask(dtype, f);
-}
 
 // Adds a float mask, or hides the scores that a bool mask does not show. Values are read where the mask lies.
 template <bool kTransposed>
@@ -260,11 +253,6 @@ __device__ __forceinline__ unsigned kept_scores(const Dropout& dropout, const Sc
   return draw_weights<kTransposed, 1, kBlock / 8>(warp_row(), dropout, block);
 }
 __device__ __forceinline__ bool is_kept(unsigned kept, int j, int e) { return kept >> (4 * j + e) & 1; }
-
-// The mask's map, unless the mask is in float64, which the map's kernel does not read.
-inline MaskMap mask_map(const AttentionProblem& problem) {
-  return problem.mask_dtype == DType::kFloat64 ? MaskMap{} : mask_map_of(problem);
-}
 
 // ---- results ---------------------------------------------------------------------------------------------------------------
 
@@ -324,7 +312,8 @@ __device__ __forceinline__ void clear_rows(const MutableView4& to, int64_t head,
 inline int warps_for(int64_t rows, int row_bytes, int shared_bytes) {
   constexpr int kStageBytes = kStages * kStageDoubles * static_cast<int>(sizeof(double));
   int warps = kMostWarps;
-  while (warps > 1 && (warps * kWarpRows * row_bytes + kStageBytes > shared_bytes || (warps / 2) * kWarpRows >= rows)) warps /= 2;
+  while (warps > 1 && (warps * kWarpRows * row_bytes + kStageBytes > shared_bytes || (warps / 2) * kWarpRows >= rows))
+    warps /= 2;
   return warps;
 }
 inline int shared_bytes_of(int warps, int row_bytes) {
