@@ -71,10 +71,9 @@ constexpr Family<Pass> family(const char* name) {
 
 // In order of preference.
 using HeadDimsFloat64 = std::integer_sequence<int, kFloat64HeadDim>;
-constexpr Family<ForwardPass> kForward[] = {
-    family<ForwardPass, AttentionForwardSm90, HeadDimsForwardSm90>("sm90"),
-    family<ForwardPass, AttentionForwardSm80, HeadDims>("sm80"),
-    family<ForwardPass, AttentionForwardFloat64, HeadDimsFloat64, true>("float64")};
+constexpr Family<ForwardPass> kForward[] = {family<ForwardPass, AttentionForwardSm90, HeadDimsForwardSm90>("sm90"),
+                                            family<ForwardPass, AttentionForwardSm80, HeadDims>("sm80"),
+                                            family<ForwardPass, AttentionForwardFloat64, HeadDimsFloat64, true>("float64")};
 constexpr Family<ForwardPass> kCached[] = {
     family<ForwardPass, AttentionDecode, HeadDimsDecode>("decode"),
     family<ForwardPass, AttentionDecodeLatentSm90, HeadDimsDecodeLatentSm90>("latent_sm90"),
@@ -82,10 +81,9 @@ constexpr Family<ForwardPass> kCached[] = {
     family<ForwardPass, AttentionCachedSm90, HeadDimsCachedSm90>("sm90"),
     family<ForwardPass, AttentionCachedSm80, HeadDimsCachedSm80>("sm80")};
 constexpr Family<ForwardPass> kCachedTiles[] = {kCached[3], kCached[0], kCached[1], kCached[2], kCached[4]};  // sm90 first
-constexpr Family<BackwardPass> kBackward[] = {
-    family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
-    family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
-    family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
+constexpr Family<BackwardPass> kBackward[] = {family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
+                                              family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
+                                              family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
 
 // Why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family where there is
 // a choice: float64 has one alone.
@@ -96,7 +94,8 @@ const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, 
   if (!family.is_float64 && pass.problem.mask.data && pass.problem.mask_dtype == DType::kFloat64)
     return "a mask in float64 goes with float64 inputs";
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
-  if (!family.is_float64 && forced && *forced && std::strcmp(forced, family.name) != 0) return "FLASH_ONLINE_KERNEL names another";
+  if (!family.is_float64 && forced && *forced && std::strcmp(forced, family.name) != 0)
+    return "FLASH_ONLINE_KERNEL names another";
   if (!family.is_built) return "this build has none of its kernels";
   if (!instance) return "the head dim is larger than those of this build";
   return instance->refusal(pass, gpu);
