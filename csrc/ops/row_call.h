@@ -151,8 +151,7 @@ struct RowsOnCuda : Cuda {
     Kernel logsumexp{cuda::logsumexp, cuda::reduce_workspace, cuda::float64::logsumexp};
     Kernel logsumexp_backward{cuda::logsumexp_backward, cuda::rows_workspace, cuda::float64::logsumexp_backward};
     Kernel cross_entropy{cuda::cross_entropy, cuda::reduce_workspace, cuda::float64::cross_entropy};
-    Kernel cross_entropy_backward{cuda::cross_entropy_backward, cuda::rows_workspace,
-                                  cuda::float64::cross_entropy_backward};
+    Kernel cross_entropy_backward{cuda::cross_entropy_backward, cuda::rows_workspace, cuda::float64::cross_entropy_backward};
     Kernel topk_softmax{cuda::topk_softmax, cuda::topk_workspace, cuda::float64::topk_softmax};
     Kernel topk_softmax_backward{cuda::topk_softmax_backward, cuda::rows_workspace, cuda::float64::topk_softmax_backward};
   };

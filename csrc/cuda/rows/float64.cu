@@ -1,14 +1,13 @@
 // The row operators in float64: rows of any strides and length, by one kind of row. A thread keeps its first elements in
 // registers and reads the others again, from the caches mostly. The formulas are those of softmax.cu, cross_entropy.cu and
 // topk_backward.cu, without the care that float32's fewer digits take.
-#include "float64.h"
-
 #include <algorithm>
 
 #include "../../core/integer.h"
 #include "../../core/online_softmax.h"
 #include "../hw/check.cuh"
 #include "../hw/launch.h"
+#include "float64.h"
 
 namespace flash_online::cuda::float64 {
 
@@ -218,7 +217,9 @@ struct Coefficients {
         confidence(1 - problem.label_smoothing),
         smoothing(problem.label_smoothing == 0 ? 0 : problem.label_smoothing / static_cast<double>(problem.classes)) {}
   __device__ __forceinline__ double weight_of(int64_t c) const { return weight ? weight[c] : 1; }
-  __device__ __forceinline__ double operator()(int64_t c, double t) const { return weight_of(c) * (confidence * t + smoothing); }
+  __device__ __forceinline__ double operator()(int64_t c, double t) const {
+    return weight_of(c) * (confidence * t + smoothing);
+  }
 };
 
 constexpr int64_t kIgnored = -1;
@@ -328,9 +329,8 @@ struct ProbabilityLossBackward {
     const double loss_part = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // the loss of one class is 0
     const double scale = loss_part * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
     if (problem.grad_target.data)
-      row.write(problem.grad_target, coord, [&](int64_t c, double x) {
-        return grad_loss * (a.confidence * a.weight_of(c)) * -state.log_probability(x);
-      });
+      row.write(problem.grad_target, coord,
+                [&](int64_t c, double x) { return grad_loss * (a.confidence * a.weight_of(c)) * -state.log_probability(x); });
     row.write(problem.grad_input, coord, [&](int64_t c, double x) {
       // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
       return scale * (state.weight(x) * inverse) - __dmul_rn(loss_part, a(c, target[c * stride]));
@@ -476,8 +476,8 @@ struct TopkBackward {
   template <class Group>
   __device__ static void run(const RowProblem& problem, const Coord& coord) {
     const Row<Group> row(problem, problem.input, coord);
-    const double *const grad = row_data<const double>(problem.grad, coord),
-                        *const output = row_data<const double>(problem.output, coord);
+    const double *const grad = row_data<const double>(problem.grad, coord), *const output =
+                                                                                row_data<const double>(problem.output, coord);
     const int64_t k = coord.exists ? problem.k : 0, grad_stride = problem.grad.stride[1], stride = problem.output.stride[1];
     double sum = 0, norm = 0;
     for (int64_t j = Group::first(); j < k; j += Group::kStep) {
@@ -583,7 +583,7 @@ void topk_softmax_backward(const RowProblem& problem, CUstream_st* stream) {
 void scale(void* data, int64_t count, const void* factor, CUstream_st* stream) {
   if (count == 0) return;
   scale_kernel<<<grid_for(ceil_div(count, int64_t{512}), 8), 512, 0, stream>>>(static_cast<double*>(data), count,
-                                                                            static_cast<const double*>(factor));
+                                                                               static_cast<const double*>(factor));
   check_launch("scale_");
 }
 
