@@ -130,7 +130,7 @@ def test_attention_in_float64_on_cuda_goes_to_torch():
 def test_float64_on_cuda_is_refused_over_cached_keys():
     query = Q.cuda().double()
     with pytest.raises(NotImplementedError, match="float64"):
-        flash_online.kvcache_attention(query, query, query)
+        flash_online.kvcache_attention(query, query, query, None)
 
 
 @pytest.mark.forwards
@@ -336,6 +336,18 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
     assert "head dim" in candidates(head_dim=1024)["sm80"]
 
 
+OF_HOPPER = {"sm90": "", "sm80": "", "float64": "it takes float64 alone"}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_float64_has_kernels_of_its_own(backward):
+    others = "it does not take float64"
+    mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
+    for options in ({}, {"head_dim": 36}, {"head_dim": 512}, {"mask": ("float64", mask)}, {"gpu": (8, 0, 163 << 10)}):
+        assert candidates(dtype="float64", backward=backward, **options) == {"sm90": others, "sm80": others, "float64": ""}
+    assert "head dim" in candidates(dtype="float64", backward=backward, head_dim=1024)["float64"]
+
+
 def test_what_hoppers_forward_pass_takes():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in (
@@ -348,7 +360,7 @@ def test_what_hoppers_forward_pass_takes():
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 1, 512), 0))},
         {"mask": ("bfloat16", mask)},
     ):
-        assert candidates(**options) == {"sm80": "", "sm90": ""}
+        assert candidates(**options) == OF_HOPPER
 
 
 def test_what_hoppers_backward_pass_takes():
@@ -359,7 +371,7 @@ def test_what_hoppers_backward_pass_takes():
         {"head_dim": 40},
         {"head_dim": 256},
     ):
-        assert candidates(backward=True, **options) == {"sm80": "", "sm90": ""}
+        assert candidates(backward=True, **options) == OF_HOPPER
     for options, reason in (
         ({"dtype": "float32"}, "dtype"),
         ({"head_dim": 36}, "16 bytes"),
