@@ -1,6 +1,6 @@
-// Attention on CUDA as csrc/ops and csrc/introspect call it, for float16, bfloat16 and float32. A call queues work on the
-// stream, which belongs to the current device, and returns: it does not synchronise or allocate. A launch error is thrown as
-// std::runtime_error.
+// Attention on CUDA as csrc/ops and csrc/introspect call it, for float16, bfloat16, float32 and float64. A call queues
+// work on the stream, which belongs to the current device, and returns: it does not synchronise or allocate. A launch error is
+// thrown as std::runtime_error.
 #pragma once
 
 #include <string>
