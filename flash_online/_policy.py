@@ -37,7 +37,8 @@ ON_CUDA = frozenset(
     for name, operator in OPERATORS.items()
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_online::{operator}", "CUDA")
 )
-_NO_FLOAT64_ON_CUDA = frozenset({"kvcache_attention", "cascade_attention", "cache_append"})
+# Over cached keys there are no kernels for it; of torch's function, torch's own backward pass is faster (attention_float64.md).
+_NO_FLOAT64_ON_CUDA = frozenset({"kvcache_attention", "cascade_attention", "cache_append", "scaled_dot_product_attention"})
 _OLDEST_GPU = 8  # major number of the compute capability
 
 _majors: dict[int, int] = {}  # major number of the compute capability per device index, as far as it was needed
@@ -124,12 +125,7 @@ def why_forwarded(function: str, *tensors: Tensor | None, dtype: torch.dtype | N
     """Why a function that torch has too passes these tensors on to torch's; None where our kernels take them."""
     if in_onnx_export():
         return "torch.onnx.export is active: ONNX has torch's operators, and not ours"
-    reason = refusal(function, *tensors, dtype=dtype, dim=dim)
-    if reason is None and function == "scaled_dot_product_attention":
-        first = tensors[0]
-        if first is not None and first.dtype is torch.float64 and first.is_cuda:
-            return "float64 on CUDA: torch's attention has the faster backward pass"
-    return reason
+    return refusal(function, *tensors, dtype=dtype, dim=dim)
 
 
 def in_onnx_export() -> bool:

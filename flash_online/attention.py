@@ -253,8 +253,7 @@ class _PlainAttention(torch.autograd.Function):
 
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_any_autocast_enabled, _STRIDED = torch._C._is_any_autocast_enabled, torch.strided
-_FLOAT64 = torch.float64
+_any_autocast_enabled, _STRIDED, _FLOAT64 = torch._C._is_any_autocast_enabled, torch.strided, torch.float64
 _NUMBERS = (float, int)
 _run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
 _run_inference = boxed_call(ops.attention_inference.default)

@@ -26,8 +26,8 @@ def attention(*shapes, dtype=torch.float32, requires_grad=True, device, **kwargs
 
 
 @pytest.fixture(autouse=True)
-def _ours(request):
-    """Float64 on CUDA goes to torch: test_dispatch.py says so."""
+def _without_what_is_torchs(request):
+    """Float64 on CUDA goes to torch, which test_dispatch.py tests."""
     values = getattr(getattr(request.node, "callspec", None), "params", {})
     if values.get("device") == "cuda" and torch.float64 in values.values():
         pytest.skip("float64 on CUDA goes to torch")

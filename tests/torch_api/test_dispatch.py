@@ -289,6 +289,16 @@ def test_decisions_for_gpus(major, dtype, word, monkeypatch):
             assert _policy.refusal("softmax", x, dtype=torch.float64) is None
 
 
+def test_where_float64_on_cuda_is_ours(monkeypatch):
+    """Likewise."""
+    monkeypatch.setitem(_policy._majors, 0, 9)
+    monkeypatch.setattr(_policy, "ON_CUDA", frozenset(_policy.OPERATORS))
+    forwarded = {"scaled_dot_product_attention", "kvcache_attention", "cascade_attention", "cache_append"}
+    with FakeTensorMode():
+        x = torch.empty(2, 3, device="cuda:0", dtype=torch.float64)
+        assert {name for name in _policy.OPERATORS if _policy.refusal(name, x)} == forwarded & set(_policy.OPERATORS)
+
+
 def candidates(
     dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), head_dim=64, packed=None, backward=False, deterministic=False
 ):
