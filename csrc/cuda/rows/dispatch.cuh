@@ -4,7 +4,7 @@
 // An operator is a struct that is written once for all kinds of row:
 //   kTensors                 how many tensors it reads whole rows of
 //   tensor(problem, i)       tensor number i of them
-//   result(problem)          the tensor of which it writes whole rows, unless it reduces
+//   result(problem)          the tensor whose rows it writes; an operator that reduces has none
 //   kReduces                 whether it writes only single numbers per row, so that a row may be forgotten once it is summed
 //   kRare                    whether it is seldom called: block_row.cuh then has no kernels for words of 16-bit elements alone
 //   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results

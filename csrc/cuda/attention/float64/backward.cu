@@ -301,19 +301,6 @@ int wide_row_bytes(const AttentionProblem& problem) {
   return row_tile_bytes(1, problem.head_dim) + row_tile_bytes(1, problem.head_dim_v);
 }
 
-// A CTA per piece of the result's columns and tile of queries, or of keys.
-template <auto kKernel>
-void launch_gradient(const BackwardArguments& all, bool over_keys, int64_t heads, int64_t columns, int row_bytes,
-                     CUstream_st* stream) {
-  BackwardArguments arguments = all;
-  const int64_t rows = over_keys ? all.problem.keys : all.problem.queries;
-  const int warps = warps_for(rows, row_bytes, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-  arguments.list = TileList::of(all.problem, over_keys, heads, warps * kWarpRows);
-  const int64_t pieces = std::max<int64_t>(ceil_div(columns, int64_t{kColumns}), 1);
-  if (arguments.list.count() > 0)
-    launch<kKernel>(arguments, arguments.list.count() * pieces, warps * kWarpSize, shared_bytes_of(warps, row_bytes), stream);
-}
-
 }  // namespace
 }  // namespace float64
 
@@ -343,9 +330,9 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
   const int64_t queries = Workspace::query_count(problem), heads = gradients.kv_grad_heads;
   if (queries > 0) launch<row_stats>(arguments, ceil_div(queries, int64_t{kRowThreads / kWarpSize}), kRowThreads, 0, stream);
   const int narrow = row_tile_bytes(1, problem.head_dim), wide = wide_row_bytes(problem);
-  launch_gradient<query_gradient>(arguments, false, problem.heads, problem.head_dim, wide, stream);
-  launch_gradient<key_gradient<true>>(arguments, true, heads, problem.head_dim, wide, stream);
-  launch_gradient<key_gradient<false>>(arguments, true, heads, problem.head_dim_v, narrow, stream);
+  launch_tiles<query_gradient>(arguments, false, problem.heads, problem.head_dim, wide, stream);
+  launch_tiles<key_gradient<true>>(arguments, true, heads, problem.head_dim, wide, stream);
+  launch_tiles<key_gradient<false>>(arguments, true, heads, problem.head_dim_v, narrow, stream);
   if (gradients.grad_sinks && problem.batch * problem.heads > 0)
     launch<sink_gradient>(arguments, problem.batch * problem.heads, kRowThreads, 0, stream);
   if (gradients.grad_mask.data) mask_gradient(arguments, stream);

@@ -48,8 +48,6 @@ struct BackwardArguments {
   double keep_scale;  // 1 / (1 - dropout)
 };
 
-inline double keep_scale(const AttentionProblem& problem) { return problem.dropout < 1 ? 1 / (1 - problem.dropout) : 0; }
-
 // The statistics of one query; of one that does not exist, such that its weights are 0.
 struct RowStats {
   double lse = -lowest<double>(), lse_low = 0, delta = 0;

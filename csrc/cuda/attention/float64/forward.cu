@@ -148,20 +148,6 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
 
 int row_bytes(const AttentionProblem& problem) { return row_tile_bytes(1, problem.head_dim); }
 
-void launch_forward(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream) {
-  const int warps = warps_for(problem.queries, row_bytes(problem), device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-  const ForwardArguments arguments{
-      .problem = problem,
-      .list = TileList::of(problem, false, problem.heads, warps * kWarpRows),
-      .map = map,
-      .keep_scale = problem.dropout < 1 ? 1 / (1 - problem.dropout) : 0,
-  };
-  const int64_t pieces = std::max<int64_t>(ceil_div(problem.head_dim_v, int64_t{kColumns}), 1);
-  if (arguments.list.count() > 0)
-    launch<attention_forward>(arguments, arguments.list.count() * pieces, warps * kWarpSize,
-                              shared_bytes_of(warps, row_bytes(problem)), stream);
-}
-
 }  // namespace
 }  // namespace float64
 
@@ -182,7 +168,10 @@ void AttentionForwardFloat64<kHeadDim>::run(const ForwardPass& pass, void* works
   MaskMap map = mask_map_of(pass.problem);
   if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
   fill_mask_map(pass.problem, map, stream);
-  float64::launch_forward(pass.problem, map, stream);
+  const float64::ForwardArguments arguments{
+      .problem = pass.problem, .list = {}, .map = map, .keep_scale = float64::keep_scale(pass.problem)};
+  float64::launch_tiles<float64::attention_forward>(arguments, false, pass.problem.heads, pass.problem.head_dim_v,
+                                                    float64::row_bytes(pass.problem), stream);
 }
 
 template struct AttentionForwardFloat64<kFloat64HeadDim>;

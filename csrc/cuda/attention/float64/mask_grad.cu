@@ -10,7 +10,7 @@ namespace flash_online::cuda::float64 {
 namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kRows = kWarps * kWarpRows;  // a tile: kRows queries, kBlock keys
-constexpr int kMaskStageDoubles = (kRows + kBlock) * kPairPitch;  // the queries' chunk, and behind it the keys'
+constexpr int kMaskStageDoubles = (kRows + kBlock) * kPairPitch;  // a chunk of the queries, then one of the keys
 constexpr int kSharedBytes = kStages * kMaskStageDoubles * static_cast<int>(sizeof(double));
 
 // How many batches, heads and blocks of queries and keys a tile of the mask is broadcast over; 1 where it is not.

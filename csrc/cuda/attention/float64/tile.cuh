@@ -2,11 +2,15 @@
 // cores, and scores. docs/design/attention_float64.md draws it.
 #pragma once
 
+#include <algorithm>
+
 #include "../../../core/online_softmax.h"
+#include "../../hw/launch.h"
 #include "../../mma/fragments.cuh"
 #include "../common/dropout.cuh"
 #include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
+#include "../common/tile_list.cuh"
 #include "../sm80/load.cuh"
 #include "../sm80/work_tile.cuh"
 
@@ -70,8 +74,8 @@ __device__ __forceinline__ void load_row_tile(double* to, const HeadRows<double>
     load_chunk(to + chunk * kChunk, pitch, tile_rows(), from, row, rows, chunk * kChunk);
 }
 
-// The steps of a CTA, each of which needs a chunk in shared memory. Items, one block of rows after another, have `steps` steps,
-// at least two, and load(item, step, stage) starts copying one; copies run kStages - 1 steps ahead.
+// Takes a CTA through its items, which are blocks of rows, and through the steps of each item. There are `steps` of them, at
+// least two, and each needs one chunk in shared memory: load(item, step, stage) starts its copy, kStages - 1 steps ahead.
 template <class Items, class Load, int kDoubles = kStageDoubles>
 class Walk {
  public:
@@ -307,17 +311,31 @@ __device__ __forceinline__ void clear_rows(const MutableView4& to, int64_t head,
     data[(rows.begin + n / columns) * to.stride[2] + n % columns * to.stride[3]] = 0;
 }
 
-// The warps of a CTA whose tile has at most `rows` rows: as many as shared memory has room for, beside the stages, where a row
-// takes `row_bytes` bytes.
-inline int warps_for(int64_t rows, int row_bytes, int shared_bytes) {
-  constexpr int kStageBytes = kStages * kStageDoubles * static_cast<int>(sizeof(double));
-  int warps = kMostWarps;
-  while (warps > 1 && (warps * kWarpRows * row_bytes + kStageBytes > shared_bytes || (warps / 2) * kWarpRows >= rows))
-    warps /= 2;
-  return warps;
-}
+// ---- launches --------------------------------------------------------------------------------------------------------------
+
+inline double keep_scale(const AttentionProblem& problem) { return problem.dropout < 1 ? 1 / (1 - problem.dropout) : 0; }
+
+// The shared memory of a CTA of so many warps, where a row of its tile takes `row_bytes` bytes.
 inline int shared_bytes_of(int warps, int row_bytes) {
   return warps * kWarpRows * row_bytes + kStages * kStageDoubles * static_cast<int>(sizeof(double));
+}
+// The warps of a CTA whose tile has at most `rows` rows: as many as there is shared memory for.
+inline int warps_for(int64_t rows, int row_bytes, int shared_bytes) {
+  int warps = kMostWarps;
+  while (warps > 1 && (shared_bytes_of(warps, row_bytes) > shared_bytes || (warps / 2) * kWarpRows >= rows)) warps /= 2;
+  return warps;
+}
+
+// Launches a kernel with a CTA per piece of the result's columns and tile of queries, or of keys. Sets arguments.list.
+template <auto kKernel, class Arguments>
+void launch_tiles(Arguments arguments, bool over_keys, int64_t heads, int64_t columns, int row_bytes, CUstream_st* stream) {
+  const AttentionProblem& problem = arguments.problem;
+  const int warps = warps_for(over_keys ? problem.keys : problem.queries, row_bytes,
+                              device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+  arguments.list = TileList::of(problem, over_keys, heads, warps * kWarpRows);
+  const int64_t pieces = std::max<int64_t>(ceil_div(columns, int64_t{kColumns}), 1);
+  if (arguments.list.count() > 0)
+    launch<kKernel>(arguments, arguments.list.count() * pieces, warps * kWarpSize, shared_bytes_of(warps, row_bytes), stream);
 }
 
 }  // namespace flash_online::cuda::float64
