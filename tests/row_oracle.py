@@ -15,6 +15,10 @@ def random_rows(*shape, dtype=torch.float32, scale=3.0, device):
     return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
+def gpu(*shape, dtype=torch.float32):
+    return random_rows(*shape, dtype=dtype, device="cuda")
+
+
 def softmax_and_gradient(function, x, dim, grad, dtype=None):
     """The function's result, and the gradient of x for the result's gradient `grad`."""
     x = x.detach().requires_grad_()

@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from row_oracle import (
-    OPERATORS,
-    compare_logsumexp,
-    compare_loss,
-    compare_softmaxes,
-    forward_and_backward,
-    random_rows,
-    random_targets,
-)
+from row_oracle import OPERATORS, compare_logsumexp, compare_loss, compare_softmaxes, forward_and_backward, gpu, random_targets
 
 import flash_online
 
@@ -22,10 +14,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # Both sides of every change of the number of lanes, in vectors of 8 or 4 elements, and of registers and shared memory.
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 77, 100, 127, 130, 255, 257, 511, 513, 577, 1000, 1023, 1025]
 WIDTHS += [2047, 2049, 3001, 4095, 4098, 8191, 50257]
-
-
-def gpu(*shape, dtype=torch.float32):
-    return random_rows(*shape, dtype=dtype, device="cuda")
 
 
 def all_results(x, target):

@@ -14,9 +14,9 @@ from row_oracle import (
     compare_logsumexp,
     compare_loss,
     forward_and_backward,
+    gpu,
     gradients,
     leaf,
-    random_rows,
     random_targets,
     wide_as_possible,
 )
@@ -29,10 +29,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TF = torch.nn.functional
 
 LONG = [262143, 524288, 524299, 1_000_003]
-
-
-def gpu(*shape, dtype=torch.float32):
-    return random_rows(*shape, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
