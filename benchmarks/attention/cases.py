@@ -1,4 +1,4 @@
-"""The cells: what is measured, in five groups, and the tensors of each."""
+"""The cells: what is measured, in six groups, and the tensors of each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Cell(Case):
     """A problem of attention on a GPU; its family is its group, and `kind` is given. `sizes` and `options` make the label.
 
     Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
-    sees itself and the W keys before it); `softcap`; `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "padding"
-    ([B, 1, 1, L]) or "blocks" (a quarter of the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]);
-    `dropout` p; `deterministic`. `lengths`: those of packed sequences, in place of B and L.
+    sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`; `alibi`; `mask` "random"
+    ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or "blocks" (a quarter of
+    the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p; `deterministic`. `lengths`: those
+    of packed sequences, in place of B and L.
     """
 
     kind: str = ""
@@ -66,6 +67,8 @@ class Problem:
             self.mask = normal(1, heads, length, length).requires_grad_(bias == "learned")
         elif (kind := self.options.get("mask")) == "random":
             self.mask = torch.rand(1, 1, length, length, generator=generator, device=device) < 0.5
+        elif kind == "heads":
+            self.mask = torch.rand(1, heads, length, length, generator=generator, device=device) < 0.5
         elif kind == "padding":  # the shortest sequence fills a little more than half of the length, the longest all of it
             lengths = torch.tensor([length * (batch + n + 1) // (2 * batch) for n in range(batch)], device=device)
             self.mask = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]
@@ -95,6 +98,9 @@ class Problem:
         batch, length = self.cell.sizes["B"], self.cell.sizes["L"]
         if self.mask is not None and self.mask.dtype == torch.bool:
             return int(self.mask.sum()) * (batch * heads * length**2 // self.mask.numel())
+        if band := self.options.get("band"):
+            band = min(band, length - 1)
+            return batch * heads * (length * (2 * band + 1) - band * (band + 1))
         if self.options.get("causal"):
             before = min(self.options.get("window", length), length - 1)  # keys that the last query sees before itself
             return batch * heads * (length * (before + 1) - before * (before + 1) // 2)
@@ -173,6 +179,28 @@ def _features() -> list[Cell]:
     ]
 
 
+def _between() -> list[Cell]:
+    def cell(kind: str, *sizes: int, key_heads: int | None = None, dtype=torch.bfloat16, **options) -> Cell:
+        named = dict(zip("BHLE", sizes, strict=True))
+        return Cell("between", named | ({"Hkv": key_heads} if key_heads else {}), options, dtype, kind)
+
+    odd = ((7, 13, 577, 64), (5, 9, 1536, 128), (3, 11, 3000, 64), (1, 13, 5555, 128))
+    return [
+        *(cell("lengths", *sizes, **options) for sizes in odd for options in ({}, {"causal": True})),
+        cell("E 192", 4, 16, 4096, 192),
+        cell("MQA", 8, 16, 2048, 128, key_heads=1, causal=True),
+        *(cell("band", 2, 2048 // head_dim, 8192, head_dim, band=300) for head_dim in (64, 128)),
+        cell("dropout, E 64", 4, 32, 4096, 64, causal=True, dropout=0.1),
+        cell("softcap, E 256", 2, 16, 4096, 256, key_heads=8, causal=True, softcap=50.0),  # Gemma 2, whose layers take turns
+        cell("softcap, E 256", 2, 16, 8192, 256, key_heads=8, causal=True, window=4095, softcap=50.0),
+        cell("mask, E 256", 4, 8, 4096, 256, mask="random"),
+        cell("mask per head", 4, 16, 2048, 96, mask="heads"),
+        cell("E 320", 2, 8, 2048, 320),
+        *(cell("vision windows", 4096, 4, length, 32) for length in (49, 64)),
+        cell("vision windows", 4096, 6, 49, 16),
+    ]
+
+
 def _packed() -> list[Cell]:
     numbers = random.Random(0)
     mixes = {
@@ -204,6 +232,7 @@ def _short() -> list[Cell]:
 CELLS = {
     "plain": _plain(),
     "features": _features(),
+    "between": _between(),
     "packed": _packed(),
     "short": _short(),
     "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
@@ -220,6 +249,8 @@ QUICK = [
             ("padding mask", 2, {"mask": "padding"}),
             ("bias with gradient", 4, {"bias": "learned"}),
             ("window", 2, {"causal": True, "window": 17}),
+            ("band", 2, {"band": 17}),
+            ("mask per head", 4, {"mask": "heads"}),
             ("ALiBi", 2, {"causal": True, "alibi": True, "softcap": 5.0}),
             ("dropout", 4, {"dropout": 0.25}),
             ("deterministic", 4, {"deterministic": True}),

@@ -57,7 +57,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
 def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, grad: Tensor, options: dict) -> list[Tensor]:
     """The reference in chunks of queries. A causal chunk needs only the keys up to its end, to which its queries then align."""
     batch, heads, length = leaves[0].shape[:3]
-    causal, window = options.get("causal", False), options.get("window")
+    causal, window, band = options.get("causal", False), options.get("window"), options.get("band")
     size = max(1, CHUNK // (batch * heads * length))
     outs, totals = [], [torch.zeros_like(t, dtype=torch.float64) for t in leaves]
     for begin in range(0, length, size):
@@ -66,6 +66,9 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
         indices = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
         chunk = [t[index].detach().requires_grad_() for t, index in zip(leaves, indices, strict=False)]
         seen = chunk[3] if len(chunk) > 3 else mask
+        if band:  # as a mask: neither alignment of a chunk's queries is theirs
+            places = torch.arange(length, device=grad.device)
+            seen = ((places[:, None] - places).abs() <= band)[None, None]
         out = reference.attention(
             *chunk[:3],
             mask=seen if seen is None or len(chunk) > 3 or seen.shape[-2] == 1 else seen[..., rows, keys],
@@ -236,7 +239,7 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
 def line(result: dict) -> str:
     parts = []
     for name, entry in result["providers"].items():
-        if result["family"] in ("plain", "features", "packed"):
+        if result["family"] in ("plain", "features", "between", "packed"):
             rates = (f"{entry[f'{d}_tflop_per_s']:.0f}" for d in DIRECTIONS if f"{d}_ms" in entry)
             parts.append(f"{name} {'/'.join(rates)}")
         else:

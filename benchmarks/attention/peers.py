@@ -26,7 +26,7 @@ from .cases import Problem
 from .summary import CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
 
 FA3_VARIABLE = "FLASH_ATTENTION_3"  # names the binary: a library that registers torch.ops.flash_attn_3
-NOT_IN_SDPA = ("window", "softcap", "alibi")
+NOT_IN_SDPA = ("window", "band", "softcap", "alibi")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ def _our_options(problem: Problem) -> dict:
     options = {name: problem.options[name] for name in ("causal", "softcap", "deterministic") if name in problem.options}
     if window := problem.options.get("window"):
         options["window"] = (window, 0)
+    if band := problem.options.get("band"):
+        options["window"] = (band, band)
     if dropout := problem.options.get("dropout"):
         options["dropout_p"] = dropout
     if problem.mask is not None:
@@ -129,6 +131,8 @@ def fa3(problem: Problem) -> Call:
     }
     if window := problem.options.get("window"):
         options |= {"window_size_left": window, "window_size_right": 0}
+    if band := problem.options.get("band"):
+        options |= dict.fromkeys(("window_size_left", "window_size_right"), band)
     leaves, grad, view = [problem.query, problem.key, problem.value], problem.grad, Call.view
     if problem.starts is not None:
         options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), problem.starts)
@@ -251,6 +255,7 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
 IN_GROUP = {
     "plain": (OURS, FA3, CUDNN, FLASH),
     "features": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
+    "between": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
     "packed": (OURS, FA3, VARLEN),
     "short": (OURS, FA3, CUDNN, FLASH, EFFICIENT),
     "host": (OURS, DROP_IN, FA3, CUDNN, FLASH, EFFICIENT, MATH),
@@ -261,6 +266,7 @@ IN_KIND = {
     "GQA": (FLEX,),
     "window": (FLEX,),
     "softcap": (FLEX,),
+    "softcap, E 256": (FLEX,),
     "ALiBi": (FLEX,),
 }
 PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]
@@ -268,5 +274,5 @@ PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]
 
 def providers(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:
     """The providers of a cell, ours first; if `wanted` names peers, only those."""
-    names = (*IN_GROUP[cell.family], *(IN_KIND.get(cell.kind, ()) if cell.family == "features" else ()))
+    names = (*IN_GROUP[cell.family], *(IN_KIND.get(cell.kind, ()) if cell.family in ("features", "between") else ()))
     return {n: c for n, c in PROVIDERS.items() if n in names and (n not in PEERS or not wanted or n in wanted)}

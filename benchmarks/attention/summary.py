@@ -16,6 +16,7 @@ MIB = 1 << 20
 GROUPS = {
     "plain": f"Plain cells: bfloat16, {16384} tokens, hidden 2048",
     "features": "Options, dtypes and head dims",
+    "between": "Shapes between the others",
     "packed": "Packed sequences, causal",
     "short": "Short sequences, replayed from a CUDA graph",
     "host": "The host's part of a call",

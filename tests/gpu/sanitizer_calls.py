@@ -90,6 +90,7 @@ ATTENTION = {
     "key and value heads that differ": attention(heads=(4, 2, 1)),
     "sinks": attention(tensors={"sinks": lambda: randn(2, dtype=torch.float32)}),
     "softcap": attention(softcap=4.0),
+    "softcap, head dim 256": attention(softcap=4.0, causal=True, head_dims=(256, 256)),
     "alibi": attention(tensors={"alibi_slopes": lambda: torch.rand(2, 2, device="cuda")}),
     "bool mask": attention(tensors={"mask": bool_mask}),
     "float mask": attention(tensors={"mask": float_mask(152, 210)}),

@@ -300,7 +300,15 @@ def test_where_float64_on_cuda_is_ours(monkeypatch):
 
 
 def candidates(
-    dtype="bfloat16", mask=None, gpu=(9, 0, 227 << 10), head_dim=64, packed=None, backward=False, deterministic=False
+    dtype="bfloat16",
+    mask=None,
+    gpu=(9, 0, 227 << 10),
+    head_dim=64,
+    packed=None,
+    backward=False,
+    deterministic=False,
+    softcap=0.0,
+    dropout=0.0,
 ):
     """(name, reason to refuse) of the CUDA kernels for a call of attention, the best first."""
     introspect = pytest.importorskip("flash_online._introspect")
@@ -319,8 +327,8 @@ def candidates(
         0,
         False,
         0.125,
-        0.0,
-        0.0,
+        softcap,
+        dropout,
         False,
         gpu,
         (tensor, deterministic) if backward else None,
@@ -334,8 +342,8 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         ({"dtype": "float32"}, "dtype"),
         ({"mask": ("float32", mask)}, "float32"),
         ({"mask": ("bfloat16", ((1, 1, 512, 512), (0, 0, 1, 512), 0))}, "mask's rows"),
-        ({"mask": ("bool", mask), "head_dim": 256}, "192"),
-        ({"mask": ("bool", mask), "head_dim": 512}, "192"),
+        ({"dropout": 0.1, "head_dim": 256}, "192"),
+        ({"mask": ("bool", mask), "head_dim": 512}, "256"),
         ({"packed": (2, 512, 512), "mask": ("bool", mask)}, "packed"),
         ({"packed": (2, 512, 512), "head_dim": 264}, "packed"),
         ({"head_dim": 36}, "multiple of 8"),
@@ -344,6 +352,14 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
         found = candidates(**options)
         assert found["sm80"] == "" and reason in found["sm90"]
     assert "head dim" in candidates(head_dim=1024)["sm80"]
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_a_softcap_alone_runs_on_hopper_over_head_dim_128(head_dim):
+    capped = {"head_dim": head_dim, "softcap": 50.0}
+    assert candidates(**capped)["sm90"] == candidates(**capped, backward=True, deterministic=True)["sm90"] == ""
+    assert "over 128" in candidates(**capped, dropout=0.1, backward=True)["sm90"]
+    assert "over 128" in candidates(**capped, mask=("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0)), backward=True)["sm90"]
 
 
 OF_HOPPER = {"sm90": "", "sm80": "", "float64": "it takes float64 alone"}

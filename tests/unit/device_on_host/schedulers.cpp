@@ -70,7 +70,7 @@ extern "C" {
 
 const char* last_error() { return error.c_str(); }
 
-// (row tiles that are even, heads per section) of the schedule of a dense problem.
+// (row tiles, those that are even, heads per section, the last section) of the schedule of a dense problem.
 int64_t dense_schedule(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t head_dim, int64_t left,
                        int64_t right, int64_t offset, int64_t tile_rows, int section_rounds, int q_heads_per_key_head,
                        int64_t ctas, int64_t* out) {
@@ -81,20 +81,20 @@ int64_t dense_schedule(int64_t batch, int64_t heads, int64_t queries, int64_t ke
     problem.visible = {left, right, offset};
     const TileSchedule schedule =
         TileSchedule::make(problem, ceil_div(queries, tile_rows), tile_rows, section_rounds, q_heads_per_key_head, 2, ctas);
-    Rows4(out, 1).add(schedule.row_tiles, schedule.even_row_tiles, schedule.section_heads, schedule.batch_innermost);
+    Rows4(out, 1).add(schedule.row_tiles, schedule.even_row_tiles, schedule.sections.heads, schedule.sections.last);
     return int64_t{1};
   });
 }
 
 // Rows of (CTA, batch, head, row tile), in the order of each CTA.
-int64_t dense_tiles(int batch, int heads, int row_tiles, int even_row_tiles, int section_heads, int batch_innermost, int ctas,
-                    int64_t* out, int64_t capacity) {
+int64_t dense_tiles(int batch, int heads, int row_tiles, int even_row_tiles, int section_heads, int last_section,
+                    int batch_innermost, int ctas, int64_t* out, int64_t capacity) {
   struct Arguments {
     TileSchedule schedule;
     int batch, heads;
   };
   return guarded([&] {
-    const Arguments arguments{{row_tiles, even_row_tiles, batch_innermost != 0, section_heads}, batch, heads};
+    const Arguments arguments{{row_tiles, even_row_tiles, batch_innermost != 0, {section_heads, last_section}}, batch, heads};
     Rows4 rows(out, capacity);
     gridDim.x = static_cast<unsigned>(ctas);
     for (int cta = 0; cta < ctas; ++cta) {
@@ -178,12 +178,13 @@ int64_t listed_tiles(int64_t batch, int64_t heads, int64_t rows_per_sequence, co
 }
 
 // Rows of (launched, index of the tile, 0, 0).
-int64_t tiles_in_sections(int64_t blocks, int64_t sequences, int64_t heads, unsigned section, int64_t* out, int64_t capacity) {
+int64_t tiles_in_sections(int64_t blocks, int64_t sequences, int64_t heads, int section, int last_section, int64_t* out,
+                          int64_t capacity) {
   return guarded([&] {
     const TileList list{blocks, sequences, heads};
     Rows4 rows(out, capacity);
     for (int64_t n = 0; n < list.count(); ++n)
-      rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n), section), 0, 0);
+      rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n), {section, last_section}), 0, 0);
     return rows.count;
   });
 }

@@ -48,12 +48,18 @@ __device__ __forceinline__ int64_t sequence_of_tile(const int32_t* starts, int64
   return low;
 }
 
-// The index in the list of the tile that is launched as number `launched`, where tiles are launched section by section of
-// `section` heads: within a section, the first tiles of all its heads, then the second tiles of all its heads, and so on.
-FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned launched, unsigned section) {
-  const unsigned tiles = static_cast<unsigned>(list.blocks), heads = static_cast<unsigned>(list.heads * list.sequences),
-                 first_head = launched / (section * tiles) * section,
-                 section_heads = section < heads - first_head ? section : heads - first_head,
+// Heads in sections of `heads` each; the last section has all that are left.
+struct HeadSections {
+  int heads, last;  // last: that section's number
+};
+
+// The index in the list of the tile that is launched as number `launched`, where tiles are launched section by section: within
+// a section, the first tiles of all its heads, then the second tiles of all its heads, and so on.
+FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned launched, const HeadSections& sections) {
+  const unsigned tiles = static_cast<unsigned>(list.blocks), size = static_cast<unsigned>(sections.heads),
+                 last = static_cast<unsigned>(sections.last), section = launched / (size * tiles),
+                 first_head = (section < last ? section : last) * size,
+                 section_heads = section < last ? size : static_cast<unsigned>(list.heads * list.sequences) - first_head,
                  within_section = launched - first_head * tiles;
   return (first_head + within_section % section_heads) * tiles + within_section / section_heads;
 }

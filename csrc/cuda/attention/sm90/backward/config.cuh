@@ -34,7 +34,7 @@ struct BackwardSm90Arguments {
   BackwardWorkspace space;
   TransposedMask transposed_mask;
   TransposedMaskBits mask_bits;
-  int section;               // heads whose tiles of keys run side by side
+  HeadSections sections;     // of heads whose tiles of keys run side by side
   bool may_use_narrow_tile;  // use_narrow_tile() decides per work tile
   bool batch_innermost;      // heads are numbered with the batch inside, for a mask that the batch shares
   // Per block of space.list, 0 at the start: how many CTAs have added to its dQ. Null: they add in any order.
@@ -56,10 +56,12 @@ struct BackwardSm90Kernel {
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.head_dim_v;
   static constexpr BackwardSm90Features kFeatures = kTile.features;
   static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
-                        kHasDropout = kFeatures == BackwardSm90Features::kDropout;
-  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
+                        kHasDropout = kFeatures == BackwardSm90Features::kDropout,
+                        kHasSoftcap = kFeatures == BackwardSm90Features::kSoftcap;
+  // A mask map may hide whole blocks.
+  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain && !kHasSoftcap;
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
-  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout;  // takes the head dims of narrower rows as well
+  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || kHasSoftcap;  // takes the head dims of narrower rows as well
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;

@@ -83,7 +83,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm9
 template <class T, class Config>
 __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90Arguments& a, unsigned index, WorkTile& tile) {
   const AttentionProblem& problem = a.problem;
-  const TileCoord at = tile_coord(problem, a.tile_list, tile_index_in_sections(a.tile_list, index, a.section), true, kKeys,
+  const TileCoord at = tile_coord(problem, a.tile_list, tile_index_in_sections(a.tile_list, index, a.sections), true, kKeys,
                                   a.dq_semaphore || problem.visible.right < 0);
   int64_t batch = at.sequence;
   int kv_grad_head = at.head;

@@ -23,15 +23,22 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   recompute_warp_index();
   Prefetch block;
   prefetch(block, now, query_block());
+  if constexpr (kHasSoftcap) apply_softcap(score);
   if (!block.all_visible) apply_visibility(score, query_block().query);
-  PackedScores weight;
-  exp_scores(now, score, block, weight);
+  PackedScores weight, sloped;  // sloped: times the softcap's derivative, which dS is made of
+  if constexpr (kHasSoftcap) {
+    exp_softcapped_scores(now, score, block, weight, sloped);
+    fence_registers(sloped);
+  } else {
+    exp_scores(now, score, block, weight);
+  }
   fence_registers(weight);
+  const PackedScores& handed_on = kHasSoftcap ? sloped : weight;
   sync_and_release(&shared.stage_empty[now]);
   wait(&shared.weights_empty, block_count % 2 ^ 1);
 #pragma unroll
   for (int t = 0; t < kQuerySteps; ++t)
-    shared.weights[t][thread % 128] = make_uint4(weight[t][0], weight[t][1], weight[t][2], weight[t][3]);
+    shared.weights[t][thread % 128] = make_uint4(handed_on[t][0], handed_on[t][1], handed_on[t][2], handed_on[t][3]);
   sync_and_release(&shared.weights_full);
   const Stage& stage = shared.stage[now];
   wait(&shared.grad_out_full[now], parity());

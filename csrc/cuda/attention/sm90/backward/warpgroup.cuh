@@ -422,6 +422,37 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     }
   }
 
+  // Under a softcap: scores in units of it, so within 1 of 0.
+  __device__ __forceinline__ void apply_softcap(ScoreAccumulator& score) const {
+    const float to_exponent = 2 * kLog2E * a.score_mod.scale;
+#pragma unroll
+    for (float& x : flat(score)) x = tanh_of_exponent(x * to_exponent);
+  }
+  // Of scores in these units, some of which may be hidden: exponentiates them into the block's weights. `sloped`: the weights
+  // times the derivative of the softcap, 1 - x^2.
+  __device__ __forceinline__ void exp_softcapped_scores(int stage, const ScoreAccumulator& score, const Prefetch& now,
+                                                        PackedScores& weight, PackedScores& sloped) const {
+    const float cap = a.score_mod.cap;
+    const auto times_derivative = [](float weight, float x) {
+      x = fmaxf(x, -1.0f);  // a hidden score is -inf
+      return fmaf(-x * weight, x, weight);
+    };
+    const auto exponentiate = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 lse = row_stats(stage, kLse, j), low = kWithLow ? row_stats(stage, kLseLow, j) : make_float2(0, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float x = score[0][j][2 * half], y = score[0][j][2 * half + 1],
+                      p = FastBinary::exp(fmaf(x, cap, -lse.x) - low.x), q = FastBinary::exp(fmaf(y, cap, -lse.y) - low.y);
+          weight[j / 2][j % 2 * 2 + half] = pair(p, q);
+          sloped[j / 2][j % 2 * 2 + half] = pair(times_derivative(p, x), times_derivative(q, y));
+        }
+      }
+    };
+    now.needs_lse_low ? exponentiate(std::true_type{}) : exponentiate(std::false_type{});
+  }
+
   // Clears the weights whose bit in `bits`, laid out as TransposedMaskBits, is 0.
   __device__ __forceinline__ static void clear_by_bits(PackedScores& to, const PackedScores& from,
                                                        const unsigned (&bits)[kQueries / kStatsRows]) {

@@ -7,6 +7,7 @@
 
 #include "../../../../core/problem.h"
 #include "../../../hw/warp.h"
+#include "../../common/tile_list.cuh"
 
 namespace flash_online::cuda {
 
@@ -23,12 +24,14 @@ inline int64_t count_even_row_tiles(const Visibility& v, int64_t row_tiles, int6
   return row_tiles - std::clamp((left - v.offset + tile_rows - 1) / tile_rows, int64_t{0}, row_tiles);
 }
 
+// The keys and values of a section of heads should stay in the L2 cache: so much out of the 60 MiB of an H200.
+constexpr int64_t kSectionBytes = 48 << 20;
+
 // How many heads make a section, where tiles differ in work: as many as fill `min_rounds` rounds of `ctas` tiles, or some more
-// if these fill their rounds better. The keys and values of a section should stay in the L2 cache.
+// if these fill their rounds better.
 inline int64_t choose_section_heads(int64_t heads, int64_t q_heads_per_key_head, int64_t row_tiles, int64_t head_bytes,
                                     int64_t ctas, int64_t min_rounds) {
-  constexpr int64_t kCacheBytes = 48 << 20;  // out of the 60 MiB of an H200
-  const int64_t most = std::max(kCacheBytes / head_bytes, int64_t{1});
+  const int64_t most = std::max(kSectionBytes / head_bytes, int64_t{1});
   int64_t best = 1, best_tiles = 0, best_slots = 1;
   for (int64_t rounds = min_rounds; rounds < min_rounds + 8; ++rounds) {
     int64_t n = std::max(std::min({rounds * ctas / row_tiles, most, heads}), int64_t{1});
@@ -40,30 +43,70 @@ inline int64_t choose_section_heads(int64_t heads, int64_t q_heads_per_key_head,
   return best;
 }
 
+// The most work that any of nine CTAs gets, in tiles of keys, where tiles are dealt as TileScheduler does: a head's n-th tile is
+// n tiles of keys long and takes kTileEnds besides.
+inline int64_t most_work(const HeadSections& sections, int64_t heads, int64_t row_tiles, int64_t ctas) {
+  constexpr int64_t kSamples = 9, kTileEnds = 2;
+  int64_t work[kSamples] = {}, round = 0;
+  for (int64_t section = 0; section <= sections.last; ++section) {
+    const int64_t here = section < sections.last ? sections.heads : heads - section * sections.heads, tiles = here * row_tiles;
+    for (int64_t begin = 0; begin < tiles; begin += ctas, ++round)
+      for (int64_t n = 0; n < kSamples; ++n) {
+        const int64_t cta = n * (ctas - 1) / (kSamples - 1), index = begin + (round % 2 ? ctas - 1 - cta : cta);
+        if (index < tiles) work[n] += row_tiles - index / here + kTileEnds;
+      }
+  }
+  return *std::max_element(work, work + kSamples);
+}
+
+// Sections of `section` heads. What is left of the heads is a section of its own, or joins the last one or two, whichever ends
+// first: the tiles of few heads do not fill a round, and the longest of them would be among the last to run. All heads are one
+// section if that ends first and their keys and values fit.
+inline HeadSections choose_sections(int64_t section, int64_t heads, int64_t row_tiles, int64_t head_bytes, int64_t ctas) {
+  const auto sections_of = [&](int64_t size, int64_t last) {
+    return HeadSections{.heads = static_cast<int>(size), .last = static_cast<int>(std::max(last, int64_t{0}))};
+  };
+  constexpr int64_t kManyRounds = 24;  // then an end that is not filled is short beside the rest
+  HeadSections best = sections_of(section, (heads - 1) / section);
+  if (best.last == 0 || heads * row_tiles > kManyRounds * ctas) return best;
+  int64_t least = most_work(best, heads, row_tiles, ctas);
+  const auto consider = [&](const HeadSections& other) {
+    const int64_t work = most_work(other, heads, row_tiles, ctas);
+    if (work * 101 < least * 100) best = other, least = work;
+  };
+  consider(sections_of(section, heads / section - 1));
+  consider(sections_of(section, heads / section - 2));
+  if (heads * head_bytes <= kSectionBytes) consider(sections_of(heads, 0));
+  return best;
+}
+
 struct TileSchedule {
   int row_tiles;  // per head
   int even_row_tiles;  // the last ones of a head, which are about the same work
   bool batch_innermost;  // heads are counted with the batch as the inner index, for a mask that the batch shares
-  int section_heads;
+  HeadSections sections;
 
   // Of a dense problem, whose tiles have `tile_rows` queries.
   static TileSchedule make(const AttentionProblem& p, int64_t row_tiles, int64_t tile_rows, int section_rounds,
                            int q_heads_per_key_head, int64_t element_bytes, int64_t ctas) {
     const int64_t heads = p.batch * p.heads, even = count_even_row_tiles(p.visible, row_tiles, tile_rows),
                   uneven = row_tiles - even;
-    int64_t section = heads;
-    if (uneven > 0) {
+    HeadSections sections{.heads = static_cast<int>(heads), .last = 0};
+    if (uneven > 0 && heads > 0) {
       constexpr int kWindowRounds = 4;
       const int64_t seen_keys =
                         even > 0 ? std::min(p.keys, p.visible.left + std::min(p.visible.right, p.keys) + tile_rows) : p.keys,
-                    head_bytes = seen_keys * (p.head_dim + p.head_dim_v) * element_bytes;
-      section = choose_section_heads(heads, q_heads_per_key_head, uneven, head_bytes / q_heads_per_key_head + 1, ctas,
-                                     even > 0 ? std::max(section_rounds, kWindowRounds) : section_rounds);
+                    head_bytes = seen_keys * (p.head_dim + p.head_dim_v) * element_bytes / q_heads_per_key_head + 1,
+                    section = choose_section_heads(heads, q_heads_per_key_head, uneven, head_bytes, ctas,
+                                                   even > 0 ? std::max(section_rounds, kWindowRounds) : section_rounds);
+      // Beside even tiles the sections are a small part.
+      sections = even > 0 ? HeadSections{.heads = static_cast<int>(section), .last = static_cast<int>((heads - 1) / section)}
+                          : choose_sections(section, heads, uneven, head_bytes, ctas);
     }
     return {.row_tiles = static_cast<int>(row_tiles),
             .even_row_tiles = static_cast<int>(even),
             .batch_innermost = false,
-            .section_heads = static_cast<int>(section)};
+            .sections = sections};
   }
 };
 
@@ -79,10 +122,11 @@ class TileScheduler {
   __device__ WorkTileCoord next(const Arguments& a) {
     const TileSchedule& schedule = a.schedule;
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x), heads = a.batch * a.heads;
-    for (; section_ * schedule.section_heads < heads; ++section_, round_begin_ = 0) {
+    for (; section_ <= schedule.sections.last; ++section_, round_begin_ = 0) {
       const int even = section_ == 0 ? heads * schedule.even_row_tiles : 0,
                 uneven_row_tiles = schedule.row_tiles - schedule.even_row_tiles;
-      const int first_head = section_ * schedule.section_heads, heads_here = min(schedule.section_heads, heads - first_head);
+      const int first_head = section_ * schedule.sections.heads,
+                heads_here = section_ < schedule.sections.last ? schedule.sections.heads : heads - first_head;
       const int tiles = even + heads_here * uneven_row_tiles;
       while (round_begin_ < tiles) {
         const int index = round_begin_ + (round_ % 2 ? ctas - 1 - cta : cta);

@@ -6,8 +6,8 @@
 
 namespace flash_online::cuda {
 
-// What a kernel has besides plain attention. kOptions: softcap, ALiBi, bool masks and dropout. kOptionsFloatMask: 16-bit float
-// masks too, whose tiles need shared memory.
+// What a kernel has besides plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout.
+// kOptionsFloatMask: 16-bit float masks too, whose tiles need shared memory.
 enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask };
 
 struct ForwardSm90Tile {
@@ -130,6 +130,9 @@ inline constexpr ForwardSm90Tile kForwardSm90Options[] = {
      .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
     {.head_dim = 192, .head_dim_v = 192, .warpgroups = 2, .keys = 64, .stages = 3, .query_stages = 3,
      .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
+    // A warpgroup of dropout warps would leave too few registers at launch for products of 256 columns.
+    {.head_dim = 256, .head_dim_v = 256, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 3,
+     .registers = 232, .producer_registers = 40},
 };
 
 // kOptionsFloatMask: tiles of the mask come with the keys, so that there is memory for fewer stages.
@@ -149,14 +152,16 @@ inline constexpr ForwardSm90Tile kForwardSm90FloatMask[] = {
      .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
     {.head_dim = 192, .head_dim_v = 192, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 3,
      .dropout_warps = 4, .registers = 216, .producer_registers = 40, .dropout_registers = 40},
+    {.head_dim = 256, .head_dim_v = 256, .warpgroups = 2, .keys = 64, .stages = 2, .query_stages = 2,
+     .registers = 232, .producer_registers = 40},
 };
 
 // clang-format on
 
 inline constexpr int kForwardSm90Entries = static_cast<int>(sizeof(kForwardSm90Plain) / sizeof(kForwardSm90Plain[0]));
 
-// The largest head dims that run with options, and over packed sequences.
-inline constexpr int kForwardSm90MaxOptionsHeadDim = 192, kForwardSm90MaxPackedHeadDim = 256;
+// The largest head dims that run with options, with dropout, and over packed sequences.
+inline constexpr int kForwardSm90MaxOptionsHeadDim = 256, kForwardSm90MaxDropoutHeadDim = 192, kForwardSm90MaxPackedHeadDim = 256;
 
 // The entry of a table that stands for an entry of kForwardSm90Plain. Called at compile time: a missing entry is an error.
 template <size_t kCount>

@@ -106,7 +106,7 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
     return "a size beyond 32-bit indices";
   if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
   if ((p.alibi_slopes || p.softcap != 0) && head_dim > kForwardSm90MaxOptionsHeadDim)
-    return "ALiBi or a softcap with a head dim over 192";
+    return "ALiBi or a softcap with a head dim over 256";
   if (!is_tma_compatible(p.query.data, p.query.stride, batch, p.heads, queries, p.head_dim))
     return "query's rows are not whole multiples of 16 bytes apart";
   if (!is_tma_compatible(p.key.data, p.key.stride, cache.blocks, p.key_heads, cache.page, p.head_dim))
