@@ -61,7 +61,8 @@ struct BackwardSm90Kernel {
   // A mask map may hide whole blocks.
   static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain && !kHasSoftcap;
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
-  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || kHasSoftcap;  // takes the head dims of narrower rows as well
+  // Takes the head dims of narrower rows as well.
+  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || kHasSoftcap;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;

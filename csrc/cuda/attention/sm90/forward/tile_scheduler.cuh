@@ -43,8 +43,8 @@ inline int64_t choose_section_heads(int64_t heads, int64_t q_heads_per_key_head,
   return best;
 }
 
-// The most work that any of nine CTAs gets, in tiles of keys, where tiles are dealt as TileScheduler does: a head's n-th tile is
-// n tiles of keys long and takes kTileEnds besides.
+// The most work that any of nine CTAs gets, in tiles of keys, where tiles are dealt as TileScheduler does: a head's n-th tile
+// is n tiles of keys long and takes kTileEnds besides.
 inline int64_t most_work(const HeadSections& sections, int64_t heads, int64_t row_tiles, int64_t ctas) {
   constexpr int64_t kSamples = 9, kTileEnds = 2;
   int64_t work[kSamples] = {}, round = 0;
