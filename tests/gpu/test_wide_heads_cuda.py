@@ -66,6 +66,11 @@ MASKS = {
     "float of the batch": {"mask": "float", "mask_shape": (0, 1, 1, 1)},
     "-inf": {"mask": "-inf"},
     "alibi": {"alibi": 2},
+    "bool, softcap": {"mask": "blocks", "options": {"softcap": 3.0}},
+    "bool, causal": {"mask": "bool", "options": {"causal": True}},
+    "alibi, window": {"alibi": 1, "options": {"window": (90, 20)}},
+    "groups": {"mask": "blocks", "heads": (6, 2, 2)},
+    "narrower": {"mask": "bool", "head_dims": (168, 200)},
     "bool, alibi, softcap": {"mask": "bool", "alibi": 1, "options": {"softcap": 3.0}},
 }
 
@@ -74,7 +79,6 @@ MASKS = {
 @pytest.mark.parametrize("lengths", [(300, 304), (130, 584)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_masks_and_alibi(dtype, lengths, made):
-    sizes = {"heads": (4, 2, 2), "head_dims": (256, 256), "lengths": lengths}
-    Attention(
-        dtype=dtype, batch=(2,), mask_dtype=dtype if made.get("mask") in ("float", "-inf") else None, **sizes, **made
-    ).check("cuda")
+    made = {"heads": (4, 2, 2), "head_dims": (256, 256)} | made
+    mask_dtype = dtype if made.get("mask") in ("float", "-inf") else None
+    Attention(dtype=dtype, batch=(2,), lengths=lengths, mask_dtype=mask_dtype, **made).check("cuda")

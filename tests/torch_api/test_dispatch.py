@@ -355,11 +355,12 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
 
 
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
-def test_a_softcap_alone_runs_on_hopper_over_head_dim_128(head_dim):
-    capped = {"head_dim": head_dim, "softcap": 50.0}
+def test_a_softcap_and_bool_masks_run_on_hopper_over_head_dim_128(head_dim):
+    capped, mask = {"head_dim": head_dim, "softcap": 50.0}, ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     assert candidates(**capped)["sm90"] == candidates(**capped, backward=True, deterministic=True)["sm90"] == ""
+    assert candidates(**capped, mask=("bool", mask), backward=True)["sm90"] == ""
+    assert "over 128" in candidates(**capped, mask=("bfloat16", mask), backward=True)["sm90"]
     assert "over 128" in candidates(**capped, dropout=0.1, backward=True)["sm90"]
-    assert "over 128" in candidates(**capped, mask=("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0)), backward=True)["sm90"]
 
 
 OF_HOPPER = {"sm90": "", "sm80": "", "float64": "it takes float64 alone"}

@@ -56,14 +56,12 @@ struct BackwardSm90Kernel {
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.head_dim_v;
   static constexpr BackwardSm90Features kFeatures = kTile.features;
   static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
-                        kHasDropout = kFeatures == BackwardSm90Features::kDropout,
-                        kHasSoftcap = kFeatures == BackwardSm90Features::kSoftcap;
-  // A mask map may hide whole blocks.
-  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain && !kHasSoftcap;
+                        kHasDropout = kFeatures == BackwardSm90Features::kDropout;
+  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
-  // Takes the head dims of narrower rows as well.
-  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || kHasSoftcap;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
+  // Takes the head dims of narrower rows as well.
+  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
   static constexpr int kWarpgroupKeys = 64;
@@ -167,13 +165,13 @@ struct BackwardSm90Kernel {
     uint64_t mask_full, mask_empty, dropout_full[kStages];
   };
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
-  static constexpr int kMaskAlignment = kTransposed ? kBoxAlignment : kVectorBytes;
+  static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
   static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
   struct MaskBox {
     T value[kQueries][kBoxColumns];
   };
   struct BlockBits {  // one bit per score, as in TransposedMaskBits
-    unsigned word[kQueries / kStatsRows][kMathWarps][kWarpSize];
+    unsigned word[kQueries / kStatsRows][kKeys / 16][kWarpSize];
   };
   static_assert(!kTransposed || sizeof(BlockBits) == kQueries / kMaskMapTile * (kKeys / kMaskMapTile) * sizeof(unsigned) *
                                                          TransposedMaskBits::kWords);
@@ -189,10 +187,10 @@ struct BackwardSm90Kernel {
   }
   // What a row of the tile table may take at most.
   static constexpr int kMaxSharedBytes =
-      kAllOptions                       ? kMaskOffset + kQueries * mask_pitch(kKeys, sizeof(float))
-      : !kTransposed                    ? kMaskOffset
-      : kHasDropout || kSingleWarpgroup ? shared_bytes(TransposedMask::kBits)
-                                        : std::max(shared_bytes(TransposedMask::kBits), shared_bytes(TransposedMask::kTma));
+      kAllOptions                  ? kMaskOffset + kQueries * mask_pitch(kKeys, sizeof(float))
+      : !kTransposed               ? kMaskOffset
+      : kHasDropout || kKeys == 64 ? shared_bytes(TransposedMask::kBits)
+                                   : std::max(shared_bytes(TransposedMask::kBits), shared_bytes(TransposedMask::kTma));
   // An SM has 228 KiB; the system reserves 1 KiB of it per CTA.
   static_assert((kMaxSharedBytes + 1024) * kTile.ctas_per_sm <= 228 << 10);
 
@@ -231,7 +229,8 @@ struct BackwardSm90Kernel {
   // A mask may show only one half of a tile's keys to many blocks of queries. Then CTAs that own 64 keys, two per SM, do the
   // work that a CTA of 128 keys leaves to them. Both kernels are launched and ask the map, so that one of the two returns at
   // once.
-  static constexpr bool kMayUseNarrowTile = kSingleWarpgroup || (kFeatures == BackwardSm90Features::kMasks && kQueries == 64);
+  static constexpr bool kMayUseNarrowTile =
+      kSingleWarpgroup || (kFeatures == BackwardSm90Features::kMasks && kQueries == 64 && !kPipelined);
 
   // ---- the kernel
 

@@ -35,8 +35,7 @@ inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
   if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90Features::kPlain;
-  if (p.softcap != 0 && std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90)
-    return BackwardSm90Features::kSoftcap;  // what may not go with it there is refused
+  if (std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90) return BackwardSm90Features::kMasks;
   if (!scaled || p.softcap != 0 || p.scale < kMinScale || p.dropout > kMaxDropout ||
       (p.mask.data && transposed_mask_of(p) == TransposedMask::kNone))
     return BackwardSm90Features::kAllOptions;
@@ -55,18 +54,15 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   using Features = BackwardSm90Features;
   const auto visit = [&]<class T>(Type<T> element) {
     const Features features = backward_sm90_features(problem);
-    if (features == Features::kSoftcap) {
-      if constexpr (kHeadDim > kMaxOptionsHeadDimBackwardSm90)
-        f(element, FeatureSet<Features::kSoftcap>{}, Constant<kHeadDim>{}, Constant<kHeadDim>{});
-      return;
-    }
-    if (features != Features::kPlain) {  // wider head dims are refused
+    if (features != Features::kPlain) {
       constexpr Constant<kHeadDim> kOwn{};
-      constexpr Constant<kMaxOptionsHeadDimBackwardSm90> kWidest{};
+      [[maybe_unused]] constexpr Constant<kMaxOptionsHeadDimBackwardSm90> kWidest{};
       if constexpr (kHeadDim <= kWidest()) {
         if (features == Features::kMasks) return f(element, FeatureSet<Features::kMasks>{}, kOwn, kOwn);
         if (features == Features::kDropout) return f(element, FeatureSet<Features::kDropout>{}, kWidest, kWidest);
         f(element, FeatureSet<Features::kAllOptions>{}, kWidest, kWidest);
+      } else {
+        f(element, FeatureSet<Features::kMasks>{}, kOwn, kOwn);  // whatever else there is, is refused
       }
       return;
     }

@@ -26,7 +26,7 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
     row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
     rows_ = (tile.queries + kMaskMapTile - 1) / kMaskMapTile;
     first_column_ = map.size[3] == 1 ? 0 : tile.key / kMaskMapTile;
-    second_column_ = kSingleWarpgroup || tile.key + kWarpgroupKeys >= tile.keys ? -1 : map.size[3] == 1 ? 0 : 1;
+    second_column_ = kKeys == kWarpgroupKeys || tile.key + kWarpgroupKeys >= tile.keys ? -1 : map.size[3] == 1 ? 0 : 1;
   }
   // The number of the next block, tile.end if there is none; sets its QueryBlock::mask_flags.
   __device__ __forceinline__ int next(int& mask_flags) {

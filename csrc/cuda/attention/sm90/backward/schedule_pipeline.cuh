@@ -14,6 +14,34 @@ namespace flash_online::cuda {
 
 // ---- the first warpgroup: weights and dV
 
+// Makes weights of the block's scores under a softcap or ALiBi, and a bool mask. `sloped` is what dS is made of: the weights,
+// under a softcap times its derivative.
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::make_weights_with_options(
+    int now, ScoreAccumulator& score, const Prefetch& block, PackedScores& weight, PackedScores& sloped) {
+  const bool capped = a.score_mod.cap > 0,
+             has_mask_bits = a.transposed_mask == TransposedMask::kBits && (block.mask_flags & kMixed);
+  const unsigned visible[1] = {has_mask_bits ? mask_bits(shared, now).word[0][row_warp()][lane()] : 0};
+  if (capped)
+    apply_softcap(score);
+  else
+    add_alibi(score);
+  if (!block.all_visible) apply_visibility(score, query_block().query);
+  if (capped) {
+    exp_softcapped_scores(now, score, block, weight, sloped);
+    if (has_mask_bits) clear_by_bits(sloped, sloped, visible);
+  } else {
+    exp_scores(now, score, block, weight);
+  }
+  if (has_mask_bits) clear_by_bits(weight, weight, visible);
+  if (!capped) {
+#pragma unroll
+    for (int t = 0; t < kQuerySteps; ++t)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) sloped[t][n] = weight[t][n];
+  }
+}
+
 // Makes weights of the block's scores, which are there, hands them on and adds to dV; meanwhile the next block's scores. False:
 // there is no next block.
 template <class T, class Config>
@@ -23,17 +51,16 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   recompute_warp_index();
   Prefetch block;
   prefetch(block, now, query_block());
-  if constexpr (kHasSoftcap) apply_softcap(score);
-  if (!block.all_visible) apply_visibility(score, query_block().query);
-  PackedScores weight, sloped;  // sloped: times the softcap's derivative, which dS is made of
-  if constexpr (kHasSoftcap) {
-    exp_softcapped_scores(now, score, block, weight, sloped);
+  PackedScores weight, sloped;
+  if constexpr (kTransposed) {
+    make_weights_with_options(now, score, block, weight, sloped);
     fence_registers(sloped);
   } else {
+    if (!block.all_visible) apply_visibility(score, query_block().query);
     exp_scores(now, score, block, weight);
   }
   fence_registers(weight);
-  const PackedScores& handed_on = kHasSoftcap ? sloped : weight;
+  const PackedScores& handed_on = kTransposed ? sloped : weight;
   sync_and_release(&shared.stage_empty[now]);
   wait(&shared.weights_empty, block_count % 2 ^ 1);
 #pragma unroll

@@ -29,7 +29,10 @@ inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& g
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
   if (deterministic && p.mask.data) return "deterministic with a mask: blocks that it hides have no turn";
   if (std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90) {
-    if (p.alibi_slopes || p.mask.data || p.dropout != 0) return "ALiBi, a mask or dropout with a head dim over 128";
+    if (p.dropout != 0) return "dropout with a head dim over 128";
+    if (p.mask.data && p.mask_dtype != DType::kBool) return "a float mask with a head dim over 128";
+    if (p.alibi_slopes && p.softcap != 0) return "ALiBi and a softcap with a head dim over 128";
+    if (p.alibi_slopes && p.scale < 1e-6) return "ALiBi and a scale under 1e-6 with a head dim over 128";
     if (!(static_cast<float>(p.scale) > 0 && p.scale < 1e29)) return "a scale that is not positive with a head dim over 128";
   }
   if (p.batch == 0 || p.heads == 0 || queries == 0 || keys == 0 || p.head_dim == 0 || p.head_dim_v == 0) return "a size of 0";

@@ -9,10 +9,10 @@ inline constexpr int kMaxLengthBackwardSm90 = 1 << 28;  // of the queries and of
 // What a kernel has besides plain attention.
 enum class BackwardSm90Features {
   kPlain,
-  kMasks,            // a bool mask, a 16-bit mask of the queries' dtype, ALiBi
+  // A bool mask, a 16-bit mask of the queries' dtype, ALiBi. In the pipeline: a bool mask, with ALiBi or a softcap.
+  kMasks,
   kMasksNarrowTile,  // as kMasks, in CTAs of 64 keys: where a bool mask hides much
   kDropout,          // dropout, a bool mask, ALiBi
-  kSoftcap,          // a softcap alone, over head dim 128
   kAllOptions,       // softcap, any mask, ALiBi, dropout, any scale
 };
 
@@ -73,7 +73,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
      .dq_register_tiles = 4, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
-    {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kSoftcap, .keys = 64, .queries = 64,
+    {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kMasks, .keys = 64, .queries = 64,
      .dq_register_tiles = 4, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
 };
 // clang-format on
@@ -100,7 +100,7 @@ static_assert([] {
   return true;
 }());
 
-// The largest head dim of the rows with masks, ALiBi or dropout.
+// The largest head dim of the rows with dropout or all options; over it, rows with masks are of the pipeline.
 inline constexpr int kMaxOptionsHeadDimBackwardSm90 = 128;
 
 consteval BackwardSm90Tile backward_sm90_tile(int head_dim, int head_dim_v, BackwardSm90Features features) {

@@ -160,7 +160,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
                                                                             : kDqSideBySide ? warpgroup()
                                                                                             : 0]),
                                               kKeys * kRowBytes);
-    if constexpr (kTransposed && !kSingleWarpgroup) {
+    if constexpr (kTransposed && kKeys > kWarpgroupKeys) {
       const int visible = query_block(-1).mask_flags & kBothVisible;
       if (visible != kBothVisible) {  // only one warpgroup's keys are seen: half of the sum
         const unsigned first = (visible >> 1) * kWarpgroupKeys * kRowBytes;
@@ -354,8 +354,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       }
     }
   }
-  // Adds ALiBi and a 16-bit mask to the scores.
-  __device__ __forceinline__ void add_alibi_and_mask(ScoreAccumulator& score, const Prefetch& now) {
+  __device__ __forceinline__ void add_alibi(ScoreAccumulator& score) const {
     if (a.problem.alibi_slopes) {
       const QueryBlock& block = query_block();
       const WorkTile& tile = this->tile();
@@ -370,6 +369,10 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
           x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * j + e % 2 - e / 2 * 8)), x);
         }
     }
+  }
+  // Adds ALiBi and a 16-bit mask to the scores.
+  __device__ __forceinline__ void add_alibi_and_mask(ScoreAccumulator& score, const Prefetch& now) {
+    add_alibi(score);
     if constexpr (!kHasDropout) {
       if (a.transposed_mask == TransposedMask::kTma) {
         wait(&shared.mask_full, block_count % 2);
@@ -559,6 +562,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void run_all_options();
 
   // Three warpgroups form a pipeline (schedule_pipeline.cuh).
+  __device__ __forceinline__ void make_weights_with_options(int now, ScoreAccumulator& score, const Prefetch& block,
+                                                            PackedScores& weight, PackedScores& sloped);
   __device__ __forceinline__ bool weights_and_dv_block(int now, ScoreAccumulator& score);
   __device__ __forceinline__ void run_weights_and_dv();
   __device__ __forceinline__ bool ds_and_dk_block(int now, ScoreAccumulator& dp);
