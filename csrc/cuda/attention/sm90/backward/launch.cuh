@@ -235,7 +235,7 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
       if constexpr (kPersistentMaxKeys >= kMaxLengthBackwardSm90)
         start(std::true_type{});
       else if constexpr (kPersistentMaxKeys > 0)
-        problem.keys <= kPersistentMaxKeys ? start(std::true_type{}) : start(std::false_type{});
+        problem.query_starts || problem.keys <= kPersistentMaxKeys ? start(std::true_type{}) : start(std::false_type{});
       else
         start(std::false_type{});
     }
