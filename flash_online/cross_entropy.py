@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn import _reduction
 
 from . import _policy
-from ._autograd import differentiable, transforms_active
+from ._autograd import differentiable, plain_apply, transforms_active, unwrap_if_dead
 from ._canonicalize import autocasts
 from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
@@ -162,36 +162,38 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 
 class CrossEntropyLoss(Function):
-    """(input, target, weight, (ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
-    scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
-    gradient of the target."""
+    """(input, (target, weight), (ignore_index, label_smoothing), mean, dtype) -> the mean or the sum of CrossEntropy's losses,
+    a scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or
+    a gradient of the target or the weight, which autograd does not see: each of its inputs costs time in both directions."""
 
     @staticmethod
-    def forward(ctx, input, target, weight, options):
-        loss, divisor = _run_loss(input, target, weight, *options)
-        ctx.save_for_backward(input, target, weight, divisor)
-        ignore_index, label_smoothing, _, _ = options
-        ctx.row_options = (ignore_index, label_smoothing)
+    def forward(ctx, input, targets, row_options, mean, dtype):
+        loss, divisor = _run_loss(input, *targets, *row_options, mean, dtype)
+        ctx.save_for_backward(divisor, input, *targets)
+        ctx.row_options = row_options
         return loss
 
     @staticmethod
     def backward(ctx, grad):
-        input, target, weight, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
+        saved = ctx.saved_tensors
+        if is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
+            divisor, input, target, weight = saved
             rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
             grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
-        else:
-            grad_input = _run_loss_backward(grad, divisor, input, target, weight, *ctx.row_options)
-        return grad_input, None, None, None
+            return grad_input, None, None, None, None
+        try:
+            return _run_loss_backward(grad, *saved, *ctx.row_options), None, None, None, None
+        except RuntimeError as error:
+            raise surfaced(error, grad) from None
 
 
-def _reduced_loss(input, target, weight, *options) -> Tensor:
+def _reduced_loss(input, target, weight, row_options, mean: bool, dtype) -> Tensor:
     if weight is not None:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
     try:
         if input.requires_grad and is_grad_enabled():
-            return CrossEntropyLoss.apply(input, target, weight, options)
-        return _run_loss(input, target, weight, *options)[0]
+            return _apply_loss(unwrap_if_dead(input), (target, weight), row_options, mean, dtype)
+        return _run_loss(input, target, weight, *row_options, mean, dtype)[0]
     except RuntimeError as error:
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
@@ -199,6 +201,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
 
 
 _run_loss, _run_loss_backward = boxed_call(ops.cross_entropy_loss.default), boxed_call(ops.cross_entropy_loss_backward.default)
+_apply_loss = plain_apply(CrossEntropyLoss)
 
 
 def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, label_smoothing) -> Tensor | None:
@@ -213,7 +216,7 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
     shape = input.shape
     if len(shape) != 2 or shape[0] != target.shape[0] or not input.numel():
         return None
-    return _reduced_loss(input, target, None, ignore_index, label_smoothing, reduction == "mean", input.dtype)
+    return _reduced_loss(input, target, None, (ignore_index, label_smoothing), reduction == "mean", input.dtype)
 
 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
@@ -352,7 +355,7 @@ def cross_entropy_impl(
     if single_row:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
     if reduction != 0 and z_loss == 0 and not return_lse and _reduces_at_once(input, target, weight, result_dtype):
-        return _reduced_loss(input, target, weight, ignore_index, label_smoothing, reduction == 1, result_dtype)
+        return _reduced_loss(input, target, weight, (ignore_index, label_smoothing), reduction == 1, result_dtype)
     # row_weight has no derivative, but mark_non_differentiable does not survive torch.func.vmap: reduce_rows detaches it.
     loss, lse, row_weight = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
     result = reduce_rows(loss, lse, row_weight, target, ignore_index, input.shape[1], reduction, z_loss)

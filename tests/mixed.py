@@ -35,6 +35,8 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
     return {
         "attention_forward": {**dense, **extras, "rng": rng},
         "attention_inference": dense,
+        "attention_training": dense,
+        "attention_training_backward": {"grad_out": query.clone(), **dense, "out": query.clone(), "stats": torch.randn(4, 4, 20)},
         "attention_backward": {**grads, **dense, **extras, "rng": rng, **results},
         "attention_varlen_forward": {**packed, **packed_extras},
         "attention_varlen_backward": {**packed_grads, **packed, **packed_extras, **packed_results},

@@ -18,6 +18,14 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "float dropout_p, bool tf32=False) -> (Tensor out, Tensor lse, Tensor lse_low)");
   // attention_forward's out alone, for a call without gradients and options.
   m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
+  // A call without options that has a backward pass. stats: lse, then lse_low, [2 batch, ..., heads, queries].
+  m.def(
+      "attention_training(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> (Tensor out, "
+      "Tensor stats)");
+  m.def(
+      "attention_training_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
+      "bool causal, float scale, bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, "
+      "Tensor grad_value)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "

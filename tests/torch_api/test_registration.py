@@ -170,7 +170,11 @@ def calls(dtype, layout):
     for all_options in (False, True):
         yield RAW.attention_forward, forward_arguments(dtype, layout, all_options)
         yield RAW.attention_backward, backward_arguments(dtype, layout, all_options)
-        yield RAW.attention_inference, (*forward_arguments(dtype, layout, False)[:3], all_options, 0.5)
+        plain = forward_arguments(dtype, layout, False)[:3]
+        yield RAW.attention_inference, (*plain, all_options, 0.5)
+        yield RAW.attention_training, (*plain, all_options, 0.5)
+        out, stats = RAW.attention_training(*plain, all_options, 0.5)
+        yield RAW.attention_training_backward, (torch.randn_like(out), *plain, out, stats, all_options, 0.5, False)
         yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, all_options)
         yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, all_options)
     outs, lses = parts(dtype)
