@@ -575,7 +575,9 @@ _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy
 
 
 def _cross_entropy_loss_fake(input, target, weight, ignore_index, label_smoothing, mean, dtype):
-    return input.new_empty([], dtype=dtype), _accumulator(input, [])
+    numbers = 3 if input.device.type == "cpu" else 2  # of a row: its loss, its weight and, on the CPU, its lse
+    rows = math.prod(_without(input.shape, 1))
+    return input.new_empty([], dtype=dtype), _accumulator(input, [numbers * rows + 1])
 
 
 def _cross_entropy_loss_vmap(info, in_dims, *args):
@@ -585,7 +587,7 @@ def _cross_entropy_loss_vmap(info, in_dims, *args):
 _register("cross_entropy_loss", _cross_entropy_loss_fake, _cross_entropy_loss_vmap, _no_flops)
 
 
-def _cross_entropy_loss_backward_fake(grad, divisor, input, target, weight, ignore_index, label_smoothing):
+def _cross_entropy_loss_backward_fake(grad, numbers, input, target, weight, ignore_index, label_smoothing):
     return input.new_empty(input.shape)
 
 

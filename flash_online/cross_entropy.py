@@ -168,8 +168,8 @@ class CrossEntropyLoss(Function):
 
     @staticmethod
     def forward(ctx, input, targets, row_options, mean, dtype):
-        loss, divisor = _run_loss(input, *targets, *row_options, mean, dtype)
-        ctx.save_for_backward(divisor, input, *targets)
+        loss, numbers = _run_loss(input, *targets, *row_options, mean, dtype)
+        ctx.save_for_backward(numbers, input, *targets)
         ctx.row_options = row_options
         return loss
 
@@ -177,8 +177,8 @@ class CrossEntropyLoss(Function):
     def backward(ctx, grad):
         saved = ctx.saved_tensors
         if is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
-            divisor, input, target, weight = saved
-            rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
+            numbers, input, target, weight = saved
+            rows = (grad.to(numbers.dtype) / numbers[-1]).expand(input.shape[:1] + input.shape[2:])
             grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
             return grad_input, None, None, None, None
         try:

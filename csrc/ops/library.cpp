@@ -111,12 +111,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
-  // the sum of the rows' weights if `mean`. divisor: what the sum was divided by (1 without `mean`), in the accumulator type.
+  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: those of the rows, and last what the sum was
+  // divided by (1 without `mean`), which alone the backward pass reads.
   m.def(
       "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
-      "ScalarType dtype) -> (Tensor loss, Tensor divisor)");
+      "ScalarType dtype) -> (Tensor loss, Tensor numbers)");
   m.def(
-      "cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, Tensor? weight, "
+      "cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing) -> Tensor grad_input");
   // cross_entropy_backward that overwrites input with grad_input, so that one tensor of logits is in memory instead of two.
   // With `forward` it also returns cross_entropy_forward's three results, which are else without elements.

@@ -119,10 +119,10 @@ def row_calls(dtype, layout):
         yield RAW.cross_entropy_backward, (rows, rows, x, target, weight, 2, 0.1, soft)
         yield RAW.cross_entropy_backward, (rows, None, x, target, None, -100, 0.0, False)
         for mean, options in ((True, (weight, 2, 0.1)), (False, (None, -100, 0.0))):
-            loss, divisor = RAW.cross_entropy_loss(x, target, *options, mean, accumulator)
+            loss, numbers = RAW.cross_entropy_loss(x, target, *options, mean, accumulator)
             yield RAW.cross_entropy_loss, (x, target, *options, mean, dtype)
             yield RAW.cross_entropy_loss, (x, target, *options, mean, accumulator)
-            yield RAW.cross_entropy_loss_backward, (loss, divisor, x, target, *options)
+            yield RAW.cross_entropy_loss_backward, (loss, numbers, x, target, *options)
         written = x.clone(memory_format=torch.preserve_format) if layout != "broadcast" else x.contiguous()
         yield RAW.cross_entropy_backward_, (rows, rows, written, target, weight, 2, 0.1, soft, True)
         yield RAW.cross_entropy_backward_, (rows, None, written, target, None, -100, 0.0, False, False)

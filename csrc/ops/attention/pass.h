@@ -95,8 +95,7 @@ struct AttentionOnCuda : Cuda {
         if (Tensor zero = empty_sum ? *empty_sum : like; empty_sum) torch::stable::zero_(zero);
       return;
     }
-    if (whole.heads > 0 && !whole.query_starts)
-      whole.batch = rows / whole.heads / std::max<int64_t>(whole.queries, 1);
+    if (whole.heads > 0 && !whole.query_starts) whole.batch = rows / whole.heads / std::max<int64_t>(whole.queries, 1);
     CudaCall on_cuda(like);
     const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole, deterministic) : 0;
     KvGradient grad_key(*tensors.grad_key, call.dims().heads, kv_grad_heads),
@@ -185,7 +184,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
   const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   std::optional<Tensor> grad_lse;
-  if (in.grad_lse) grad_lse = torch::stable::contiguous(*in.grad_lse);
+  if (in.grad_lse) grad_lse = as_contiguous(*in.grad_lse);
 
   Tensor grad_query = empty_in_order(sizes_of(query), type, query);
   Tensor grad_key = empty_in_order(sizes_of(key), type, key);
