@@ -103,7 +103,9 @@ def plain_apply(function):
     C++, without the wrapper in Python around it; and autograd calls `backward` without the one around that. The wrappers look
     for what such a Function does not have, and cost some microseconds per call. The caller unwraps tensors that require a
     gradient (`unwrap_if_dead`)."""
-    function._backward_cls.apply = function.backward
+    node = getattr(function, "_backward_cls", None)  # not a public name: without it `backward` is called as usual
+    if node is not None:
+        node.apply = function.backward
     return super(Function, function).apply
 
 

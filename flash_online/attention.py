@@ -199,7 +199,8 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     tf32 = dtype is torch.float32 and tf32_for(query)
     try:
         if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _apply_plain(unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value), causal, scale, tf32)
+            tensors = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
+            return _apply_plain(*tensors, (causal, scale, tf32))
         return _run_inference(query, key, value, causal, scale, tf32)
     except RuntimeError as error:
         raise surfaced(error, query) from None
@@ -231,7 +232,8 @@ class _PlainAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, causal, scale, tf32):
+    def forward(ctx, query, key, value, options):
+        causal, scale, tf32 = options
         out, stats = _run_training(query, key, value, causal, scale, tf32)
         ctx.save_for_backward(query, key, value, out, stats)
         ctx.options = causal, scale, _is_deterministic(), tf32
@@ -251,7 +253,7 @@ class _PlainAttention(torch.autograd.Function):
                 grad_query, grad_key, grad_value = _run_training_backward(grad_out, *saved, *ctx.options)
             except RuntimeError as error:
                 raise surfaced(error, grad_out) from None
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key, grad_value, None
 
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled

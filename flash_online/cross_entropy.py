@@ -162,15 +162,16 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 
 class CrossEntropyLoss(Function):
-    """(input, (target, weight), (ignore_index, label_smoothing), mean, dtype) -> the mean or the sum of CrossEntropy's losses,
-    a scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or
-    a gradient of the target or the weight, which autograd does not see: each of its inputs costs time in both directions."""
+    """(input, (target, weight, ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
+    scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
+    gradient of the target or the weight, which autograd does not see: each input of its own costs time in both directions."""
 
     @staticmethod
-    def forward(ctx, input, targets, row_options, mean, dtype):
-        loss, numbers = _run_loss(input, *targets, *row_options, mean, dtype)
-        ctx.save_for_backward(numbers, input, *targets)
-        ctx.row_options = row_options
+    def forward(ctx, input, options):
+        loss, numbers = _run_loss(input, *options)
+        target, weight, ignore_index, label_smoothing, _, _ = options
+        ctx.save_for_backward(numbers, input, target, weight)
+        ctx.row_options = ignore_index, label_smoothing
         return loss
 
     @staticmethod
@@ -180,20 +181,20 @@ class CrossEntropyLoss(Function):
             numbers, input, target, weight = saved
             rows = (grad.to(numbers.dtype) / numbers[-1]).expand(input.shape[:1] + input.shape[2:])
             grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
-            return grad_input, None, None, None, None
+            return grad_input, None
         try:
-            return _run_loss_backward(grad, *saved, *ctx.row_options), None, None, None, None
+            return _run_loss_backward(grad, *saved, *ctx.row_options), None
         except RuntimeError as error:
             raise surfaced(error, grad) from None
 
 
-def _reduced_loss(input, target, weight, row_options, mean: bool, dtype) -> Tensor:
+def _reduced_loss(input, target, weight, *options) -> Tensor:
     if weight is not None:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
     try:
         if input.requires_grad and is_grad_enabled():
-            return _apply_loss(unwrap_if_dead(input), (target, weight), row_options, mean, dtype)
-        return _run_loss(input, target, weight, *row_options, mean, dtype)[0]
+            return _apply_loss(unwrap_if_dead(input), (target, weight, *options))
+        return _run_loss(input, target, weight, *options)[0]
     except RuntimeError as error:
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
@@ -216,7 +217,7 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
     shape = input.shape
     if len(shape) != 2 or shape[0] != target.shape[0] or not input.numel():
         return None
-    return _reduced_loss(input, target, None, (ignore_index, label_smoothing), reduction == "mean", input.dtype)
+    return _reduced_loss(input, target, None, ignore_index, label_smoothing, reduction == "mean", input.dtype)
 
 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
@@ -355,7 +356,7 @@ def cross_entropy_impl(
     if single_row:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
     if reduction != 0 and z_loss == 0 and not return_lse and _reduces_at_once(input, target, weight, result_dtype):
-        return _reduced_loss(input, target, weight, (ignore_index, label_smoothing), reduction == 1, result_dtype)
+        return _reduced_loss(input, target, weight, ignore_index, label_smoothing, reduction == 1, result_dtype)
     # row_weight has no derivative, but mark_non_differentiable does not survive torch.func.vmap: reduce_rows detaches it.
     loss, lse, row_weight = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
     result = reduce_rows(loss, lse, row_weight, target, ignore_index, input.shape[1], reduction, z_loss)

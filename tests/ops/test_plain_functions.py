@@ -1,5 +1,5 @@
-"""The autograd Functions behind the fast paths, which autograd calls without torch's wrappers in Python: they keep what a Function
-of torch's promises."""
+"""The autograd Functions behind the fast paths, which are called without torch's wrappers in Python: they keep what a Function
+promises."""
 
 from __future__ import annotations
 
