@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # __getattr__ imports them
 
 SAC_SAVE_OPS = [
     ops.attention_forward.default,
+    ops.attention_training.default,
     ops.attention_varlen_forward.default,
     ops.linear_cross_entropy_forward.default,
     ops.linear_cross_entropy_step.default,

@@ -98,6 +98,21 @@ def differentiable(description):
     return call
 
 
+def plain_apply(function):
+    """`function.apply` for calls outside torch.func and Dynamo of a Function whose `forward` takes ctx. It is torch's apply in
+    C++, without the wrapper in Python around it; and autograd calls `backward` without the one around that. The wrappers look
+    for what such a Function does not have, and cost some microseconds per call. The caller unwraps tensors that require a
+    gradient (`unwrap_if_dead`)."""
+    node = getattr(function, "_backward_cls", None)  # not a public name: without it `backward` is called as usual
+    if node is not None:
+        node.apply = function.backward
+    return super(Function, function).apply
+
+
+# The tensor itself, or what it wraps if it has outlived a transform of torch.func.
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+
 def _distinct(inputs):
     """The inputs, with a view in place of each repeated tensor: Dynamo cannot trace a Function that gets one tensor twice."""
     distinct = []

@@ -218,6 +218,38 @@ def _attention_inference_vmap(info, in_dims, query, key, value, *options):
 _register("attention_inference", _attention_inference_fake, _attention_inference_vmap, _attention_forward_flops)
 
 
+def _attention_training_fake(query, key, value, causal, scale, tf32=False):
+    batch, *rest, _ = query.shape
+    return _attention_inference_fake(query, key, value, causal, scale, tf32), _accumulator(query, [2 * batch, *rest])
+
+
+def _attention_training_vmap(info, in_dims, *args):
+    return _one_by_one(ops.attention_training.default, info, in_dims, args)
+
+
+_register("attention_training", _attention_training_fake, _attention_training_vmap, _attention_forward_flops)
+
+
+def _attention_training_backward_fake(grad_out, query, key, value, out, stats, causal, scale, deterministic, tf32=False):
+    return tuple(_empty_in_order(tensor.shape, tensor) for tensor in (query, key, value))
+
+
+def _attention_training_backward_vmap(info, in_dims, *args):
+    return _one_by_one(ops.attention_training_backward.default, info, in_dims, args)
+
+
+def _attention_training_backward_flops(grad_out, query, key, value, *args, out_shape=None, **kwargs) -> int:
+    return _attention_backward_flops(grad_out, None, query, key, value)
+
+
+_register(
+    "attention_training_backward",
+    _attention_training_backward_fake,
+    _attention_training_backward_vmap,
+    _attention_training_backward_flops,
+)
+
+
 def _attention_backward_fake(
     grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left, window_right,
     lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32=False,
@@ -543,7 +575,9 @@ _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy
 
 
 def _cross_entropy_loss_fake(input, target, weight, ignore_index, label_smoothing, mean, dtype):
-    return input.new_empty([], dtype=dtype), _accumulator(input, [])
+    numbers = 3 if input.device.type == "cpu" else 2  # of a row: its loss, its weight and, on the CPU, its lse
+    rows = math.prod(_without(input.shape, 1))
+    return input.new_empty([], dtype=dtype), _accumulator(input, [numbers * rows + 1])
 
 
 def _cross_entropy_loss_vmap(info, in_dims, *args):
@@ -553,7 +587,7 @@ def _cross_entropy_loss_vmap(info, in_dims, *args):
 _register("cross_entropy_loss", _cross_entropy_loss_fake, _cross_entropy_loss_vmap, _no_flops)
 
 
-def _cross_entropy_loss_backward_fake(grad, divisor, input, target, weight, ignore_index, label_smoothing):
+def _cross_entropy_loss_backward_fake(grad, numbers, input, target, weight, ignore_index, label_smoothing):
     return input.new_empty(input.shape)
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _policy
 from ._autograd import eager_transforms_active
 from ._ops import FLOATING
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_any_autocast_enabled, _any_transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 _STRIDED, _FLOAT64 = torch.strided, torch.float64
 
 
 def is_plain(function: str, tensor) -> bool:
     """Whether kernels of `function` take this tensor as it is: dense, of a floating dtype, on a device with kernels; autocast,
     torch.func and Dynamo are off. It may require a gradient."""
-    if type(tensor) is not Tensor or is_compiling() or eager_transforms_active() or _any_autocast_enabled():
+    if type(tensor) is not Tensor or is_compiling() or _any_autocast_enabled():
+        return False
+    if _any_transforms() or forward_ad._current_level >= 0:  # eager_transforms_active, without its call
         return False
     dtype = tensor.dtype
     if dtype not in FLOATING or tensor.layout is not _STRIDED or tensor.is_nested:

@@ -139,7 +139,7 @@ traced_by_jit = torch._C._get_tracing_state  # None where torch.jit.trace is not
 
 def has_cuda_kernel(function: str, index: int) -> bool:
     """Whether our kernels run the function on the CUDA device of this index, in all dtypes that it takes there."""
-    return function in ON_CUDA and _major(index) >= _OLDEST_GPU
+    return function in ON_CUDA and (_majors.get(index) or _major(index)) >= _OLDEST_GPU
 
 
 def require_kernel(function: str, *, dtype: torch.dtype | None = None, dim: Any = None, **tensors: Tensor | None) -> None:

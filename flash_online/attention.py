@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _policy
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
 from ._attention_derivatives import gradient_jvp
-from ._autograd import differentiable, eager_transforms_active, transforms_active
+from ._autograd import differentiable, eager_transforms_active, plain_apply, transforms_active, unwrap_if_dead
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_attention_types, check_kinds
 from ._checks import check_float
 from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
@@ -199,8 +199,8 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     tf32 = dtype is torch.float32 and tf32_for(query)
     try:
         if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
-            return _PlainAttention.apply(query, key, value, options)
+            tensors = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
+            return _apply_plain(*tensors, (causal, scale, tf32))
         return _run_inference(query, key, value, causal, scale, tf32)
     except RuntimeError as error:
         raise surfaced(error, query) from None
@@ -227,36 +227,42 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
 
 class _PlainAttention(torch.autograd.Function):
     """AttentionOp of the calls that `try_fast_path` takes, with `out` as its only output: autograd's bookkeeping costs time
-    per input and per output, and each step of `backward`, which runs in a thread of autograd's own, costs more than elsewhere.
+    per input and per output, and each step of `backward`, which on CUDA runs in a thread of autograd's own, costs more than
+    elsewhere.
     """
 
     @staticmethod
     def forward(ctx, query, key, value, options):
-        out, lse, lse_low = _run(query, key, value, None, None, None, None, *options)
-        ctx.save_for_backward(query, key, value, out, lse, lse_low)
-        ctx.options, ctx.deterministic = options, torch.are_deterministic_algorithms_enabled()
+        causal, scale, tf32 = options
+        out, stats = _run_training(query, key, value, causal, scale, tf32)
+        ctx.save_for_backward(query, key, value, out, stats)
+        ctx.options = causal, scale, _is_deterministic(), tf32
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, out, lse, lse_low = ctx.saved_tensors
-        tensors = (grad_out, None, query, key, value, None, None, None, None, out, lse, lse_low)
-        if torch.is_grad_enabled():
-            grads = _attention_backward(*tensors, ctx.options, False, ctx.deterministic)
+        saved = ctx.saved_tensors
+        if _is_grad_enabled():
+            query, key, value, out, stats = saved
+            causal, scale, deterministic, tf32 = ctx.options
+            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
+            tensors = (grad_out, None, query, key, value, None, None, None, None, out, *stats.chunk(2))
+            grad_query, grad_key, grad_value, *_ = _attention_backward(*tensors, options, False, deterministic)
         else:
             try:
-                grads = _run_backward(*tensors, *ctx.options.for_backward(False, ctx.deterministic))
+                grad_query, grad_key, grad_value = _run_training_backward(grad_out, *saved, *ctx.options)
             except RuntimeError as error:
-                raise surfaced(error, query) from None
-        grad_query, grad_key, grad_value, *_ = grads
+                raise surfaced(error, grad_out) from None
         return grad_query, grad_key, grad_value, None
 
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _any_autocast_enabled, _STRIDED, _FLOAT64 = torch._C._is_any_autocast_enabled, torch.strided, torch.float64
 _NUMBERS = (float, int)
-_run, _run_backward = boxed_call(ops.attention_forward.default), boxed_call(ops.attention_backward.default)
-_run_inference = boxed_call(ops.attention_inference.default)
+_is_deterministic = torch.are_deterministic_algorithms_enabled
+_run_inference, _run_training = boxed_call(ops.attention_inference.default), boxed_call(ops.attention_training.default)
+_run_training_backward = boxed_call(ops.attention_training_backward.default)
+_apply_plain = plain_apply(_PlainAttention)
 
 
 def attention_impl(

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn import _reduction
 
 from . import _policy
-from ._autograd import differentiable, transforms_active
+from ._autograd import differentiable, plain_apply, transforms_active, unwrap_if_dead
 from ._canonicalize import autocasts
 from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
@@ -162,27 +162,30 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 
 class CrossEntropyLoss(Function):
-    """(input, target, weight, (ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
+    """(input, (target, weight, ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
     scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
-    gradient of the target."""
+    gradient of the target or the weight, which autograd does not see: each input of its own costs time in both directions."""
 
     @staticmethod
-    def forward(ctx, input, target, weight, options):
-        loss, divisor = _run_loss(input, target, weight, *options)
-        ctx.save_for_backward(input, target, weight, divisor)
-        ignore_index, label_smoothing, _, _ = options
-        ctx.row_options = (ignore_index, label_smoothing)
+    def forward(ctx, input, options):
+        loss, numbers = _run_loss(input, *options)
+        target, weight, ignore_index, label_smoothing, _, _ = options
+        ctx.save_for_backward(numbers, input, target, weight)
+        ctx.row_options = ignore_index, label_smoothing
         return loss
 
     @staticmethod
     def backward(ctx, grad):
-        input, target, weight, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
-            rows = (grad.to(divisor.dtype) / divisor).expand(input.shape[:1] + input.shape[2:])
+        saved = ctx.saved_tensors
+        if is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
+            numbers, input, target, weight = saved
+            rows = (grad.to(numbers.dtype) / numbers[-1]).expand(input.shape[:1] + input.shape[2:])
             grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
-        else:
-            grad_input = _run_loss_backward(grad, divisor, input, target, weight, *ctx.row_options)
-        return grad_input, None, None, None
+            return grad_input, None
+        try:
+            return _run_loss_backward(grad, *saved, *ctx.row_options), None
+        except RuntimeError as error:
+            raise surfaced(error, grad) from None
 
 
 def _reduced_loss(input, target, weight, *options) -> Tensor:
@@ -190,7 +193,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
     try:
         if input.requires_grad and is_grad_enabled():
-            return CrossEntropyLoss.apply(input, target, weight, options)
+            return _apply_loss(unwrap_if_dead(input), (target, weight, *options))
         return _run_loss(input, target, weight, *options)[0]
     except RuntimeError as error:
         if "out of bounds" in str(error):
@@ -199,6 +202,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
 
 
 _run_loss, _run_loss_backward = boxed_call(ops.cross_entropy_loss.default), boxed_call(ops.cross_entropy_loss_backward.default)
+_apply_loss = plain_apply(CrossEntropyLoss)
 
 
 def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, label_smoothing) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import functional
 from ._linear_cross_entropy_ops import scratch_bytes
-from ._ops import LIBRARY, InvalidArgument, accumulator_of, dense_strides_in_order
+from ._ops import LIBRARY, InvalidArgument, dense_strides_in_order
 from ._policy import is_dtensor, no_kernel, refusal, strict_is_active, why_forwarded
 from .attention import attention
 from .cascade import cascade_attention
@@ -144,9 +144,6 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     for operator, call in record.operators:
         if operator.startswith("linear_cross_entropy"):
             extra["chunk of logits"] = scratch_bytes(call)
-        elif operator == "cross_entropy_loss":  # the loss and the weight of each row and, on the CPU, its lse
-            rows = call.input.numel() // call.input.shape[1]
-            extra["numbers of rows"] = (3 if device == "cpu" else 2) * rows * accumulator_of(call.input.dtype).itemsize
     return Plan(title, device, True, kernel, tuple(operator for operator, _ in record.operators), refused, extra)
 
 

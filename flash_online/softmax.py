@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._autograd import differentiable
+from ._autograd import differentiable, plain_apply, unwrap_if_dead
 from ._canonicalize import autocasts
 from ._checks import check_dim, check_dtype, check_flag, check_floating, check_int, check_tensor
 from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
@@ -130,36 +130,39 @@ def try_fast_softmax(name: str, input, dim, log: bool) -> Tensor | None:
         dim += rank
     if not 0 <= dim < rank:
         return None
-    if input.requires_grad and is_grad_enabled():
-        return _PlainSoftmax.apply(input, dim, log)
+    options = (dim, log, input.dtype)
     try:
-        return _run(input, dim, log, input.dtype)
+        if input.requires_grad and is_grad_enabled():
+            return _apply_plain(unwrap_if_dead(input), options)
+        return _run(input, *options)
     except RuntimeError as error:
         raise surfaced(error, input) from None
 
 
 class _PlainSoftmax(torch.autograd.Function):
-    """Softmax of the calls that `try_fast_softmax` takes, without what torch.func needs."""
+    """Softmax of the calls that `try_fast_softmax` takes, without what torch.func needs. On CUDA `backward` runs in a thread of
+    autograd's own, where a step of Python costs more than elsewhere."""
 
     @staticmethod
-    def forward(ctx, input, dim, log):
-        output = _run(input, dim, log, input.dtype)
+    def forward(ctx, input, options):
+        output = _run(input, *options)
         ctx.save_for_backward(output)
-        ctx.dim, ctx.log = dim, log
+        ctx.options = options
         return output
 
     @staticmethod
     def backward(ctx, grad):
         (output,) = ctx.saved_tensors
         if is_grad_enabled():
-            return _softmax_backward(grad, output, ctx.dim, ctx.log, output.dtype), None, None
+            return _softmax_backward(grad, output, *ctx.options), None
         try:
-            return _run_backward(grad, output, ctx.dim, ctx.log, output.dtype), None, None
+            return _run_backward(grad, output, *ctx.options), None
         except RuntimeError as error:
             raise surfaced(error, grad) from None
 
 
 _run, _run_backward = boxed_call(ops.softmax_forward.default), boxed_call(ops.softmax_backward.default)
+_apply_plain = plain_apply(_PlainSoftmax)
 
 
 def softmax_impl(name: str, input, dim, dtype, log: bool) -> Tensor:

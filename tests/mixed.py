@@ -35,6 +35,13 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
     return {
         "attention_forward": {**dense, **extras, "rng": rng},
         "attention_inference": dense,
+        "attention_training": dense,
+        "attention_training_backward": {
+            "grad_out": query.clone(),
+            **dense,
+            "out": query.clone(),
+            "stats": torch.randn(4, 4, 20),
+        },
         "attention_backward": {**grads, **dense, **extras, "rng": rng, **results},
         "attention_varlen_forward": {**packed, **packed_extras},
         "attention_varlen_backward": {**packed_grads, **packed, **packed_extras, **packed_results},
@@ -47,7 +54,7 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
         "cross_entropy_backward": {"grad_loss": loss, "grad_lse": loss.clone(), "input": x, **classes},
         "cross_entropy_backward_": {"grad_loss": loss, "grad_lse": loss.clone(), "input": x, **classes},
         "cross_entropy_loss": {"input": x, **classes},
-        "cross_entropy_loss_backward": {"grad": torch.tensor(1.0), "divisor": torch.tensor(6.0), "input": x, **classes},
+        "cross_entropy_loss_backward": {"grad": torch.tensor(1.0), "numbers": torch.tensor([6.0]), "input": x, **classes},
         "topk_softmax_backward": {**topk, "input": x},
     }
 

@@ -23,21 +23,22 @@ RowProblem prepare(Arguments& arguments) {
   check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
   check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
   const ScalarType type = input.scalar_type();
-  RowProblem problem = row_problem(sizes_of(input), 1, type, type);
+  const std::vector<int64_t> sizes = sizes_of(input);
+  RowProblem problem = row_problem(sizes, 1, type, type);
   problem.input = view_of(input, 1);
   if (target.scalar_type() == ScalarType::Long) {
-    check_like(target, "target", without_dim(sizes_of(input), 1), ScalarType::Long, input);
-    target = torch::stable::contiguous(target);
+    check_like(target, "target", without_dim(sizes, 1), ScalarType::Long, input);
+    target = as_contiguous(target);
     problem.target = static_cast<const int64_t*>(target.data_ptr());
   } else {
     check(target.scalar_type() == type, "target: the dtype must be int64 (classes) or the input's, ", name_of(type),
           " (probabilities); got ", name_of(target.scalar_type()));
-    check_like(target, "target", sizes_of(input), type, input);
+    check_like(target, "target", sizes, type, input);
     problem.target_probabilities = view_of(target, 1);
   }
   if (weight) {
     check_like(*weight, "weight", {problem.classes}, accumulator_of(type), input);
-    weight = torch::stable::contiguous(*weight);
+    weight = as_contiguous(*weight);
     problem.weight = weight->data_ptr();
   }
   problem.ignore_index = ignore_index;
@@ -104,11 +105,11 @@ BackwardCall prepare_backward(Arguments& arguments, RowGrads& grads, bool target
   const std::vector<int64_t> rows = without_dim(sizes_of(input), 1);
   check(!target_grad || arguments.target.scalar_type() == type, "target_grad: a target of classes has no gradient");
   check_like(grads.loss, "grad_loss", rows, accumulator_of(type), input);
-  grads.loss = torch::stable::contiguous(grads.loss);
+  grads.loss = as_contiguous(grads.loss);
   call.problem.grad_loss = grads.loss.data_ptr();
   if (grads.lse) {
     check_like(*grads.lse, "grad_lse", rows, accumulator_of(type), input);
-    grads.lse = torch::stable::contiguous(*grads.lse);
+    grads.lse = as_contiguous(*grads.lse);
     call.problem.grad_lse = grads.lse->data_ptr();
   }
   if (target_grad) {
@@ -165,14 +166,20 @@ void copy_to(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
 // ---- One loss for all rows -------------------------------------------------------------------------------------------------
 
-// The arguments of a reduced loss, and its results. The rows' numbers are temporary.
+// The arguments of a reduced loss, and its results. `numbers` has what the problem's loss, row_weight and lse point to, and
+// last the divisor, what the sum is divided by. It is one tensor, since an allocation costs as much as a row; the backward
+// pass, which wants the divisor, then keeps a few bytes per row.
 struct ReducedLoss {
   RowProblem problem;
-  Tensor result, divisor;  // divisor: what the sum is divided by
-  Tensor row_numbers;  // what the problem's loss, row_weight and lse point into
+  Tensor result, numbers;
 
   int64_t rows() const { return problem.outer * problem.inner; }
 };
+
+// The last number, in the accumulator type.
+void* divisor_in(const Tensor& numbers) {
+  return static_cast<std::byte*>(numbers.data_ptr()) + (numbers.numel() - 1) * size_of(dtype_of(numbers));
+}
 
 template <class Device>
 ReducedLoss prepare_loss(Arguments& arguments, ScalarType dtype) {
@@ -180,12 +187,10 @@ ReducedLoss prepare_loss(Arguments& arguments, ScalarType dtype) {
   const Tensor& input = arguments.input;
   check_result_dtype("dtype", dtype, input.scalar_type());
   const ScalarType type = accumulator_of(input.scalar_type());
-  // Loss, weight and lse of the rows, each array at a multiple of 16 bytes. One tensor: an allocation costs as much as a row.
-  const int64_t stride = round_up(problem.outer * problem.inner, int64_t{4});
-  ReducedLoss reduced{problem, empty({}, dtype, input), empty({}, type, input),
-                      empty({Device::kLossArrays * stride}, type, input)};
-  char* const numbers = static_cast<char*>(reduced.row_numbers.data_ptr());
-  const int64_t bytes = stride * size_of(dtype_of(type));
+  const int64_t rows = problem.outer * problem.inner;
+  ReducedLoss reduced{problem, empty({}, dtype, input), empty({Device::kLossArrays * rows + 1}, type, input)};
+  std::byte* const numbers = static_cast<std::byte*>(reduced.numbers.data_ptr());
+  const int64_t bytes = rows * size_of(dtype_of(type));
   reduced.problem.loss = numbers;
   reduced.problem.row_weight = numbers + bytes;
   if constexpr (Device::kLossArrays == 3) reduced.problem.lse = numbers + 2 * bytes;
@@ -224,13 +229,14 @@ void reduce_losses(ReducedLoss& reduced, bool mean) {
   };
   const double denominator = mean ? sum(reduced.problem.row_weight) : 1.0;
   set_scalar(reduced.result, sum(reduced.problem.loss) / denominator);
-  set_scalar(reduced.divisor, denominator);
+  *static_cast<T*>(divisor_in(reduced.numbers)) = static_cast<T>(denominator);
 }
 
 template <class T>
-Tensor row_grads(const Tensor& grad, const Tensor& divisor, int64_t rows) {
-  const Tensor grad_loss = empty({rows}, divisor.scalar_type(), grad);
-  std::fill_n(static_cast<T*>(grad_loss.data_ptr()), rows, static_cast<T>(scalar_of(grad) / scalar_of(divisor)));
+Tensor row_grads(const Tensor& grad, const Tensor& numbers, int64_t rows) {
+  const Tensor grad_loss = empty({rows}, numbers.scalar_type(), grad);
+  const double divisor = *static_cast<const T*>(divisor_in(numbers));
+  std::fill_n(static_cast<T*>(grad_loss.data_ptr()), rows, static_cast<T>(scalar_of(grad) / divisor));
   return grad_loss;
 }
 
@@ -243,16 +249,16 @@ struct LossOnCpu : RowsOnCpu {
 
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
     run_checked<RowsOnCpu>(kernels().cross_entropy, reduced.problem, input);
-    if (reduced.divisor.scalar_type() == ScalarType::Double)
+    if (reduced.numbers.scalar_type() == ScalarType::Double)
       reduce_losses<double>(reduced, mean);
     else
       reduce_losses<float>(reduced, mean);
   }
 
-  static Tensor set_grad_loss(RowProblem& problem, const Tensor& grad, const Tensor& divisor) {
+  static Tensor set_grad_loss(RowProblem& problem, const Tensor& grad, const Tensor& numbers) {
     const int64_t rows = problem.outer * problem.inner;
-    const Tensor grad_loss = divisor.scalar_type() == ScalarType::Double ? row_grads<double>(grad, divisor, rows)
-                                                                         : row_grads<float>(grad, divisor, rows);
+    const Tensor grad_loss = numbers.scalar_type() == ScalarType::Double ? row_grads<double>(grad, numbers, rows)
+                                                                         : row_grads<float>(grad, numbers, rows);
     problem.grad_loss = grad_loss.data_ptr();
     return grad_loss;
   }
@@ -293,17 +299,18 @@ struct LossOnCuda : RowsOnCuda {
   static constexpr int kLossArrays = 2;  // no lse
 
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
-    run_checked<RowsOnCuda>(kernels().cross_entropy, reduced.problem, input);
+    void* const result = reduced.result.data_ptr();
+    void* const divisor = divisor_in(reduced.numbers);
     CudaCall call(input);
+    run(kernels().cross_entropy, reduced.problem, call);  // a target out of range is a device assert
     if (reduced.problem.dtype == DType::kFloat64)
-      return cuda::float64::reduce_losses(reduced.problem, mean, reduced.result.data_ptr(), reduced.divisor.data_ptr(),
-                                          call.stream());
+      return cuda::float64::reduce_losses(reduced.problem, mean, result, divisor, call.stream());
     void* const workspace = call.workspace(cuda::reduce_losses_workspace(reduced.rows()));
-    cuda::reduce_losses(reduced.problem, mean, reduced.result.data_ptr(), reduced.divisor.data_ptr(), workspace, call.stream());
+    cuda::reduce_losses(reduced.problem, mean, result, divisor, workspace, call.stream());
   }
 
-  static Tensor set_grad_loss(RowProblem& problem, const Tensor& grad, const Tensor& divisor) {
-    problem.divisor = divisor.data_ptr();  // the kernel divides
+  static Tensor set_grad_loss(RowProblem& problem, const Tensor& grad, const Tensor& numbers) {
+    problem.divisor = divisor_in(numbers);  // the kernel divides
     problem.result_dtype = dtype_of(grad);
     problem.grad_loss = grad.data_ptr();
     return grad;
@@ -336,19 +343,21 @@ std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::
   Arguments arguments{input, target, weight, ignore_index, label_smoothing};
   ReducedLoss reduced = prepare_loss<Device>(arguments, dtype);
   Device::run_loss(reduced, mean, input);
-  return {reduced.result, reduced.divisor};
+  return {reduced.result, reduced.numbers};
 }
 
 template <class Device>
-Tensor cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, std::optional<Tensor> weight,
+Tensor cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, std::optional<Tensor> weight,
                                    int64_t ignore_index, double label_smoothing) {
   Arguments arguments{input, target, weight, ignore_index, label_smoothing};
   RowProblem problem = prepare<Device>(arguments);
   const ScalarType type = input.scalar_type();
   check_result_dtype("grad", grad.scalar_type(), type);
   check_like(grad, "grad", {}, grad.scalar_type(), input);
-  check_like(divisor, "divisor", {}, accumulator_of(type), input);
-  const Tensor grad_loss = Device::set_grad_loss(problem, grad, divisor);
+  check(numbers.dim() == 1 && numbers.numel() > 0 && numbers.is_contiguous(), "numbers: the forward's are expected, got shape ",
+        shape_of(numbers));
+  check_like(numbers, "numbers", sizes_of(numbers), accumulator_of(type), input);
+  const Tensor grad_loss = Device::set_grad_loss(problem, grad, numbers);
   Tensor grad_input = Device::empty_rows(sizes_of(input), type, input);
   problem.grad_input = view_of<MutableView3>(grad_input, 1);
   run_backward<Device>(problem, input);

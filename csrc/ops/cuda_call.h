@@ -38,8 +38,8 @@ inline CUstream_st* current_cuda_stream(int32_t device) {
 // Makes a tensor's device the current one for as long as this object lives, and gives the launches there a stream and memory.
 class CudaCall {
  public:
-  explicit CudaCall(const Tensor& like) : like_(like), guard_(like.get_device_index()) {}
-  CUstream_st* stream() const { return current_cuda_stream(like_.get_device_index()); }
+  explicit CudaCall(const Tensor& like) : CudaCall(like, like.get_device_index()) {}
+  CUstream_st* stream() const { return stream_; }
   // Memory that replaces the workspace of the call before; null for no bytes. torch's allocator aligns it to more than 16
   // bytes.
   void* workspace(int64_t bytes) {
@@ -50,8 +50,11 @@ class CudaCall {
   }
 
  private:
+  CudaCall(const Tensor& like, int32_t device) : like_(like), guard_(device), stream_(current_cuda_stream(device)) {}
+
   const Tensor& like_;
   torch::stable::accelerator::DeviceGuard guard_;
+  CUstream_st* stream_;
   std::unique_ptr<Tensor> workspace_;  // an optional one is 'maybe uninitialized' to GCC 12
 };
 

@@ -18,6 +18,14 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
       "float dropout_p, bool tf32=False) -> (Tensor out, Tensor lse, Tensor lse_low)");
   // attention_forward's out alone, for a call without gradients and options.
   m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
+  // A call without options that has a backward pass. stats: lse, then lse_low, [2 batch, ..., heads, queries].
+  m.def(
+      "attention_training(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> (Tensor out, "
+      "Tensor stats)");
+  m.def(
+      "attention_training_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
+      "bool causal, float scale, bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, "
+      "Tensor grad_value)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
       "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
@@ -103,12 +111,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
-  // the sum of the rows' weights if `mean`. divisor: what the sum was divided by (1 without `mean`), in the accumulator type.
+  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: those of the rows, and last what the sum was
+  // divided by (1 without `mean`), which alone the backward pass reads.
   m.def(
       "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
-      "ScalarType dtype) -> (Tensor loss, Tensor divisor)");
+      "ScalarType dtype) -> (Tensor loss, Tensor numbers)");
   m.def(
-      "cross_entropy_loss_backward(Tensor grad, Tensor divisor, Tensor input, Tensor target, Tensor? weight, "
+      "cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing) -> Tensor grad_input");
   // cross_entropy_backward that overwrites input with grad_input, so that one tensor of logits is in memory instead of two.
   // With `forward` it also returns cross_entropy_forward's three results, which are else without elements.

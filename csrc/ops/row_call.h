@@ -22,16 +22,16 @@ namespace flash_online::ops {
 
 // The one stride that steps through dimensions [begin, end) in row-major order, if there is one.
 inline std::optional<int64_t> common_stride(const Tensor& tensor, int64_t begin, int64_t end) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
   int64_t stride = 0, next = 0;
   bool found = false;
   for (int64_t i = end - 1; i >= begin; --i) {
-    const int64_t size = tensor.size(i);
-    if (size == 1) continue;
+    if (sizes[i] == 1) continue;
     if (!found)
-      stride = tensor.stride(i);
-    else if (tensor.stride(i) != next)
+      stride = strides[i];
+    else if (strides[i] != next)
       return std::nullopt;
-    next = tensor.stride(i) * size;
+    next = strides[i] * sizes[i];
     found = true;
   }
   return stride;
@@ -42,7 +42,7 @@ template <class View = ConstView3>
 View view_of(Tensor& tensor, int64_t dim) {
   std::optional<int64_t> outer = common_stride(tensor, 0, dim), inner = common_stride(tensor, dim + 1, tensor.dim());
   if (!outer || !inner) {
-    tensor = torch::stable::contiguous(tensor);
+    tensor = as_contiguous(tensor);
     outer = common_stride(tensor, 0, dim);
     inner = common_stride(tensor, dim + 1, tensor.dim());
   }
@@ -70,7 +70,7 @@ inline void check_dim(const Tensor& input, int64_t dim) {
 
 inline void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& sizes, ScalarType type,
                        const Tensor& other) {
-  check(sizes_of(tensor) == sizes, name, ": the shape must be ", text_of(sizes), ", got ", shape_of(tensor));
+  check(has_sizes(tensor, sizes), name, ": the shape must be ", text_of(sizes), ", got ", shape_of(tensor));
   check(tensor.scalar_type() == type, name, ": the dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
   check_device(tensor, name, other, "the other tensors");
 }
@@ -157,8 +157,11 @@ struct RowsOnCuda : Cuda {
   };
   static constexpr Kernels kernels() { return {}; }
 
-  static void run(const Kernel& kernel, RowProblem problem, const Tensor& like) {
+  static void run(const Kernel& kernel, const RowProblem& problem, const Tensor& like) {
     CudaCall call(like);
+    run(kernel, problem, call);
+  }
+  static void run(const Kernel& kernel, RowProblem problem, CudaCall& call) {
     if (problem.dtype == DType::kFloat64) return kernel.run_float64(problem, call.stream());
     problem.workspace = call.workspace(kernel.workspace(problem));
     kernel.run(problem, call.stream());

@@ -13,9 +13,10 @@ template <class Device>
 SoftmaxCall prepare_softmax(Tensor& input, int64_t dim, bool log, ScalarType dtype) {
   check_floating(input, "input");
   check_dim(input, dim);
-  check_result_dtype("dtype", dtype, input.scalar_type());
-  SoftmaxCall call{row_problem(sizes_of(input), dim, input.scalar_type(), dtype),
-                   Device::empty_rows(sizes_of(input), dtype, input)};
+  const ScalarType type = input.scalar_type();
+  check_result_dtype("dtype", dtype, type);
+  const std::vector<int64_t> sizes = sizes_of(input);
+  SoftmaxCall call{row_problem(sizes, dim, type, dtype), Device::empty_rows(sizes, dtype, input)};
   call.problem.log = log;
   call.problem.input = view_of(input, dim);
   call.problem.result = view_of<MutableView3>(call.result, dim);
@@ -33,10 +34,11 @@ template <class Device>
 SoftmaxCall prepare_softmax_backward(Tensor& grad, Tensor& output, int64_t dim, bool log, ScalarType input_dtype) {
   check_floating(output, "output");
   check_dim(output, dim);
-  check_result_dtype("output", output.scalar_type(), input_dtype);
-  check_like(grad, "grad", sizes_of(output), output.scalar_type(), output);
-  SoftmaxCall call{row_problem(sizes_of(output), dim, input_dtype, output.scalar_type()),
-                   Device::empty_rows(sizes_of(output), input_dtype, output)};
+  const ScalarType type = output.scalar_type();
+  check_result_dtype("output", type, input_dtype);
+  const std::vector<int64_t> sizes = sizes_of(output);
+  check_like(grad, "grad", sizes, type, output);
+  SoftmaxCall call{row_problem(sizes, dim, input_dtype, type), Device::empty_rows(sizes, input_dtype, output)};
   call.problem.log = log;
   call.problem.grad = view_of(grad, dim);
   call.problem.output = view_of(output, dim);
@@ -70,7 +72,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
   check_like(grad, "grad", without_dim(sizes_of(input), dim), accumulator_of(type), input);
-  grad = torch::stable::contiguous(grad);
+  grad = as_contiguous(grad);
   Tensor grad_input = Device::empty_rows(sizes_of(input), type, input);
   RowProblem problem = row_problem(sizes_of(input), dim, type, type);
   problem.input = view_of(input, dim);

@@ -183,6 +183,16 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return {sizes.begin(), sizes.end()};
 }
 
+inline bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {
+  return std::ranges::equal(tensor.sizes(), sizes);
+}
+
+// The tensor, or a copy. torch's operator of this name goes through the dispatcher, which takes a microsecond even where there
+// is nothing to copy.
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 // An executor with threads of torch's pool and memory from torch's allocator. `items` bounds the number of threads: there are
 // at most so many pieces of work.
 class __attribute__((visibility("hidden"))) CpuExecutor {

@@ -118,8 +118,8 @@ def test_opcheck(shape):
     grads = torch.randn(shape[0], device="cuda")
     torch.library.opcheck(ops.cross_entropy_backward.default, (grads, grads, x, target, None, -100, 0.1, False))
     torch.library.opcheck(ops.cross_entropy_loss.default, (x, target, None, -100, 0.1, True, torch.bfloat16))
-    number = torch.ones([], device="cuda")
-    torch.library.opcheck(ops.cross_entropy_loss_backward.default, (number, 3 * number, x, target, None, -100, 0.1))
+    grad, numbers = torch.ones([], device="cuda"), torch.tensor([3.0], device="cuda")
+    torch.library.opcheck(ops.cross_entropy_loss_backward.default, (grad, numbers, x, target, None, -100, 0.1))
 
 
 def test_more_elements_than_31_bits_count():

@@ -16,7 +16,7 @@ FUNCTIONS = (F.scaled_dot_product_attention, flash_online.attention)
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a launch failed")], ids=repr)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("way", ["_run_inference", "_run", "_run_backward"])
+@pytest.mark.parametrize("way", ["_run_inference", "_run_training", "_run_training_backward"])
 def test_an_error_of_the_operator_surfaces_once(way, function, error, monkeypatch):
     calls = []
 
@@ -25,7 +25,7 @@ def test_an_error_of_the_operator_surfaces_once(way, function, error, monkeypatc
         raise error
 
     query = torch.randn(1, 2, 3, 4, requires_grad=way != "_run_inference")
-    out = function(query, query, query) if way == "_run_backward" else None
+    out = function(query, query, query) if way == "_run_training_backward" else None
     monkeypatch.setattr(attention_module, way, fail)
     with pytest.raises(type(error), match=str(error)):
         function(query, query, query) if out is None else out.sum().backward()

@@ -475,8 +475,8 @@ def test_torchs_setting_reaches_every_operator_and_its_backward_pass(allowed, dt
     inputs = [t.to(dtype) for t in (Q, K, V)]
     packed_inputs = [t[0].transpose(0, 1).contiguous() for t in inputs]
     for function, of, names in (
-        (flash_online.attention, inputs, ("forward", "backward")),
-        (F.scaled_dot_product_attention, inputs, ("forward", "backward")),
+        (flash_online.attention, inputs, ("training", "training_backward")),
+        (F.scaled_dot_product_attention, inputs, ("training", "training_backward")),
         (lambda q, k, v: flash_online.attention(q, k, v, softcap=3.0), inputs, ("forward", "backward")),
         (lambda q, k, v: flash_online.attention(q[0, 0], k[0, 0], v[0, 0]), inputs, ("forward", "backward")),
         (varlen, packed_inputs, ("varlen_forward", "varlen_backward")),

@@ -93,7 +93,7 @@ def test_override_reaches_the_modules_and_is_undone():
     original = TF.scaled_dot_product_attention
     module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 3, 8)
     seen = []
-    real = torch.ops.flash_online.attention_forward.default
+    real = torch.ops.flash_online.attention_training.default
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

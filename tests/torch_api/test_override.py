@@ -333,7 +333,7 @@ def test_modules_follow():
     calls = {
         "softmax_forward": lambda: torch.nn.Softmax(-1)(logits),
         "cross_entropy_loss": lambda: torch.nn.CrossEntropyLoss(label_smoothing=0.1)(logits, target),
-        "attention_forward": lambda: attention(x, x, x, need_weights=False)[0],
+        "attention_training": lambda: attention(x, x, x, need_weights=False)[0],
     }
     for name, call in calls.items():
         with Operators() as before:

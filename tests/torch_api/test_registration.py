@@ -119,10 +119,10 @@ def row_calls(dtype, layout):
         yield RAW.cross_entropy_backward, (rows, rows, x, target, weight, 2, 0.1, soft)
         yield RAW.cross_entropy_backward, (rows, None, x, target, None, -100, 0.0, False)
         for mean, options in ((True, (weight, 2, 0.1)), (False, (None, -100, 0.0))):
-            loss, divisor = RAW.cross_entropy_loss(x, target, *options, mean, accumulator)
+            loss, numbers = RAW.cross_entropy_loss(x, target, *options, mean, accumulator)
             yield RAW.cross_entropy_loss, (x, target, *options, mean, dtype)
             yield RAW.cross_entropy_loss, (x, target, *options, mean, accumulator)
-            yield RAW.cross_entropy_loss_backward, (loss, divisor, x, target, *options)
+            yield RAW.cross_entropy_loss_backward, (loss, numbers, x, target, *options)
         written = x.clone(memory_format=torch.preserve_format) if layout != "broadcast" else x.contiguous()
         yield RAW.cross_entropy_backward_, (rows, rows, written, target, weight, 2, 0.1, soft, True)
         yield RAW.cross_entropy_backward_, (rows, None, written, target, None, -100, 0.0, False, False)
@@ -170,7 +170,11 @@ def calls(dtype, layout):
     for all_options in (False, True):
         yield RAW.attention_forward, forward_arguments(dtype, layout, all_options)
         yield RAW.attention_backward, backward_arguments(dtype, layout, all_options)
-        yield RAW.attention_inference, (*forward_arguments(dtype, layout, False)[:3], all_options, 0.5)
+        plain = forward_arguments(dtype, layout, False)[:3]
+        yield RAW.attention_inference, (*plain, all_options, 0.5)
+        yield RAW.attention_training, (*plain, all_options, 0.5)
+        out, stats = RAW.attention_training(*plain, all_options, 0.5)
+        yield RAW.attention_training_backward, (torch.randn_like(out), *plain, out, stats, all_options, 0.5, False)
         yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, all_options)
         yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, all_options)
     outs, lses = parts(dtype)
@@ -465,12 +469,13 @@ def test_export(strict):
         torch.testing.assert_close(program.module()(x, target), model(x, target))
 
 
+@pytest.mark.parametrize("dropout_p, operator", [(0.25, "attention_forward"), (0.0, "attention_training")])
 @pytest.mark.parametrize("save", [[], flash_online.SAC_SAVE_OPS], ids=["recompute", "save"])
-def test_selective_checkpointing(save):
+def test_selective_checkpointing(save, dropout_p, operator):
     query, key, value = (leaf(1, 2, 5, 4) for _ in range(3))
 
     def block(query, key, value):
-        return F.scaled_dot_product_attention(query * 1.5, key, value, dropout_p=0.25).square().sum()
+        return F.scaled_dot_product_attention(query * 1.5, key, value, dropout_p=dropout_p).square().sum()
 
     torch.manual_seed(1)
     expected = torch.autograd.grad(block(query, key, value), (query, key, value))
@@ -480,7 +485,7 @@ def test_selective_checkpointing(save):
             block, *(query, key, value), use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save)
         )
         torch.testing.assert_close(torch.autograd.grad(result, (query, key, value)), expected)
-    assert counter.names.count("attention_forward") == (1 if save else 2)
+    assert counter.names.count(operator) == (1 if save else 2)
 
 
 def test_inside_a_device_context():

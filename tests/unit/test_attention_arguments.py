@@ -35,6 +35,9 @@ def test_backward_operators():
     assert returned == list(AttentionGradients._fields)
 
 
-@pytest.mark.parametrize("name", ["attention_forward", "attention_inference", "attention_backward"])
+FAKES = ["forward", "inference", "training", "training_backward", "backward"]
+
+
+@pytest.mark.parametrize("name", [f"attention_{kind}" for kind in FAKES])
 def test_fakes(name):
     assert list(inspect.signature(getattr(_ops, f"_{name}_fake")).parameters) == names(getattr(OPS, name))

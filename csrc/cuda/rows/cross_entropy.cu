@@ -285,8 +285,9 @@ struct ProbabilityLossBackward : OneTensorOp {
 // ---- the reduction of the losses to one number
 
 constexpr int kReduceThreads = 512;
-// The least rows that are worth a CTA, and the most CTAs: the second launch reduces one result per CTA.
-constexpr int64_t kReduceRowsPerCta = 2048, kReduceMaxCtas = kReduceThreads;
+// The least rows that are worth a CTA, and the most CTAs: the second launch reduces one result per CTA. Below kReduceOneCta
+// rows one CTA takes them all: a second launch costs the host more than the rows cost the CTA.
+constexpr int64_t kReduceRowsPerCta = 2048, kReduceMaxCtas = kReduceThreads, kReduceOneCta = 8192;
 
 struct LossAndWeight {
   float loss, weight;
@@ -336,7 +337,9 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
     *static_cast<float*>(reduction.result) = result;
 }
 
-int64_t reduce_ctas(int64_t rows) { return std::clamp(ceil_div(rows, kReduceRowsPerCta), int64_t{1}, kReduceMaxCtas); }
+int64_t reduce_ctas(int64_t rows) {
+  return rows <= kReduceOneCta ? 1 : std::min(ceil_div(rows, kReduceRowsPerCta), kReduceMaxCtas);
+}
 
 template <template <bool> class IndexOp, class ProbabilityOp, class T>
 void launch(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {

@@ -98,6 +98,7 @@ struct PassTensors {
   const Tensor& out;
   const Tensor* lse = nullptr;
   const Tensor* lse_low = nullptr;
+  int64_t lse_low_begin = 0;  // the element of lse_low's tensor that is its first: not 0 where lse is in front of it
   const Tensor* grad_out = nullptr;
   const Tensor* grad_lse = nullptr;
   const Tensor* grad_query = nullptr;
@@ -177,6 +178,13 @@ class DenseCall : public AttentionCall {
     sizes.pop_back();
     return sizes;
   }
+  // Of lse and lse_low as one tensor, one after the other: it has twice the first batch dimension, so that its strides are
+  // lse's.
+  std::vector<int64_t> stats_sizes() const {
+    std::vector<int64_t> sizes = lse_sizes();
+    sizes.front() *= 2;
+    return sizes;
+  }
 
   // Calls run(problem, gradients) for each problem; `gradients` is set as far as `tensors` has gradients.
   template <class Run>
@@ -233,6 +241,9 @@ class DenseCall : public AttentionCall {
       set_view(kOut, problem.out);
       problem.lse = pointer(kLse);
       problem.lse_low = pointer(kLseLow);
+      if (problem.lse_low)
+        problem.lse_low =
+            static_cast<std::byte*>(problem.lse_low) + tensors.lse_low_begin * size_of(dtype_of(*tensors.lse_low));
       set_view(kGradOut, gradients.grad_out);
       gradients.grad_lse = pointer(kGradLse);
       set_view(kGradQuery, gradients.grad_query);

@@ -36,8 +36,8 @@ struct Parts {
       check(sizes_of(lses[n]) == leading && lses[n].scalar_type() == accumulator_of(first.scalar_type()), "lses[", n,
             "]: expected outs' shape without its last dimension and float32 (float64 for float64 outs), got ",
             shape_of(lses[n]));
-      held.push_back(torch::stable::contiguous(outs[n]));
-      held.push_back(problem.inner_rows > 1 ? lses[n] : torch::stable::contiguous(lses[n]));
+      held.push_back(as_contiguous(outs[n]));
+      held.push_back(problem.inner_rows > 1 ? lses[n] : as_contiguous(lses[n]));
       part.push_back({.out = held[2 * n].data_ptr(),
                       .row_stride = problem.head_dim,
                       .column_stride = 1,
@@ -103,7 +103,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward(co
         "grad_out: expected outs' shape ", shape_of(outs[0]), " and dtype, got ", shape_of(grad_out));
   check(sizes_of(grad_lse) == sizes_of(lses[0]) && grad_lse.scalar_type() == lses[0].scalar_type(),
         "grad_lse: expected lses' shape ", shape_of(lses[0]), " and dtype, got ", shape_of(grad_lse));
-  const Tensor grad_out_rows = torch::stable::contiguous(grad_out), grad_lse_rows = torch::stable::contiguous(grad_lse);
+  const Tensor grad_out_rows = as_contiguous(grad_out), grad_lse_rows = as_contiguous(grad_lse);
   std::vector<Tensor> grad_outs, grad_lses;
   for (size_t n = 0; n < outs.size(); ++n) {
     grad_outs.push_back(empty(sizes_of(outs[n]), outs[n].scalar_type(), outs[n]));

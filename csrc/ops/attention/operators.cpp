@@ -1,5 +1,5 @@
-// attention_forward, attention_inference, attention_varlen_forward, their backward passes and attention_dropout_mask, on the
-// CPU and on CUDA.
+// attention_forward, attention_inference, attention_training, attention_varlen_forward, their backward passes and
+// attention_dropout_mask, on the CPU and on CUDA.
 #include "pass.h"
 
 namespace flash_online::ops {
@@ -28,14 +28,60 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   return backward<Device>(call, {grad_out, grad_lse, out, lse, &lse_low}, mask_grad, deterministic);
 }
 
+// A call without options but `causal` and `scale`.
+AttentionInputs plain_inputs(const Tensor& query, const Tensor& key, const Tensor& value) {
+  static const std::optional<Tensor> none;
+  return {query, key, value, none, none, none, none};
+}
+
+AttentionOptions plain_options(bool causal, double scale, bool tf32) {
+  return {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32};
+}
+
 template <class Device>
 Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale, bool tf32) {
-  const std::optional<Tensor> none;
-  const AttentionInputs in{query, key, value, none, none, none, none};
-  const DenseCall call(in, {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32});
+  const AttentionInputs in = plain_inputs(query, key, value);
+  const DenseCall call(in, plain_options(causal, scale, tf32));
   Tensor out = empty_out<Device>(call);
   Device::run_forward(call, {.out = out});
   return out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> attention_training(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
+                                              double scale, bool tf32) {
+  const AttentionInputs in = plain_inputs(query, key, value);
+  const DenseCall call(in, plain_options(causal, scale, tf32));
+  Tensor out = empty_out<Device>(call);
+  Tensor stats = empty(call.stats_sizes(), accumulator_of(query.scalar_type()), query);
+  Device::run_forward(call, {.out = out, .lse = &stats, .lse_low = &stats, .lse_low_begin = stats.numel() / 2});
+  return {out, stats};
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> attention_training_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                                               const Tensor& value, const Tensor& out, const Tensor& stats,
+                                                               bool causal, double scale, bool deterministic, bool tf32) {
+  const AttentionInputs in = plain_inputs(query, key, value);
+  const DenseCall call(in, plain_options(causal, scale, tf32));
+  const ScalarType type = query.scalar_type();
+  check_out(call, grad_out, out);
+  check_device(stats, "stats", query, "query");
+  check(sizes_of(stats) == call.stats_sizes() && stats.is_contiguous() && stats.scalar_type() == accumulator_of(type),
+        "stats: expected the forward's, got ", shape_of(stats));
+  const auto like = [&](const Tensor& tensor) { return empty_in_order(sizes_of(tensor), type, tensor); };
+  const Tensor grad_query = like(query), grad_key = like(key), grad_value = like(value);
+  Device::run_backward(call,
+                       {.out = out,
+                        .lse = &stats,
+                        .lse_low = &stats,
+                        .lse_low_begin = stats.numel() / 2,
+                        .grad_out = &grad_out,
+                        .grad_query = &grad_query,
+                        .grad_key = &grad_key,
+                        .grad_value = &grad_value},
+                       deterministic);
+  return {grad_query, grad_key, grad_value};
 }
 
 template <class Device>
@@ -89,6 +135,8 @@ template <class Device, class Library>
 void add_attention(Library& m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward<Device>));
   m.impl("attention_inference", TORCH_BOX(&attention_inference<Device>));
+  m.impl("attention_training", TORCH_BOX(&attention_training<Device>));
+  m.impl("attention_training_backward", TORCH_BOX(&attention_training_backward<Device>));
   m.impl("attention_backward", TORCH_BOX(&attention_backward<Device>));
   m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward<Device>));
   m.impl("attention_varlen_backward", TORCH_BOX(&attention_varlen_backward<Device>));

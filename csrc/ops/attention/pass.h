@@ -36,7 +36,7 @@ struct AttentionOnCpu : Cpu {
     if (query.scalar_type() == ScalarType::Float)
       tensors.wide_delta = &wide_delta.emplace(empty(call.lse_sizes(), ScalarType::Double, query));
     const cpu::AttentionKernels& kernels = cpu::kernels().attention;
-    const int64_t max_tiles = std::max(tensors.lse->numel(), tensors.grad_mask ? tensors.grad_mask->numel() : 0);
+    const int64_t max_tiles = std::max(count_of(call.lse_sizes()), tensors.grad_mask ? tensors.grad_mask->numel() : 0);
     std::optional<CpuExecutor> executor;
     call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients& gradients) {
       if (!executor) executor.emplace(max_tiles, kernels.backward_memory(problem, gradients), query);
@@ -88,14 +88,14 @@ struct AttentionOnCuda : Cuda {
   static void run_backward(const Call& call, PassTensors tensors, bool deterministic) {
     const Tensor& like = call.inputs().query;
     AttentionProblem whole = call.problem();  // as if all batch dimensions were one
-    if (tensors.lse->numel() == 0 && (whole.key_heads == 0 || tensors.grad_key->size(call.dims().rows) == 0)) {
+    const int64_t rows = count_of(call.lse_sizes());
+    if (rows == 0 && (whole.key_heads == 0 || tensors.grad_key->size(call.dims().rows) == 0)) {
       // There is nothing to launch: no query, and no key whose gradient a kernel would set to 0.
       for (const Tensor* empty_sum : {tensors.grad_mask, tensors.grad_sinks})
         if (Tensor zero = empty_sum ? *empty_sum : like; empty_sum) torch::stable::zero_(zero);
       return;
     }
-    if (whole.heads > 0 && !whole.query_starts)
-      whole.batch = tensors.lse->numel() / whole.heads / std::max<int64_t>(whole.queries, 1);
+    if (whole.heads > 0 && !whole.query_starts) whole.batch = rows / whole.heads / std::max<int64_t>(whole.queries, 1);
     CudaCall on_cuda(like);
     const int64_t kv_grad_heads = whole.heads > 0 ? cuda::attention_kv_grad_heads(whole, deterministic) : 0;
     KvGradient grad_key(*tensors.grad_key, call.dims().heads, kv_grad_heads),
@@ -145,21 +145,28 @@ struct BackwardInputs {
   const Tensor* lse_low;  // null, on CUDA alone: zeros
 };
 
+template <class Call>
+void check_out(const Call& call, const Tensor& grad_out, const Tensor& out) {
+  const Tensor& query = call.inputs().query;
+  const ScalarType type = query.scalar_type();
+  check_device(grad_out, "grad_out", query, "query");
+  check_device(out, "out", query, "query");
+  const std::vector<int64_t> sizes = sizes_of(out);
+  check(sizes_of(grad_out) == sizes && grad_out.scalar_type() == type, "grad_out: expected out's shape ", shape_of(out),
+        " and dtype, got ", shape_of(grad_out));
+  check(sizes == call.out_sizes() && out.scalar_type() == type, "out: expected the forward's, got ", shape_of(out));
+}
+
 template <class Device, class Call>
 void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) {
   const auto& [grad_out, grad_lse, out, lse, lse_low] = in;
   const Tensor& query = call.inputs().query;
   const std::optional<Tensor>& mask = call.inputs().mask;
-  const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
-  check_floating(query, "query");
-  check_device(grad_out, "grad_out", query, "query");
+  const ScalarType accumulator = accumulator_of(query.scalar_type());
+  check_out(call, grad_out, out);
   check_device(grad_lse, "grad_lse", query, "query");
-  check_device(out, "out", query, "query");
   check_device(lse, "lse", query, "query");
   if (lse_low) check_device(*lse_low, "lse_low", query, "query");
-  check(sizes_of(grad_out) == sizes_of(out) && grad_out.scalar_type() == type, "grad_out: expected out's shape ", shape_of(out),
-        " and dtype, got ", shape_of(grad_out));
-  check(sizes_of(out) == call.out_sizes() && out.scalar_type() == type, "out: expected the forward's, got ", shape_of(out));
   for (const Tensor* part : {&lse, lse_low})
     check(!part || (sizes_of(*part) == call.lse_sizes() && part->is_contiguous() && part->scalar_type() == accumulator),
           "lse: expected the forward's, got ", shape_of(part ? *part : lse));
@@ -177,7 +184,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, co
   const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   std::optional<Tensor> grad_lse;
-  if (in.grad_lse) grad_lse = torch::stable::contiguous(*in.grad_lse);
+  if (in.grad_lse) grad_lse = as_contiguous(*in.grad_lse);
 
   Tensor grad_query = empty_in_order(sizes_of(query), type, query);
   Tensor grad_key = empty_in_order(sizes_of(key), type, key);

@@ -117,7 +117,7 @@ std::array<Tensor, 3> run_backward(const Tensor& grad_out, const Tensor& query, 
   std::optional<Tensor> rng;
   if (options.dropout_p > 0) rng = view_as_dtype(rng_state, ScalarType::Long);
   const AttentionInputs in{query, key, value, none, none, none, rng};
-  const Tensor whole_lse = torch::stable::contiguous(lse);
+  const Tensor whole_lse = as_contiguous(lse);
   return with_call(in, options, packing, [&](const auto& call) -> std::array<Tensor, 3> {
     auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =
         backward<AttentionOnCuda>(call, {grad_out, none, out, whole_lse, nullptr}, false, deterministic_algorithms());
