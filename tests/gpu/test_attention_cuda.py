@@ -8,6 +8,7 @@ other is for.
 from __future__ import annotations
 
 import math
+import os
 import random
 import threading
 
@@ -167,6 +168,42 @@ def test_many_blocks_of_keys_in_turn(head_dim, lengths, options):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # Floats in another order, rounded once.
     torch.testing.assert_close(first, gradients_of_ones(flash_online.attention, *inputs, **options), rtol=2**-7, atol=1e-4)
+
+
+CUT = {  # work tiles of keys that the backward pass on Hopper cuts into parts, for 132 SMs or 114
+    "few tiles": {"batch": (1,), "heads": (4, 4, 4), "lengths": (1000, 900)},
+    "few keys": {"batch": (1,), "heads": (2, 2, 2), "lengths": (3000, 100)},
+    "more heads of dK and dV": {"batch": (2,), "heads": (8, 2, 2), "lengths": (700, 1100)},
+    "the last wave, groups": {"batch": (1,), "heads": (51, 17, 17), "lengths": (260, 1000)},
+}
+
+
+@pytest.mark.parametrize("made", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 96), (128, 104), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_work_tiles_in_parts(dtype, head_dims, made):
+    Attention(dtype=dtype, head_dims=head_dims, **made, wanted="qkv").check("cuda")
+
+
+# Tiles of 128 keys, or of 64 over head dim 128: 64; and 200, of which 132 SMs leave 68, too many for two parts of each.
+@pytest.mark.parametrize("heads, queries, tiles", [(4, 2048, 16), (25, 3072, 8)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_parts_of_work_tiles_are_added_in_order(head_dim, heads, queries, tiles):
+    """So that dK and dV repeat bit for bit. Those of `deterministic`, whose tiles are never cut, are sums in another order: the
+    same bits would mean that no tile was cut."""
+    keys = tiles * (128 if head_dim <= 128 else 64)
+    lengths = (queries, keys, keys, queries)
+    *inputs, grad = (gpu(1, heads, n, head_dim, dtype=torch.float16, grad=i < 3) for i, n in enumerate(lengths))
+
+    def gradients(**options):
+        return torch.autograd.grad(flash_online.attention(*inputs, **options), inputs, grad)
+
+    first, second, whole = gradients(), gradients(), gradients(deterministic=True)
+    torch.testing.assert_close(first, whole, rtol=2**-9, atol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(first[1:], second[1:], strict=True))
+    gpu_of_132 = torch.cuda.get_device_properties().multi_processor_count == 132
+    if torch.cuda.get_device_capability()[0] == 9 and gpu_of_132 and not os.environ.get("FLASH_ONLINE_KERNEL"):
+        assert not any(torch.equal(a, b) for a, b in zip(first[1:], whole[1:], strict=True))
 
 
 def test_dropout_drops_what_the_cpu_drops():

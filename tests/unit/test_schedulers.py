@@ -1,9 +1,10 @@
-"""The tile schedulers, tile lists, block lists and fused batches of the CUDA kernels, which are integer arithmetic, on the host
-against brute force. device_on_host/ compiles the kernels' own headers and runs the 32 lanes of a warp."""
+"""The tile schedulers, tile lists, cut tiles, block lists and fused batches of the CUDA kernels, which are integer arithmetic,
+on the host against brute force. device_on_host/ compiles the kernels' own headers and runs the 32 lanes of a warp."""
 
 from __future__ import annotations
 
 import ctypes
+import heapq
 import os
 import shutil
 import subprocess
@@ -270,6 +271,59 @@ def test_tiles_in_sections(blocks, sequences, heads, section, last, run):
         for plane in range(first, first + section if first < last * section else planes)
     ]
     assert [index for _, index, _, _ in found] == expected
+
+
+# --- tiles cut into parts ---------------------------------------------------------------------------------------------------
+
+COSTS = {64: (2, 1, 80), 128: (3, 2, 20)}  # head dim: TileCosts
+
+
+def cut_tiles(run, tiles, blocks, sms, head_dim):
+    return run("tile_cuts", tiles, blocks, sms, *COSTS[head_dim], rows=tiles + 2 * sms)
+
+
+def time_of(items, sms, tile_cost):
+    """When the last of the SMs is done, which take the items in order."""
+    free_at = [0] * sms
+    for _, _, blocks, _ in items:
+        heapq.heapreplace(free_at, free_at[0] + blocks + tile_cost)
+    return max(free_at)
+
+
+@pytest.mark.parametrize("head_dim", COSTS)
+@pytest.mark.parametrize("sms", [1, 7, 132])
+@pytest.mark.parametrize("blocks", [1, 5, 64, 1000])
+@pytest.mark.parametrize("tiles", [1, 2, 33, 64, 66, 68, 131, 132, 133, 240, 2048])
+def test_parts_of_tiles(tiles, blocks, sms, head_dim, run):
+    items = cut_tiles(run, tiles, blocks, sms, head_dim)
+    tile_cost, least_part, _ = COSTS[head_dim]
+    at = 0  # blocks before this one, of all tiles: each comes once, and a tile's parts follow each other
+    for tile, first, count, _ in items:
+        assert tile * blocks + first == at
+        at += count
+    assert at == tiles * blocks
+    slots = [slot for _, _, _, slot in items if slot >= 0]
+    assert slots == list(range(len(slots))) and len(slots) <= sms + sms // 4
+    assert all(count >= least_part for _, _, count, slot in items if slot >= 0)
+    whole = [(tile, 0, blocks, -1) for tile in range(tiles)]
+    assert time_of(items, sms, tile_cost) < time_of(whole, sms, tile_cost) if slots else items == whole
+
+
+@pytest.mark.parametrize(
+    "tiles, blocks, head_dim, cut",
+    [
+        (2048, 64, 128, 68),  # half a wave is left over: nearly all of it in halves
+        (4096, 32, 64, 4),
+        (64, 16, 128, 64),  # fewer tiles than SMs
+        (2048, 8, 128, 0),  # too short to gain anything
+        (4096, 4, 64, 0),
+        (128, 64, 128, 0),
+        (264, 64, 128, 0),  # whole waves
+    ],
+)
+def test_which_tiles_are_cut(tiles, blocks, head_dim, cut, run):
+    items = cut_tiles(run, tiles, blocks, 132, head_dim)
+    assert len({tile for tile, _, _, slot in items if slot >= 0}) == cut
 
 
 # --- blocks that a mask shows ------------------------------------------------------------------------------------------------

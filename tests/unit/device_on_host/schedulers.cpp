@@ -9,6 +9,7 @@
 #include "cuda/attention/common/tile_list.cuh"
 #include "cuda/attention/sm90/forward/tile_scheduler.cuh"
 #include "cuda/attention/sm90/forward/varlen_tile_scheduler.cuh"
+#include "cuda/attention/sm90/tile_cuts.h"
 
 using namespace flash_online;
 using namespace flash_online::cuda;
@@ -185,6 +186,27 @@ int64_t tiles_in_sections(int64_t blocks, int64_t sequences, int64_t heads, int 
     Rows4 rows(out, capacity);
     for (int64_t n = 0; n < list.count(); ++n)
       rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n), {section, last_section}), 0, 0);
+    return rows.count;
+  });
+}
+
+// Rows of (tile, its first block, blocks, slot or -1), one per item of a launch whose last tiles are cut.
+int64_t tile_cuts(int64_t tiles, int64_t blocks, int64_t sms, int64_t tile_cost, int64_t least_part, int64_t parts_per_block,
+                  int64_t* out, int64_t capacity) {
+  return guarded([&] {
+    const TileCosts costs{static_cast<int>(tile_cost), static_cast<int>(least_part), static_cast<int>(parts_per_block)};
+    const TileCuts cuts = TileCuts::choose(tiles, blocks, sms, costs);
+    Rows4 rows(out, capacity);
+    const unsigned all = static_cast<unsigned>(blocks);
+    for (unsigned item = 0; item < cuts.items(); ++item) {
+      const TilePart part = cuts.part_of(item);
+      rows.add(part.tile, part.begin(all), part.length(all), part.count > 1 ? static_cast<int64_t>(part.slot) : -1);
+    }
+    for (int n = 0; n < cuts.cut_tiles(); ++n) {
+      const TilePart first = cuts.first_part(n), same = cuts.part_of(static_cast<unsigned>(cuts.whole) + first.slot);
+      if (first.tile != same.tile || first.count != same.count || first.slot != same.slot || same.number != 0)
+        throw std::runtime_error("first_part and part_of differ");
+    }
     return rows.count;
   });
 }

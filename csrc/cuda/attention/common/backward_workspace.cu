@@ -17,6 +17,7 @@ struct WorkspaceArguments {
   BackwardWorkspace space;
   unsigned* counter;  // to be zeroed; or null
   float lowest_score;  // ScoreMod's
+  KvGradParts kv_grad_parts = {};
 };
 
 constexpr int kRowThreads = 256;
@@ -258,13 +259,57 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   }
 }
 
-// A warp converts four 16 x 8 tiles at a time, which lie one after another in dq_accum and side by side in grad_query.
+constexpr int kConvertTiles = 4;  // tiles of 16 x 8 that a warp converts at a time
+
+// Adds the parts of a cut tile of keys: kConvertTiles * 8 columns of dK or dV by a CTA, 16 keys by a warp.
 template <class Element>
+__device__ __forceinline__ void add_kv_grad_parts(const WorkspaceArguments& arguments, int cta) {
+  const AttentionProblem& problem = arguments.problem;
+  const KvGradParts& parts = arguments.kv_grad_parts;
+  constexpr int kColumns = kConvertTiles * 8;
+  const int pieces = (parts.head_dim + parts.head_dim_v) / kColumns, piece = cta % pieces,
+            band = static_cast<int>(threadIdx.x) / kWarpSize;
+  if (band * 16 >= parts.keys) return;
+  const bool of_values = piece * kColumns >= parts.head_dim;
+  const int width = of_values ? parts.head_dim_v : parts.head_dim, column = piece * kColumns - (of_values ? parts.head_dim : 0);
+  const TilePart first = parts.cuts.first_part(cta / pieces);
+  const int64_t size = parts.slot_size();
+  const float* from = parts.data + first.slot * size + (of_values ? parts.keys * parts.head_dim : 0) +
+                      (band * (width / 8) + column / 8) * 128 + dq_accum_offset(lane(), 0);
+  Accumulator<1, kConvertTiles> sum;
+#pragma unroll
+  for (int t = 0; t < kConvertTiles; ++t) dq_accum_read(from + t * 128, sum[0][t]);
+#pragma unroll 4
+  for (unsigned n = 1; n < first.count; ++n) {
+    from += size;
+#pragma unroll
+    for (int t = 0; t < kConvertTiles; ++t) {
+      float x[4];
+      dq_accum_read(from + t * 128, x);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[0][t][e] += x[e];
+    }
+  }
+  const TileCoord at = tile_coord(problem, parts.list, first.tile, true, parts.keys, parts.reversed);
+  const MutableView4& view = of_values ? arguments.gradients.grad_value : arguments.gradients.grad_key;
+  const int64_t key = at.block * parts.keys;
+  Element* const to = static_cast<Element*>(view.data) + at.sequence * view.stride[0] + at.head * view.stride[1] +
+                      key * view.stride[2] + column * view.stride[3];
+  const int64_t exist = of_values ? problem.head_dim_v : problem.head_dim;
+  store_rows(sum, of_values ? 1.0f : static_cast<float>(problem.scale), band * 16, to, view.stride[2], view.stride[3],
+             static_cast<int>(min(problem.keys - key, int64_t{parts.keys})), static_cast<int>(exist) - column);
+}
+
+// A warp converts four 16 x 8 tiles at a time, which lie one after another in dq_accum and side by side in grad_query.
+// kAddsParts: the first CTAs add parts of dK and dV.
+template <class Element, bool kAddsParts>
 __global__ void __launch_bounds__(kRowThreads) convert_dq_accum_kernel(const __grid_constant__ WorkspaceArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const BackwardWorkspace& space = arguments.space;
   grid_dependency_wait();
   const int64_t tile = gridDim.x - 1 - blockIdx.x;
+  if constexpr (kAddsParts)
+    if (tile >= space.list.count()) return add_kv_grad_parts<Element>(arguments, static_cast<int>(tile - space.list.count()));
   const TileCoord coord = tile_coord(problem, space.list, tile, false, kStatsRows, false);
   const Sequence sequence = sequence_of(problem, coord.sequence);
   const int64_t rows = sequence.queries.count - coord.block * kStatsRows;
@@ -275,7 +320,7 @@ __global__ void __launch_bounds__(kRowThreads) convert_dq_accum_kernel(const __g
   const float* const dq_accum = space.dq_accum + tile * kStatsRows * space.head_dim;
   const float scale = static_cast<float>(problem.scale);
   const int head_dim = static_cast<int>(problem.head_dim), row_tiles = static_cast<int>(space.head_dim) / 8;
-  constexpr int kTiles = 4, kBands = kStatsRows / 16;
+  constexpr int kTiles = kConvertTiles, kBands = kStatsRows / 16;
   const int pieces = ceil_div(row_tiles, kTiles);
 #pragma unroll 2
   for (int piece = static_cast<int>(threadIdx.x) / kWarpSize; piece < kBands * pieces; piece += kRowThreads / kWarpSize) {
@@ -332,12 +377,21 @@ void prepare_backward(const AttentionProblem& problem, const AttentionGradients&
 }
 
 void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                      CUstream_st* stream) {
+                      CUstream_st* stream, const KvGradParts& parts) {
   if (space.list.count() == 0) return;
+  const int64_t part_ctas = parts.cuts.cut_tiles() * ((parts.head_dim + parts.head_dim_v) / (kConvertTiles * 8));
   visit_element(problem.dtype, [&]<class Element>(Element) {
-    launch<convert_dq_accum_kernel<Element>>(
-        WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr, .lowest_score = 0},
-        space.list.count(), kRowThreads, 0, stream, true);
+    const WorkspaceArguments arguments{.problem = problem,
+                                       .gradients = gradients,
+                                       .space = space,
+                                       .counter = nullptr,
+                                       .lowest_score = 0,
+                                       .kv_grad_parts = parts};
+    const int64_t tiles = space.list.count();
+    if constexpr (sizeof(Element) == 2)
+      if (part_ctas > 0)
+        return launch<convert_dq_accum_kernel<Element, true>>(arguments, tiles + part_ctas, kRowThreads, 0, stream, true);
+    launch<convert_dq_accum_kernel<Element, false>>(arguments, tiles, kRowThreads, 0, stream, true);
   });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../../core/scratch.h"
+#include "../sm90/tile_cuts.h"
 #include "mask_map.cuh"
 #include "tile_list.cuh"
 
@@ -41,6 +42,20 @@ struct BackwardWorkspace {
   FLASH_ONLINE_HD float* delta_low(int64_t tile) const { return row_stats + list.count() * kRowStats + tile * kStatsRows; }
 };
 
+// dK and dV of work tiles of keys that are cut into parts (tile_cuts.h). Each part has a slot for its float32 sums, which are
+// added in the order of the parts, so that dK and dV repeat bit for bit.
+struct KvGradParts {
+  TileList list = {};  // of keys; its heads are the kv_grad_heads
+  bool reversed = false;  // tile_coord's
+  TileCuts cuts;
+  int keys = 0;  // per tile
+  int head_dim = 0, head_dim_v = 0;  // of a slot: the kernel's, not the problem's
+  float* data = nullptr;  // [cuts.parts()][slot_size()]: dK, then dV, in tiles of 16 x 8 as dq_accum
+
+  FLASH_ONLINE_HD int64_t slot_size() const { return int64_t{keys} * (head_dim + head_dim_v); }
+  FLASH_ONLINE_HD int64_t count() const { return cuts.parts() * slot_size(); }
+};
+
 // The index in a list of tiles of kStatsRows queries of the first tile of a sequence and head.
 __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& problem, const TileList& list, int64_t sequence,
                                                    int64_t head) {
@@ -52,9 +67,9 @@ __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& probl
 // `counter` unless it is null. A dependent launch (pdl.cuh) may follow it.
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                       CUstream_st* stream, unsigned* counter = nullptr);
-// Writes space.dq_accum, times the scale of the scores, to grad_query.
+// Writes space.dq_accum, times the scale of the scores, to grad_query; and the sums of `parts` to grad_key and grad_value.
 void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                      CUstream_st* stream);
+                      CUstream_st* stream, const KvGradParts& parts = {});
 // Sums space.sink_parts to grad_sinks.
 void reduce_sink_parts(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                        CUstream_st* stream);

@@ -51,6 +51,7 @@ __device__ __forceinline__ int64_t sequence_of_tile(const int32_t* starts, int64
 // Heads in sections of `heads` each; the last section has all that are left.
 struct HeadSections {
   int heads, last;  // last: that section's number
+  bool in_list_order = false;  // every head is a section of its own
 };
 
 // The index in the list of the tile that is launched as number `launched`, where tiles are launched section by section: within

@@ -41,11 +41,13 @@ struct BackwardSm90Arguments {
   int* dq_semaphore;
   unsigned* tile_counter;  // 0 at the start: how many work tiles the CTAs of a persistent kernel have taken
   TileList tile_list;  // of keys; its heads are the kv_grad_heads
+  int q_heads_per_kv_grad_head;
   ScoreMod score_mod;
   float keep_scale;  // dropout: 1 / (1 - p)
   float keep_probability;  // 1 - p
   float keep_scale_log2;
   float bias_scale;  // from ALiBi and a mask to the units of the products: 1 / scale
+  KvGradParts kv_grad_parts;
 };
 
 // Config: a BackwardSm90Config.
@@ -59,6 +61,7 @@ struct BackwardSm90Kernel {
                         kHasDropout = kFeatures == BackwardSm90Features::kDropout;
   static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
+  static constexpr bool kCutsTiles = kFeatures == BackwardSm90Features::kPlain;  // work tiles may come in parts
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
   static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || (kPipelined && kHasMaskMap);
@@ -102,15 +105,14 @@ struct BackwardSm90Kernel {
     int64_t batch;
     int kv_grad_head, key, last_key, queries, keys, first_head, q_heads_per_kv_grad_head;
     Visibility visible;
-    int begin, end;  // blocks of queries; begin < 0: there are no more work tiles
+    int begin, end;  // blocks of queries of each head; begin < 0: there are no more work tiles
     int first_query, first_key;  // rows of the tensors
     int offset, left, right;  // those of Sequence::visible in 32 bits; kUnbounded: no bound
+    // Where no mask hides any: the first block of first_head that counts, and how many there are from it on, head after head.
+    int first_block, blocks;
+    int slot;  // of a part: its slot in kv_grad_parts; -1: this is a whole tile
   };
   static constexpr int kUnbounded = 4 * kMaxLengthBackwardSm90;  // no query stands that far from a key
-  // Where no mask hides any.
-  __device__ __forceinline__ static int block_count_of(const WorkTile& tile) {
-    return tile.q_heads_per_kv_grad_head * max(tile.end - tile.begin, 0);
-  }
 
   // A block of a head's queries, as the producer announces it.
   struct QueryBlock {
@@ -209,6 +211,12 @@ struct BackwardSm90Kernel {
   // Where all math threads wait for each other.
   enum Meeting { kQueryTail, kKeyTail = 2, kEnd };  // kQueryTail + stage
   static_assert(kMeetingBarrier + 2 * kEnd + 2 <= 16);
+
+  // Measured at head dim 128 (docs/lab/backward_sm90.md): a tile's start and end take as long as three blocks of 64 queries,
+  // and 20 parts of 32768 floats as long as one.
+  static constexpr TileCosts kTileCosts{.tile = kQueries == 64 ? 3 : 2,
+                                        .least_part = 128 / kQueries,
+                                        .parts_per_block = 20 * 32768 / (kKeys * (kHeadDim + kHeadDimV)) * kQueries / 64};
 
   // ---- registers
 

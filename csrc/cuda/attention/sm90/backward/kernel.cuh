@@ -83,8 +83,14 @@ __device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm9
 template <class T, class Config>
 __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90Arguments& a, unsigned index, WorkTile& tile) {
   const AttentionProblem& problem = a.problem;
-  const TileCoord at = tile_coord(problem, a.tile_list, tile_index_in_sections(a.tile_list, index, a.sections), true, kKeys,
-                                  a.dq_semaphore || problem.visible.right < 0);
+  if constexpr (kCutsTiles) {
+    const TilePart part = a.kv_grad_parts.cuts.part_of(index);
+    index = part.tile;
+    // Until the tile's blocks are known these wait here, and not in registers, of which the producer warp has few.
+    if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
+  }
+  const int64_t in_list = a.sections.in_list_order ? index : tile_index_in_sections(a.tile_list, index, a.sections);
+  const TileCoord at = tile_coord(problem, a.tile_list, in_list, true, kKeys, a.kv_grad_parts.reversed);
   int64_t batch = at.sequence;
   int kv_grad_head = at.head;
   if (kTransposed && a.batch_innermost) {
@@ -97,7 +103,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   const int key = static_cast<int>(at.block) * kKeys, keys = static_cast<int>(sequence.keys.count),
             queries = static_cast<int>(sequence.queries.count);
   if (at.block < 0 || key >= keys) return false;
-  const int heads = static_cast<int>(problem.heads) / static_cast<int>(a.tile_list.heads);
+  const int heads = a.q_heads_per_kv_grad_head;
   if constexpr (kMayUseNarrowTile)
     if (a.may_use_narrow_tile && use_narrow_tile(a, batch, kv_grad_head * heads, heads, key) != kSingleWarpgroup) return false;
   if (threadIdx.x != 0) return true;
@@ -123,6 +129,21 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   const int begin = right >= from ? 0 : min(from - right, queries), end = left >= queries - to ? queries : to + left;
   tile.begin = begin / kQueries;
   tile.end = end > begin ? (end + kQueries - 1) / kQueries : 0;
+  if constexpr (!kHasMaskMap) {
+    const int number = tile.first_block, parts = kCutsTiles ? tile.blocks : 1;
+    tile.first_block = tile.begin;
+    tile.blocks = heads * max(tile.end - tile.begin, 0);
+    if (parts > 1) {  // all queries see all keys
+      const TilePart part{0, static_cast<unsigned>(number), static_cast<unsigned>(parts), 0};
+      const unsigned blocks = static_cast<unsigned>(tile.blocks), first = part.begin(blocks),
+                     per_head = static_cast<unsigned>(tile.end);
+      tile.first_head += static_cast<int>(first / per_head);
+      tile.first_block = static_cast<int>(first % per_head);
+      tile.blocks = static_cast<int>(part.length(blocks));
+    } else {
+      tile.slot = -1;
+    }
+  }
   return true;
 }
 
@@ -134,7 +155,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::take_work_tile(const BackwardSm90
     unsigned index = 0;
     if (threadIdx.x == 0) index = atomicAdd(a.tile_counter, 1u);
     index = __shfl_sync(~0u, index, 0);
-    if (index >= static_cast<unsigned>(a.tile_list.count())) {
+    if (index >= static_cast<unsigned>(a.kv_grad_parts.cuts.items())) {
       if (threadIdx.x == 0) shared.tile[shared.producer_tiles % 2].begin = -1;
       return false;
     }

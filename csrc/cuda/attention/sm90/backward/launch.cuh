@@ -94,12 +94,13 @@ struct BackwardSm90Call {
   TransposedMaskBits mask_bits = {};
   int* dq_semaphore = nullptr;  // unless deterministic
   unsigned* tile_counter = nullptr;
+  KvGradParts kv_grad_parts = {};
 };
 
 template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kPersistent>
 void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures, kPersistent>>;
-  const auto& [problem, gradients, space, mask_bits, dq_semaphore, tile_counter] = call;
+  const auto& [problem, gradients, space, mask_bits, dq_semaphore, tile_counter, kv_grad_parts] = call;
   const auto tensor = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return tma_tensor_of<T>(problem, view, over_keys, heads, width, over_keys ? Kernel::kKeys : Kernel::kQueries);
   };
@@ -119,7 +120,8 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
                 section = std::clamp(std::max(heads_at_once, batch_innermost ? tile_list.sequences : 1), int64_t{1}, heads),
                 joined = bounded ? 2 : 1;  // full sections that the last one is made of, besides what is left
   const HeadSections sections{.heads = static_cast<int>(section),
-                              .last = static_cast<int>(std::max(heads / section - joined, int64_t{0}))};
+                              .last = static_cast<int>(std::max(heads / section - joined, int64_t{0})),
+                              .in_list_order = section == 1 && joined == 1};
   const BackwardSm90Arguments arguments{
       .query = tensor(problem.query, false, problem.heads, problem.head_dim),
       .key = tensor(problem.key, true, problem.key_heads, problem.head_dim),
@@ -137,12 +139,15 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .dq_semaphore = dq_semaphore,
       .tile_counter = tile_counter,
       .tile_list = tile_list,
+      .q_heads_per_kv_grad_head = static_cast<int>(problem.heads / gradients.kv_grad_heads),
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       .keep_probability = static_cast<float>(1 - problem.dropout),
       .keep_scale_log2 = static_cast<float>(-std::log2(1 - problem.dropout)),
-      .bias_scale = static_cast<float>(1 / problem.scale)};
-  const int64_t ctas = kPersistent ? std::min(tile_list.count(), int64_t{sm_count()}) : tile_list.count();
+      .bias_scale = static_cast<float>(1 / problem.scale),
+      .kv_grad_parts = kv_grad_parts};
+  const int64_t items = Kernel::kCutsTiles ? kv_grad_parts.cuts.items() : tile_list.count(),
+                ctas = kPersistent ? std::min(items, int64_t{sm_count()}) : items;
   launch<attention_backward_sm90<T, kHeadDim, kHeadDimV, kFeatures, kPersistent>>(
       arguments, ctas, Kernel::kThreads, Kernel::shared_bytes(problem, transposed_mask), stream, true);
   if constexpr (Kernel::kMayUseNarrowTile && !Kernel::kSingleWarpgroup)
@@ -150,7 +155,7 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       launch_backward_sm90<T, kHeadDim, kHeadDimV, BackwardSm90Features::kMasksNarrowTile, false>(call, stream);
 }
 
-// ---- the workspace: BackwardWorkspace, then the tile counter, the dQ semaphores, and a mask's bits
+// ---- the workspace: BackwardWorkspace, then the tile counter, the dQ semaphores, a mask's bits, and parts of dK and dV
 
 constexpr int64_t kTileCounterBytes = 16;
 inline int64_t dq_semaphore_bytes(const BackwardWorkspace& space, bool deterministic) {
@@ -177,6 +182,29 @@ inline TransposedMaskBits backward_sm90_mask_bits(const AttentionProblem& proble
   return transposed_mask_bits_of(problem, workspace);
 }
 
+// Which work tiles are cut: those of plain dense attention in which all queries see all keys, since such tiles are equally
+// long. With `deterministic` none, since the cuts depend on how many tiles there are.
+template <int kHeadDim>
+KvGradParts backward_sm90_kv_grad_parts(const BackwardPass& pass, void* workspace) {
+  const AttentionProblem& problem = pass.problem;
+  KvGradParts parts;
+  visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
+    using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features(), false>>;
+    parts.list = TileList::of(problem, true, pass.gradients.kv_grad_heads, Kernel::kKeys);
+    parts.reversed = pass.deterministic || problem.visible.right < 0;
+    parts.keys = Kernel::kKeys;
+    parts.head_dim = Kernel::kHeadDim;
+    parts.head_dim_v = Kernel::kHeadDimV;
+    parts.data = static_cast<float*>(workspace);
+    const int64_t blocks = problem.heads / pass.gradients.kv_grad_heads * ceil_div(problem.queries, int64_t{Kernel::kQueries});
+    const bool cuts = Kernel::kCutsTiles && !pass.deterministic && !problem.query_starts && problem.visible.left < 0 &&
+                      problem.visible.right < 0;
+    parts.cuts = cuts ? TileCuts::choose(parts.list.count(), blocks, sm_count(), Kernel::kTileCosts)
+                      : TileCuts{.whole = parts.list.count()};
+  });
+  return parts;
+}
+
 // The call in `workspace`, and in `bytes` what it takes; with a null workspace it only counts.
 template <int kHeadDim>
 BackwardSm90Call backward_sm90_call(const BackwardPass& pass, void* workspace, int64_t& bytes) {
@@ -190,6 +218,8 @@ BackwardSm90Call backward_sm90_call(const BackwardPass& pass, void* workspace, i
   call.mask_bits = backward_sm90_mask_bits(pass.problem, after_space + kTileCounterBytes + semaphore_bytes);
   bytes =
       call.space.bytes + kTileCounterBytes + semaphore_bytes + call.mask_bits.count() * static_cast<int64_t>(sizeof(unsigned));
+  call.kv_grad_parts = backward_sm90_kv_grad_parts<kHeadDim>(pass, static_cast<char*>(workspace) + bytes);
+  bytes += call.kv_grad_parts.count() * static_cast<int64_t>(sizeof(float));
   return call;
 }
 
@@ -240,7 +270,7 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
         start(std::false_type{});
     }
   });
-  convert_dq_accum(problem, gradients, space, stream);
+  convert_dq_accum(problem, gradients, space, stream, call.kv_grad_parts);
   if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, space, stream);
   if (!gradients.grad_mask.data) return;
   // Over head dim 128, queries, keys and values of one tile leave no shared memory for the mask.

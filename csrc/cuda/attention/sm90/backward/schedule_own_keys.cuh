@@ -319,7 +319,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ma
   recompute_warp_index();
   DqAccumulator dq;
   start_dq(dq, (block_count - 1) % 2);
-  if (kTile.send_dq_late && (kPersistent ? block_count_of(tile()) : block_count) > 1 && !a.dq_semaphore) {
+  if (kTile.send_dq_late && (kPersistent ? tile().blocks : block_count) > 1 && !a.dq_semaphore) {
     publish();
     send_dq(dq_accum_of(query_block(-2)));
   }
@@ -344,7 +344,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
   recompute_warp_index();
   clear(dk);
   clear(dv);
-  if (block_count_of(tile()) > 0) {
+  if (tile().blocks > 0) {
     wait(&shared.query_full[0], parity());
     mainloop();
   } else {
@@ -352,7 +352,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
     wait(&shared.value_full, tile_count % 2);
     release(&shared.keys_empty);
   }
-  for (int n = block_count_of(tile()); n < 2 || n % 2 != 0; ++n, ++block_count) {  // empty stages (Producer::run_persistent)
+  for (int n = tile().blocks; n < 2 || n % 2 != 0; ++n, ++block_count) {  // empty stages (Producer::run_persistent)
     const int stage = block_count % 2;
     // Until all warps are done with the work tile before: else arrivals for both would count in one phase.
     wait(&shared.query_full[stage], parity());

@@ -100,7 +100,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     while (weights_and_dv_block(stage(), score)) continue;
   }
   meet(kEnd);  // all are done with the queries in shared memory
-  store_dv();
+  is_part() ? store_part(dv, kKeys * kHeadDim) : store_dv();
 }
 
 // ---- the second warpgroup: dS and dK
@@ -172,7 +172,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   wait(&shared.ds_empty[block_count % kDsBuffers], block_count / kDsBuffers % 2 ^ 1);
   release(&shared.ds_full[block_count % kDsBuffers]);
   meet(kEnd);
-  store_dk();
+  is_part() ? store_part(dk, 0) : store_dk();
 }
 
 // ---- the third warpgroup: dQ

@@ -508,8 +508,22 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     fence_registers(flat(dk));
     fence_registers(flat(dv));
     if constexpr (!kPersistent) sync_named(kAllMathBarrier, kMathThreads);  // all are done with the queries in shared memory
-    store_dk();
-    store_dv();
+    if (is_part()) [[unlikely]] {
+      store_part(dk, 0);
+      store_part(dv, kKeys * kHeadDim);
+    } else {
+      store_dk();
+      store_dv();
+    }
+  }
+  __device__ __forceinline__ bool is_part() const { return kCutsTiles && tile().slot >= 0; }
+  // Leaves the sums of a part of a work tile to convert_dq_accum. `first`: of the matrix in the part's slot.
+  template <int kCount>
+  __device__ __forceinline__ void store_part(const Accumulator<1, kCount>& d, int first) const {
+    float4* const to = reinterpret_cast<float4*>(a.kv_grad_parts.data + tile().slot * a.kv_grad_parts.slot_size() + first) +
+                       (row_warp() * kCount * kWarpSize + lane());
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) to[j * kWarpSize] = make_float4(d[0][j][0], d[0][j][1], d[0][j][2], d[0][j][3]);
   }
   template <int kCount>
   __device__ __forceinline__ void store_grad(Accumulator<1, kCount>& d, float scale, const MutableView4& view, int64_t width) {
