@@ -17,6 +17,7 @@ struct WorkspaceArguments {
   BackwardWorkspace space;
   unsigned* counter;  // to be zeroed; or null
   float lowest_score;  // ScoreMod's
+  float lse_shift = 0, delta_scale = 1;  // see prepare_backward(); of lse in base 2
   KvGradParts kv_grad_parts = {};
 };
 
@@ -185,12 +186,14 @@ __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& argu
     } else {
       delta = products[thread] - inputs.grad_lse;
     }
-    const double lse_base2 = (static_cast<double>(inputs.lse) + inputs.lse_low) / kLn2;
-    high = static_cast<float>(lse_base2);
-    const float rounding = static_cast<float>(lse_base2 - high);
+    const double lse_base2 = (static_cast<double>(inputs.lse) + inputs.lse_low) / kLn2,
+                 shifted = lse_base2 + arguments.lse_shift;
+    delta *= arguments.delta_scale;
+    high = static_cast<float>(shifted);
+    const float rounding = static_cast<float>(shifted - high);
     low = rounding - rounding == 0 ? rounding : 0;
     if (inputs.lse <= kLowestBFloat16)  // see lowest_lse()
-      high = arguments.lowest_score, low = inputs.lse_low * kLog2E;
+      high = arguments.lowest_score, low = inputs.lse_low * kLog2E + arguments.lse_shift;
     if (space.sink_parts)
       sink = -::exp(static_cast<const float*>(problem.sinks)[head] - lse_base2 * kLn2) *
              (static_cast<double>(products[thread]) - inputs.grad_lse);
@@ -364,14 +367,17 @@ void visit_element(DType dtype, F&& f) {
 }  // namespace
 
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                      CUstream_st* stream, unsigned* counter) {
+                      CUstream_st* stream, unsigned* counter, bool scaled_weights) {
+  const double keep = scaled_weights ? 1 - problem.dropout : 1;
   if (space.list.count() == 0) return;
   visit_element(problem.dtype, [&]<class Element>(Element) {
     launch<prepare_backward_kernel<Element>>(WorkspaceArguments{.problem = problem,
                                                                 .gradients = gradients,
                                                                 .space = space,
                                                                 .counter = counter,
-                                                                .lowest_score = ScoreMod(problem).lowest_score},
+                                                                .lowest_score = ScoreMod(problem).lowest_score,
+                                                                .lse_shift = static_cast<float>(std::log2(keep)),
+                                                                .delta_scale = static_cast<float>(keep)},
                                              space.list.count(), kRowThreads, 0, stream);
   });
 }

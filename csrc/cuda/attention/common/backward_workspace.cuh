@@ -64,9 +64,11 @@ __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& probl
 }
 
 // The pre-pass: computes space.row_stats and space.sink_parts; zeros space.dq_accum, the padding rows of grad_query, and
-// `counter` unless it is null. A dependent launch (pdl.cuh) may follow it.
+// `counter` unless it is null. A dependent launch (pdl.cuh) may follow it. scaled_weights: the statistics are for weights that
+// dropout has scaled by 1 / (1 - p): log2(1 - p) is added to lse, and delta is multiplied by 1 - p, since dS of a dropped
+// weight is -weight * delta without that scale.
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                      CUstream_st* stream, unsigned* counter = nullptr);
+                      CUstream_st* stream, unsigned* counter = nullptr, bool scaled_weights = false);
 // Writes space.dq_accum, times the scale of the scores, to grad_query; and the sums of `parts` to grad_key and grad_value.
 void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                       CUstream_st* stream, const KvGradParts& parts = {});

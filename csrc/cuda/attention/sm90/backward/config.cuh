@@ -44,8 +44,6 @@ struct BackwardSm90Arguments {
   int q_heads_per_kv_grad_head;
   ScoreMod score_mod;
   float keep_scale;  // dropout: 1 / (1 - p)
-  float keep_probability;  // 1 - p
-  float keep_scale_log2;
   float bias_scale;  // from ALiBi and a mask to the units of the products: 1 / scale
   KvGradParts kv_grad_parts;
 };
@@ -64,7 +62,7 @@ struct BackwardSm90Kernel {
   static constexpr bool kCutsTiles = kFeatures == BackwardSm90Features::kPlain;  // work tiles may come in parts
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
-  static constexpr bool kPadsHeadDim = kAllOptions || kHasDropout || (kPipelined && kHasMaskMap);
+  static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
   static constexpr int kWarpgroupKeys = 64;
@@ -90,7 +88,7 @@ struct BackwardSm90Kernel {
   static constexpr int kDqSlots = !kPipelined ? 1 : kHeadDim <= 192 ? kDqPieces : kDqBulkTiles <= 4 ? 2 : 1;
   static constexpr int kDsBuffers = kSingleWarpgroup || (kPipelined && kHeadDim > 192) ? 1 : 2;
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
-  static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128;
+  static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
   static constexpr int kSharedRowStats = kStatsRows * (kLseLowInStaging ? 2 : 3);
 
   static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);

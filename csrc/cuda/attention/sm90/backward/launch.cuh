@@ -59,7 +59,7 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
       [[maybe_unused]] constexpr Constant<kMaxOptionsHeadDimBackwardSm90> kWidest{};
       if constexpr (kHeadDim <= kWidest()) {
         if (features == Features::kMasks) return f(element, FeatureSet<Features::kMasks>{}, kOwn, kOwn);
-        if (features == Features::kDropout) return f(element, FeatureSet<Features::kDropout>{}, kWidest, kWidest);
+        if (features == Features::kDropout) return f(element, FeatureSet<Features::kDropout>{}, kOwn, kOwn);
         f(element, FeatureSet<Features::kAllOptions>{}, kWidest, kWidest);
       } else {
         f(element, FeatureSet<Features::kMasks>{}, kOwn, kOwn);  // whatever else there is, is refused
@@ -142,8 +142,6 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .q_heads_per_kv_grad_head = static_cast<int>(problem.heads / gradients.kv_grad_heads),
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
-      .keep_probability = static_cast<float>(1 - problem.dropout),
-      .keep_scale_log2 = static_cast<float>(-std::log2(1 - problem.dropout)),
       .bias_scale = static_cast<float>(1 / problem.scale),
       .kv_grad_parts = kv_grad_parts};
   const int64_t items = Kernel::kCutsTiles ? kv_grad_parts.cuts.items() : tile_list.count(),
@@ -252,10 +250,12 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
     fill_transposed_mask_bits(problem, space.map, call.mask_bits, stream);
   else
     fill_mask_map(problem, space.map, stream);
-  prepare_backward(problem, gradients, space, stream, call.tile_counter);
+  prepare_backward(problem, gradients, space, stream, call.tile_counter,
+                   backward_sm90_features(problem) == BackwardSm90Features::kDropout);
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
     using Features = BackwardSm90Features;
-    if constexpr (features() == Features::kDropout || features() == Features::kAllOptions) {
+    constexpr bool kInOptions = head_dim() == kMaxOptionsHeadDimBackwardSm90 && features() == Features::kDropout;
+    if constexpr (kInOptions || features() == Features::kAllOptions) {
       AttentionBackwardOptionsSm90<head_dim()>::run(features(), call, stream);
     } else {
       constexpr int kPersistentMaxKeys = backward_sm90_tile(head_dim(), head_dim_v(), features()).persistent_max_keys;

@@ -6,6 +6,7 @@
 
 #include "../../../../core/philox.h"
 #include "../../../hw/mbarrier.cuh"
+#include "../../../hw/prmt.cuh"
 #include "../../../hw/semaphore.cuh"
 #include "config.cuh"
 
@@ -284,26 +285,32 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
   const auto uniform = [](auto x) { return __shfl_sync(~0u, x, 0); };
   const Philox random(uniform(a.problem.rng[0]), uniform(a.problem.rng[1]));
   const int64_t batch = a.problem.batch_begin + uniform(tile.batch);
-  // Adding this to a random word carries if the weight is kept: two instructions per weight.
+  // Adding this to a random word carries if the weight is kept.
   const uint32_t above = 0u - drop_threshold(a.problem.dropout);
+  constexpr int kParts = kQueries / kStatsRows, kAtOnce = 2;
+  // `part` counts kStatsRows queries, of one block after another.
 #pragma unroll 1
-  for (int count = 0;; ++count) {
-    const int stage = count % 2;
+  for (int part = 0;; ++part) {
+    const int count = part / kParts, stage = count % 2;
     wait(&shared.query_full[stage], count / 2 % 2);  // by then the bits of the block before in this stage have been read
     const int first = uniform(shared.query_block[count % 4].query), head = uniform(shared.query_block[count % 4].head);
     if (first < 0) return;
     const Philox::OfGroup group = random.of_group(batch, head, tile.key / Philox::kKeys + lane % 16);
     unsigned kept[Philox::kKeys] = {};
-#pragma unroll 2
-    for (int j = 0; j < kQueries / 8; ++j) {
-      uint32_t words[Philox::kKeys / 2];
-      random.words(random.of_query(batch, head, first + 8 * j + 2 * quarter + odd), group, words);
-      const auto push = [&](unsigned& to, uint32_t word) {
-        const uint64_t bits = uint64_t{to} << 32;
-        to = static_cast<unsigned>(((bits | word) + (bits | above)) >> 32);
-      };
+#pragma unroll 1
+    for (int n = 0; n < kStatsRows / 8; n += kAtOnce) {
+      uint32_t words[kAtOnce][Philox::kKeys / 2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) push(kept[i], words[i]), push(kept[4 + i], Philox::again(words[i]));
+      for (int m = 0; m < kAtOnce; ++m)
+        random.words(random.of_query(batch, head, first + part % kParts * kStatsRows + 8 * (n + m) + 2 * quarter + odd), group,
+                     words[m]);
+#pragma unroll
+      for (int m = 0; m < kAtOnce; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          push_carry(kept[i], words[m][i], above);
+          push_carry(kept[4 + i], Philox::again(words[m][i]), above);
+        }
     }
     // A word of BlockBits has two keys that are eight apart, which two neighbouring lanes hold, and queries of both parities.
     // Four lanes exchange these, and each writes two words.
@@ -318,11 +325,11 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
       const unsigned other = __shfl_xor_sync(~0u, upper ? four[i] : four[2 + i], 1);
       two[i] = upper ? other | four[2 + i] << 8 : four[i] | other << 8;
     }
-    unsigned (&words)[kWarpSize] = dropout_bits(a, shared, stage).word[0][lane % 16 / 2];
+    unsigned (&words)[kWarpSize] = dropout_bits(a, shared, stage).word[part % kParts][lane % 16 / 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) words[(4 * odd + 2 * upper + i) * 4 + quarter] = two[i];
     __syncwarp();
-    if (lane == 0) arrive(&shared.dropout_full[stage]);
+    if (lane == 0 && part % kParts == kParts - 1) arrive(&shared.dropout_full[stage]);
   }
 }
 

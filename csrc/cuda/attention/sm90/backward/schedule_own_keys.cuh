@@ -61,7 +61,9 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   fence_registers(weight);
   if constexpr (kHasDropout) {
     wait(&shared.dropout_full[now], parity());
-    const unsigned bits[1] = {dropout_bits(a, shared, now).word[0][warp][lane()]};
+    unsigned bits[kQueries / kStatsRows];
+#pragma unroll
+    for (int n = 0; n < kQueries / kStatsRows; ++n) bits[n] = dropout_bits(a, shared, now).word[n][warp][lane()];
     clear_by_bits(kept, weight, bits);
     fence_registers(kept);
   }
@@ -114,10 +116,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
     float2 delta;
-    if constexpr (kHasDropout) {
-      delta = row_stats(now, kDelta, j);
-      delta.x *= a.keep_probability, delta.y *= a.keep_probability;
-    }
+    if constexpr (kHasDropout) delta = row_stats(now, kDelta, j);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int t = j / 2, n = j % 2 * 2 + half;
@@ -154,6 +153,8 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
   if (more) {
     if constexpr (kPersistent) wait(&shared.query_full[next], (block_count + 1) / 2 % 2);
     prefetch(ahead, next, query_block(1));
+  } else if constexpr (kHasDropout && kQueries == 128) {
+    ahead = {};  // else ptxas keeps this block's for a next one
   }
   return more;
 }

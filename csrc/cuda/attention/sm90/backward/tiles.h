@@ -51,6 +51,8 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .persistent_max_keys = kMaxLengthBackwardSm90},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
+    {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 128,
+     .send_dq_late = true, .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
 
     {.head_dim = 96, .head_dim_v = 96, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
      .prefetch_lse = true, .ping_pong = true, .math_registers = 240, .producer_registers = 24},

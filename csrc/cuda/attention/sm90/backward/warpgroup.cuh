@@ -409,11 +409,11 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   // Exponentiates a block's scores into its weights.
   __device__ __forceinline__ void exp_scores(int stage, ScoreAccumulator& score, const Prefetch& now, PackedScores& weight) {
+    if constexpr (kHasDropout && kQueries == 128) return exp_scores_in_two_steps(stage, score, now, weight);
     const auto exponentiate = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
       const auto read_lse = [&](int j, float2& high, float2& low) {
         high = kTile.prefetch_lse ? now.lse[j % Prefetch::kLsePairs] : row_stats(stage, kLse, j);
         low = kWithLow ? row_stats(stage, kLseLow, j) : make_float2(0, 0);
-        if constexpr (kHasDropout) high.x -= a.keep_scale_log2, high.y -= a.keep_scale_log2;
       };
       exp_products<T>(score, a.score_mod, read_lse, weight);
     };
@@ -422,6 +422,31 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       exponentiate(std::true_type{});
     } else {
       exponentiate(std::false_type{});
+    }
+  }
+  // The same in fewer registers: all scores become exponents, in place, ahead of the first exponential.
+  __device__ __forceinline__ void exp_scores_in_two_steps(int stage, ScoreAccumulator& score, const Prefetch& now,
+                                                          PackedScores& weight) const {
+    const auto subtract_lse = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 high = row_stats(stage, kLse, j), low = kWithLow ? row_stats(stage, kLseLow, j) : make_float2(0, 0);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = score[0][j][e];
+          x = fmaf(x, a.score_mod.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x);
+        }
+      }
+    };
+    now.needs_lse_low ? subtract_lse(std::true_type{}) : subtract_lse(std::false_type{});
+    fence_registers(flat(score));
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) score[0][j][e] = FastBinary::exp(score[0][j][e]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
     }
   }
 
@@ -462,8 +487,15 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 #pragma unroll
     for (int t = 0; t < kQueries / 16; ++t)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        to[t][n] = from[t][n] & sign_mask_16x2(bits[t / 4] << TransposedMaskBits::place(t % 4 * 2 + n / 2, n % 2));
+      for (int n = 0; n < 4; ++n) {
+        const int query = t % 4 * 2 + n / 2;
+        if constexpr (kHasDropout) {  // one shift for both keys' bits
+          const unsigned signs = bits[t / 4] << TransposedMaskBits::place(query, 1);
+          to[t][n] = from[t][n] & (n % 2 ? sign_mask_16x2(signs) : sign_mask_16x2_below(signs));
+        } else {
+          to[t][n] = from[t][n] & sign_mask_16x2(bits[t / 4] << TransposedMaskBits::place(query, n % 2));
+        }
+      }
   }
 
   // ---- from weights' gradients to scores' gradients
