@@ -15,7 +15,6 @@ namespace flash_online::cuda {
 constexpr int kFloat64HeadDim = 512;
 
 struct BackwardSm90Call;
-enum class BackwardSm90Features;
 struct BackwardWorkspace;
 
 // sm90/forward: TMA and wgmma, for compute capability 9.0.
@@ -42,11 +41,11 @@ struct AttentionBackwardSm90 {
   static void run(const BackwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
-// sm90/backward/options.cuh: the main kernel of AttentionBackwardSm90 with dropout or all options. It is no family of its own:
-// it exists for the largest head dim that has these options alone, and smaller head dims call it.
+// sm90/backward/options.cuh: the main kernel of AttentionBackwardSm90 with all options. It is no family of its own: it exists
+// for the largest head dim that has these options alone, and smaller head dims call it.
 template <int kHeadDim>
 struct AttentionBackwardOptionsSm90 {
-  static void run(BackwardSm90Features features, const BackwardSm90Call& call, CUstream_st* stream);
+  static void run(const BackwardSm90Call& call, CUstream_st* stream);
 };
 
 // sm80/forward.cuh: mma.sync, every option, for compute capability 8.0 and above.

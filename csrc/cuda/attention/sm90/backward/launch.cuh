@@ -254,9 +254,8 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
                    backward_sm90_features(problem) == BackwardSm90Features::kDropout);
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
     using Features = BackwardSm90Features;
-    constexpr bool kInOptions = head_dim() == kMaxOptionsHeadDimBackwardSm90 && features() == Features::kDropout;
-    if constexpr (kInOptions || features() == Features::kAllOptions) {
-      AttentionBackwardOptionsSm90<head_dim()>::run(features(), call, stream);
+    if constexpr (features() == Features::kAllOptions) {
+      AttentionBackwardOptionsSm90<head_dim()>::run(call, stream);
     } else {
       constexpr int kPersistentMaxKeys = backward_sm90_tile(head_dim(), head_dim_v(), features()).persistent_max_keys;
       const auto start = [&]<bool kPersistent>(std::bool_constant<kPersistent>) {

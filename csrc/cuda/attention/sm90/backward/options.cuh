@@ -1,5 +1,5 @@
-// The main Hopper backward kernel with dropout, or with all options: instances apart, since only these head dims have tiles for
-// them and narrower ones run in the same.
+// The main Hopper backward kernel with all options: an instance apart, since one head dim alone has a tile for it and narrower
+// ones run in the same.
 #pragma once
 
 #include "launch.cuh"
@@ -7,14 +7,9 @@
 namespace flash_online::cuda {
 
 template <int kHeadDim>
-void AttentionBackwardOptionsSm90<kHeadDim>::run(BackwardSm90Features features, const BackwardSm90Call& call,
-                                                 CUstream_st* stream) {
-  using Features = BackwardSm90Features;
+void AttentionBackwardOptionsSm90<kHeadDim>::run(const BackwardSm90Call& call, CUstream_st* stream) {
   const auto start = [&]<class T>(Type<T>) {
-    if (features == Features::kDropout)
-      launch_backward_sm90<T, kHeadDim, kHeadDim, Features::kDropout, false>(call, stream);
-    else
-      launch_backward_sm90<T, kHeadDim, kHeadDim, Features::kAllOptions, false>(call, stream);
+    launch_backward_sm90<T, kHeadDim, kHeadDim, BackwardSm90Features::kAllOptions, false>(call, stream);
   };
   call.problem.dtype == DType::kFloat16 ? start(Type<__half>{}) : start(Type<__nv_bfloat16>{});
 }
