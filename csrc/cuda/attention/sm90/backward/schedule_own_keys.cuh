@@ -60,7 +60,10 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
     if (has_mask_bits) clear_by_bits(weight, weight, visible);
   fence_registers(weight);
   if constexpr (kHasDropout) {
-    wait(&shared.dropout_full[now], parity());
+    int count = block_count;
+    // Else ptxas keeps the parity of the wait for grad_out, and has no register for it.
+    if constexpr (kQueries == 128) make_opaque(count);
+    wait(&shared.dropout_full[now], count / 2 % 2);
     unsigned bits[kQueries / kStatsRows];
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) bits[n] = dropout_bits(a, shared, now).word[n][warp][lane()];
