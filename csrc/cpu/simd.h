@@ -120,6 +120,27 @@ template <class T>
 FLASH_ONLINE_INLINE void store_vector(T* to, Vector<T> x) {
   *reinterpret_cast<typename VectorOf<T>::unaligned*>(to) = x;
 }
+// Stores a vector at a multiple of its size, past the caches where the instruction set can. finish_streaming() comes after such
+// stores, before another thread may read.
+template <class T, class V>
+FLASH_ONLINE_INLINE void stream_vector(T* to, V x) {
+  static_assert(sizeof x == kVectorBytes);
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(x));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(x));
+#elif defined(__SSE2__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(x));
+#else
+  __builtin_memcpy(to, &x, sizeof x);
+#endif
+}
+FLASH_ONLINE_INLINE void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> broadcast(T x) {
   return x - Vector<T>{};  // x + {} would turn -0 into 0

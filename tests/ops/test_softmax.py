@@ -297,6 +297,53 @@ def test_strides_change_no_bit(classes, dtype):
     assert all(torch.equal(a, b[6:7]) for a, b in zip(_every_function(x[6:7])[:6], expected[:6], strict=True))
 
 
+GRADIENT_TYPES = [(t, t) for t in DTYPES] + [(t, torch.float32) for t in (torch.float16, torch.bfloat16)]
+GRADIENT_CLASSES = [2, 5, 10, 16, 24, 33, 64, 65, 100, 129, 256, 257, 1000, 2048, 2049]
+
+
+def _gradients(rows, classes, log, result):
+    """Gradients and outputs. Of some rows the gradients are far from 0, of some one output is nearly 1."""
+    grad, x = torch.randn(rows, classes), torch.randn(rows, classes)
+    grad[::3] += 1000
+    x[1::4, classes // 2] += 30
+    return grad.to(result), (torch.log_softmax if log else torch.softmax)(x, 1).to(result)
+
+
+@pytest.mark.parametrize("types", GRADIENT_TYPES, ids=str)
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("classes", GRADIENT_CLASSES)
+def test_gradient_strides_change_no_bit(classes, log, types):
+    """Rows are taken in batches whose sums are made together; a row alone, or of other strides, goes another way."""
+    dtype, result = types
+    backward = torch.ops.flash_online.softmax_backward
+    grad, y = _gradients(37, classes, log, result)
+    expected = backward(grad, y, 1, log, dtype)
+    for rows in (slice(0, 1), slice(5, 6), slice(3, 21), slice(20, 37)):
+        assert torch.equal(backward(grad[rows], y[rows], 1, log, dtype), expected[rows]), rows
+    assert torch.equal(backward(grad.t().contiguous().t(), y, 1, log, dtype), expected)
+    assert torch.equal(backward(grad.t().contiguous(), y.t().contiguous(), 0, log, dtype), expected.t())
+    for gap in (1, 40):  # the rows lie apart, and where vectors do not begin
+        wide_grad, wide_y = (torch.full((37, classes + gap), math.nan, dtype=result) for _ in range(2))
+        wide_grad[:, gap:], wide_y[:, :classes] = grad, y
+        assert torch.equal(backward(wide_grad[:, gap:], wide_y[:, :classes], 1, log, dtype), expected), gap
+    same = grad[:1].expand(37, classes)  # as of a sum over the rows
+    assert torch.equal(backward(same, y, 1, log, dtype), backward(same.contiguous(), y, 1, log, dtype))
+
+
+@pytest.mark.parametrize("classes", [16, 100, 1000, 1024, 3000, 200_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("log", [False, True])
+def test_streamed_gradients(classes, dtype, log):
+    """From 12 MiB on gradients are stored past the caches; their bits are those of the halves, which are not."""
+    backward = torch.ops.flash_online.softmax_backward
+    rows = -(-(13 << 20) // (dtype.itemsize * classes))
+    grad, y = _gradients(rows, classes, log, dtype)
+    whole, half = backward(grad, y, 1, log, dtype), rows // 2
+    parts = [backward(grad[part], y[part], 1, log, dtype) for part in (slice(0, half), slice(half, rows))]
+    assert whole.nbytes >= 12 << 20 > max(p.nbytes for p in parts)
+    assert torch.equal(whole, torch.cat(parts))
+
+
 @pytest.mark.parametrize("classes", [2047, 2048, 2049, 4097, 16383, 16385, 70_000, 163_841])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_at_the_edges_of_chunks(classes, dtype, device):
@@ -365,6 +412,6 @@ def test_exp_over_all_exponents():
 def test_lesser_instruction_sets(instruction_set):
     """Those of the tests above that the sets' own code decides."""
     skip_unless_lesser(instruction_set)
-    tests = "(exp_over_all_exponents or strides_change_no_bit or chunks or share_a_row or topk) and not topk_lengths"
+    tests = "(exponents or strides_change_no_bit or streamed or chunks or share_a_row or topk) and not topk_lengths"
     files = [str(Path(__file__).with_name(name)) for name in ("test_softmax.py", "test_topk_softmax.py")]
     run_tests(instruction_set, "-m", "not gpu", *files, "-k", tests)

@@ -72,6 +72,7 @@ class Chunks {
   }
   // Announces that the classes from `begin` on will be written to row(r).
   FLASH_ONLINE_INLINE void begin_write(int64_t begin) { current_ = begin; }
+  FLASH_ONLINE_INLINE bool is_contiguous() const { return contiguous_; }
   // Row r from the first class of the current chunk on.
   FLASH_ONLINE_INLINE Element* row(int64_t r) const {
     return contiguous_ ? data_ + r * row_stride_ + current_ : buffer_ + r * pitch_;
@@ -86,13 +87,6 @@ class Chunks {
     if (contiguous_ || row_stride_ != 1) return;
     const int64_t share = ceil_div(count, rows_), end = (r + 1) * share < count ? (r + 1) * share : count;
     for (int64_t c = r * share; c < end; ++c) __builtin_prefetch(data_ + (begin + c) * class_stride_ + rows_ / 2, 1, 2);
-  }
-  // Prefetches the output whichever way it lies, for a pass that does not prefetch as it goes.
-  FLASH_ONLINE_INLINE void prefetch(int64_t r, int64_t begin, int64_t count) const {
-    const PrefetchTarget target = prefetch_target(r, begin);
-    target.touch(count);
-    target.prefetch(0, count);
-    prefetch_strided_share(r, begin, count);
   }
   // Moves `count` classes, now written to row(r), to the tensor.
   FLASH_ONLINE_INLINE void finish_write(int64_t count) {
@@ -390,7 +384,9 @@ FLASH_ONLINE_INLINE void report_bad_row(const RowProblem& problem, int64_t row) 
   }
 }
 
-// The kernels of cross_entropy.cpp and topk.cpp, which softmax.cpp puts into the table of the instruction set.
+// The kernels of softmax_backward.cpp, cross_entropy.cpp and topk.cpp, which softmax.cpp puts into the table of the instruction
+// set.
+void softmax_backward(const RowProblem& problem, const Executor& executor);
 void cross_entropy(const RowProblem& problem, const Executor& executor);
 void cross_entropy_backward(const RowProblem& problem, const Executor& executor);
 void topk_softmax(const RowProblem& problem, const Executor& executor);

@@ -45,9 +45,17 @@ FLASH_ONLINE_INLINE Pair<float> decode(BFloat16, Vector<uint16_t> x) {
   return {reinterpret_cast<Vector<float>>(words << 16), reinterpret_cast<Vector<float>>(words & 0xffff0000u)};
 }
 FLASH_ONLINE_INLINE Pair<float> decode(Float16, Vector<uint16_t> x) {
+#if defined(__AVX512F__)
+  const __m512i bits = reinterpret_cast<__m512i>(x);
+  const auto widened = [](__m256i half) FLASH_ONLINE_LAMBDA_INLINE {
+    return reinterpret_cast<Vector<float>>(_mm512_maskz_cvtph_ps(0xffff, half));
+  };
+  return {widened(__builtin_shufflevector(bits, bits, 0, 1, 2, 3)), widened(__builtin_shufflevector(bits, bits, 4, 5, 6, 7))};
+#else
   Float16 elements[kPair<Float16>];
   __builtin_memcpy(elements, &x, sizeof x);
   return {load_widened(elements), load_widened(elements + kLanes<float>)};
+#endif
 }
 FLASH_ONLINE_INLINE Vector<uint16_t> encode(BFloat16, Pair<float> x) {
 #if defined(__AVX512BF16__)
@@ -66,12 +74,19 @@ FLASH_ONLINE_INLINE Vector<uint16_t> encode(BFloat16, Pair<float> x) {
 #endif
 }
 FLASH_ONLINE_INLINE Vector<uint16_t> encode(Float16, Pair<float> x) {
+#if defined(__AVX512F__)
+  const auto narrowed = [](Vector<float> half) FLASH_ONLINE_LAMBDA_INLINE {
+    return _mm512_maskz_cvtps_ph(0xffff, reinterpret_cast<__m512>(half), 0);
+  };
+  return reinterpret_cast<Vector<uint16_t>>(__builtin_shufflevector(narrowed(x.a), narrowed(x.b), 0, 1, 2, 3, 4, 5, 6, 7));
+#else
   Float16 elements[kPair<Float16>];
   store_narrowed(elements, x.a);
   store_narrowed(elements + kLanes<float>, x.b);
   Vector<uint16_t> bits;
   __builtin_memcpy(&bits, elements, sizeof bits);
   return bits;
+#endif
 }
 
 template <class E>
@@ -324,121 +339,27 @@ FLASH_ONLINE_INLINE V rounded_product(V x) {
 #endif
 }
 
-// The sum of g, or of g * y, in double, as the terms may cancel. For 16-bit elements float does as well: a product is exact,
-// and a chunk is short.
-template <bool kProduct, class E>
-FLASH_ONLINE_INLINE double sum_in_double(const E* g, const E* y, int64_t count) {
-  using T = Accumulator<E>;
-  if constexpr (sizeof(E) == 2) {
-    constexpr int kPairs = 2;
-    Vector<float> sum[2 * kPairs] = {};
-    const auto take = [&](int p, int64_t i, int64_t n) __attribute__((always_inline)) {
-      const Pair<float> a = load_partial(g + i, n, 0.f);
-      if constexpr (kProduct) {
-        const Pair<float> b = load_partial(y + i, n, 0.f);
-        sum[2 * p] += a.a * b.a;
-        sum[2 * p + 1] += a.b * b.b;
-      } else {
-        sum[2 * p] += a.a;
-        sum[2 * p + 1] += a.b;
-      }
-    };
-    int64_t i = 0;
-    for (; i + kPairs * kPair<E> <= count; i += kPairs * kPair<E>)
-      for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, kPair<E>);
-    for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, kPair<E>);
-    if (i < count) take(1, i, count - i);
-    DoubleSum total;
-    for (const auto& lanes : sum) total.add(lanes);
-    return total.total();
-  } else if constexpr (sizeof(E) == 4) {
-    static_assert(!kProduct, "weighted_mean has more digits");
-    // Four terms are added in float, with roundings as small as those of a single term; the sums of four are added in double.
-    constexpr int kSums = 4, kWidth = kLanes<float>, kRow = 4;
-    DoubleSum sum[kSums];
-    int64_t i = 0;
-    for (; i + kSums * kRow * kWidth <= count; i += kSums * kRow * kWidth)
-      for (int v = 0; v < kSums; ++v) {
-        const E* const at = g + i + v * kRow * kWidth;
-        sum[v].add((load_vector(at) + load_vector(at + kWidth)) +
-                   (load_vector(at + 2 * kWidth) + load_vector(at + 3 * kWidth)));
-      }
-    for (; i + kWidth <= count; i += kWidth) sum[0].add(load_vector(g + i));
-    if (i < count) {
-      T last[kWidth] = {};
-      std::copy(g + i, g + count, last);
-      sum[1].add(load_vector(last));
-    }
-    return (sum[0].total() + sum[1].total()) + (sum[2].total() + sum[3].total());
-  } else {
-    constexpr int kSums = 4, kWidth = kLanes<double>;
-    Vector<double> sum[kSums] = {};
-    int64_t i = 0;
-    for (; i + kSums * kWidth <= count; i += kSums * kWidth)
-      for (int v = 0; v < kSums; ++v) {
-        const Vector<double> x = load_vector(g + i + v * kWidth);
-        if constexpr (kProduct)
-          sum[v] += x * load_vector(y + i + v * kWidth);
-        else
-          sum[v] += x;
-      }
-    T last[2][kSums * kWidth] = {};
-    for (int64_t tail = 0; i + tail < count; ++tail) {
-      last[0][tail] = g[i + tail];
-      if constexpr (kProduct) last[1][tail] = y[i + tail];
-    }
-    if (i < count)
-      for (int v = 0; v < kSums; ++v)
-        sum[v] += kProduct ? load_vector(last[0] + v * kWidth) * load_vector(last[1] + v * kWidth)
-                           : load_vector(last[0] + v * kWidth);
-    return sum_of_lanes<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  }
-}
-
-// The mean of values by weights that are not negative: sum(weight * value) / sum(weight). What is wanted is its difference from
-// a value that it may be close to, so it is kept as a float near it and the values' deviation from that: `pivot` + `deviation`
-// / `weight`. Sums of float then have digits enough, since neither sum is much larger than what is wanted of it.
-struct WeightedMean {
-  double pivot = 0, deviation = 0, weight = 0;
-
-  FLASH_ONLINE_INLINE void merge(const WeightedMean& other) {
-    const bool moves = other.weight > weight;  // so that only the smaller weight's deviation is measured anew
-    deviation += other.deviation + (moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight);
-    if (moves) pivot = other.pivot;
-    weight += other.weight;
-  }
-  FLASH_ONLINE_INLINE double value() const { return pivot + (weight == 0 ? deviation : deviation / weight); }
-};
-
-// The part of at most kChunk floats. An infinite or NaN sum has no pivot, and is the deviation from 0.
-FLASH_ONLINE_INLINE WeightedMean weighted_mean(const float* value, const float* weight, int64_t count) {
-  constexpr int kSums = 4, kWidth = kLanes<float>;
-  using Sums = Vector<float>[kSums];
-  // Calls f(v, value, weight) for all vectors, with zeros behind the end, and sum number v in turn.
-  const auto for_each_vector = [&](const auto& f) __attribute__((always_inline)) {
-    int64_t i = 0;
-    for (; i + kSums * kWidth <= count; i += kSums * kWidth)
-      for (int v = 0; v < kSums; ++v) f(v, load_vector(value + i + v * kWidth), load_vector(weight + i + v * kWidth));
-    for (; i + kWidth <= count; i += kWidth) f(0, load_vector(value + i), load_vector(weight + i));
-    if (i < count) {
-      float last[2][kWidth] = {};
-      std::copy(value + i, value + count, last[0]);
-      std::copy(weight + i, weight + count, last[1]);
-      f(1, load_vector(last[0]), load_vector(last[1]));
-    }
-  };
-  const auto total = [](const Sums& sums) { return sum_of_lanes<float>((sums[0] + sums[1]) + (sums[2] + sums[3])); };
-  Sums products = {}, weights = {}, deviations = {};
-  for_each_vector([&](int v, Vector<float> x, Vector<float> by) __attribute__((always_inline)) {
-    products[v] += x * by;
-    weights[v] += by;
-  });
-  const float product = total(products), sum = total(weights);
-  if (product - product != 0) return {0, product, sum};
-  const float pivot = sum == 0 ? 0 : product / sum;
-  for_each_vector([&, center = broadcast(pivot)](int v, Vector<float> x, Vector<float> by)
-                      __attribute__((always_inline)) { deviations[v] += (x - center) * by; });
-  return {pivot, total(deviations), sum};
+// a - b * c, with one rounding where the instruction set can. A compiler that contracts by itself does so or not by what stands
+// around the expression, and the same element has to have the same bits wherever it is computed.
+template <class V>
+FLASH_ONLINE_INLINE V minus_product(V a, V b, V c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(a[0]) == 4)
+    return reinterpret_cast<V>(
+        _mm512_fnmadd_ps(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c), reinterpret_cast<__m512>(a)));
+  else
+    return reinterpret_cast<V>(
+        _mm512_fnmadd_pd(reinterpret_cast<__m512d>(b), reinterpret_cast<__m512d>(c), reinterpret_cast<__m512d>(a)));
+#elif defined(__FMA__)
+  if constexpr (sizeof(a[0]) == 4)
+    return reinterpret_cast<V>(
+        _mm256_fnmadd_ps(reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c), reinterpret_cast<__m256>(a)));
+  else
+    return reinterpret_cast<V>(
+        _mm256_fnmadd_pd(reinterpret_cast<__m256d>(b), reinterpret_cast<__m256d>(c), reinterpret_cast<__m256d>(a)));
+#else
+  return a - rounded_product(b * c);
+#endif
 }
 
 // A number of twice the digits of T: a sum of two, of which the second is 0 where the first is infinite or NaN.

@@ -1,5 +1,6 @@
-// Softmax, log-softmax and logsumexp on the CPU, and the table of all row kernels of an instruction set. Each kernel reads a
-// row once for its maximum and sum (online softmax, core/online_softmax.h), and once more for its result.
+// Softmax, log-softmax and logsumexp on the CPU, and the table of all row kernels of an instruction set; the gradient of the
+// first two has a file of its own. Each kernel reads a row once for its maximum and sum (online softmax,
+// core/online_softmax.h), and once more for its result.
 #include "../kernels.h"
 #include "short_rows.h"
 
@@ -121,75 +122,6 @@ struct LogSoftmaxOp : RowOp {
   }
 };
 
-// Softmax: with s = sum(grad * y), grad_input = (grad - s) y. Log-softmax: with s = sum(grad), grad_input = grad - s exp(y).
-// Where y is rounded to float32, s is the mean of grad by the weights y: grad - s keeps its digits where one y is nearly 1.
-template <class E, class R, bool kLog>
-struct SoftmaxBackwardOp : RowOp {
-  using T = Accumulator<E>;
-  static constexpr bool kHasSecondPass = true;
-  static constexpr bool kTakesMean = !kLog && std::is_same_v<R, float>;
-  struct Sum {
-    double sum = 0;
-    FLASH_ONLINE_INLINE void merge(const Sum& other) { sum += other.sum; }
-    FLASH_ONLINE_INLINE double value() const { return sum; }
-  };
-  using Partial = std::conditional_t<kTakesMean, WeightedMean, Sum>;
-
-  Chunks<R, const void*> grad, output;
-  Chunks<E, void*> grad_input;
-  const RowTile tile;
-
-  SoftmaxBackwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool)
-      : grad(problem, problem.grad, tile, allocator),
-        output(problem, problem.output, tile, allocator),
-        grad_input(problem, problem.grad_input, tile, allocator),
-        tile(tile) {}
-  void first_pass(int64_t begin, int64_t end, Partial* partial) {
-    Partial segment[kMaxTileRows];  // each segment is summed by itself, as where threads share the row
-    for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
-      grad.read(first, count);
-      if (!kLog) output.read(first, count);
-      for (int64_t r = 0; r < tile.rows; ++r) {
-        grad_input.prefetch(r, first, count);
-        segment[r].merge(part_of(grad.row(r), kLog ? nullptr : output.row(r), count));
-      }
-    });
-    for (int64_t r = 0; r < tile.rows; ++r) merge(partial[r], segment[r]);
-  }
-  static void merge(Partial& partial, const Partial& other) { partial.merge(other); }
-  void finish(Partial*) {}
-  void second_pass(int64_t begin, int64_t end, const Partial* partial) {
-    for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
-      grad.read(first, count);
-      output.read(first, count);
-      grad_input.begin_write(first);
-      for (int64_t r = 0; r < tile.rows; ++r) write(grad.row(r), output.row(r), count, partial[r].value(), grad_input.row(r));
-      grad_input.finish_write(count);
-    });
-  }
-
- private:
-  static __attribute__((noinline)) Partial part_of(const R* g, const R* y, int64_t count) {
-    if constexpr (kTakesMean)
-      return weighted_mean(g, y, count);
-    else
-      return {sum_in_double<!kLog>(g, y, count)};
-  }
-  static __attribute__((noinline)) void write(const R* g, const R* y, int64_t count, double sum, E* to) {
-    const TwoParts<T> parts(sum);
-    const Vector<T> total = broadcast(parts.high), rest = broadcast(parts.low);
-    write_chunk<R>(count, to, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
-      const Pair<T> grads = load_partial(g + i, n, T(0)), outputs = load_partial(y + i, n, T(0));
-      if constexpr (kLog)
-        return Pair<T>{grads.a - exp_rounded_to<E>(outputs.a) * total, grads.b - exp_rounded_to<E>(outputs.b) * total};
-      else if constexpr (kTakesMean)
-        return Pair<T>{((grads.a - total) - rest) * outputs.a, ((grads.b - total) - rest) * outputs.b};
-      else
-        return Pair<T>{(grads.a - total) * outputs.a, (grads.b - total) * outputs.b};
-    });
-  }
-};
-
 template <class E>
 struct LogSumExpOp : RowOp {
   using T = Accumulator<E>;
@@ -269,39 +201,6 @@ void short_softmax(const RowProblem& problem, const Executor& executor) {
   });
 }
 
-template <class E, class R>
-void short_softmax_backward(const RowProblem& problem, const Executor& executor) {
-  using T = Accumulator<E>;
-  for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
-    Vector<T> g[kMaxShortClasses], y[kMaxShortClasses];
-    load_block<R>(problem, problem.grad, block, g);
-    load_block<R>(problem, problem.output, block, y);
-    if constexpr (std::is_same_v<R, float>) {
-      if (problem.log) {
-        DoubleSum sum;
-        for (int64_t c = 0; c < problem.classes; ++c) sum.add(g[c]);
-        Vector<float> total;
-        for (int l = 0; l < kLanes<float>; ++l) total[l] = static_cast<float>(sum.lane(l));
-        for (int64_t c = 0; c < problem.classes; ++c) g[c] -= exp_rounded_to<E>(y[c]) * total;
-      } else {  // WeightedMean, lane by lane
-        Vector<float> product = {}, weight = {}, deviation = {};
-        for (int64_t c = 0; c < problem.classes; ++c) product += g[c] * y[c], weight += y[c];
-        const Vector<float> divisor = weight == 0 ? broadcast(1.f) : weight, mean = product / divisor,
-                            pivot = mean - mean == 0 ? mean : broadcast(0.f);
-        for (int64_t c = 0; c < problem.classes; ++c) deviation += (g[c] - pivot) * y[c];
-        const Vector<float> rest = deviation / divisor;
-        for (int64_t c = 0; c < problem.classes; ++c) g[c] = ((g[c] - pivot) - rest) * y[c];
-      }
-    } else {
-      Vector<T> sum = {};
-      for (int64_t c = 0; c < problem.classes; ++c) sum += problem.log ? g[c] : g[c] * y[c];
-      for (int64_t c = 0; c < problem.classes; ++c)
-        g[c] = problem.log ? g[c] - exp_rounded_to<E>(y[c]) * sum : (g[c] - sum) * y[c];
-    }
-    store_block<E>(problem, problem.grad_input, block, g);
-  });
-}
-
 template <class E>
 void short_logsumexp(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
@@ -324,18 +223,6 @@ void softmax(const RowProblem& problem, const Executor& executor) {
       run_rows<LogSoftmaxOp<E, R>>(problem, executor);
     else
       run_rows<SoftmaxOp<E, R>>(problem, executor);
-  });
-}
-
-void softmax_backward(const RowProblem& problem, const Executor& executor) {
-  visit_row_types(problem, [&](auto e, auto r) {
-    using E = decltype(e);
-    using R = decltype(r);
-    if (is_short(problem, kMaxShortClasses * 3 / 4)) return short_softmax_backward<E, R>(problem, executor);
-    if (problem.log)
-      run_rows<SoftmaxBackwardOp<E, R, true>>(problem, executor);
-    else
-      run_rows<SoftmaxBackwardOp<E, R, false>>(problem, executor);
   });
 }
 

@@ -1,0 +1,326 @@
+// The gradient of a softmax or log-softmax, row by row where the classes of a row are contiguous: sums over a row, and the row
+// of gradients. A chunk of a row has the same bits whichever of these functions computes it: which lane a class is added to,
+// and the order in which lanes are added, follow from its index in the chunk and from the chunk's length.
+#pragma once
+
+#include "row_tile.h"
+
+namespace flash_online::cpu::FLASH_ONLINE_ISA {
+
+// A unit is as many elements as fill a vector register, widened: one vector, or two of 16-bit elements.
+template <class R>
+constexpr int kParts = sizeof(R) == 2 ? 2 : 1;
+template <class R>
+constexpr int64_t kUnit = kParts<R> * kLanes<Accumulator<R>>;
+template <class R>
+struct Unit {
+  Vector<Accumulator<R>> part[kParts<R>];
+};
+template <class R>
+using UnitBits = Vector<Bits<R>>;
+
+template <class R>
+FLASH_ONLINE_INLINE Unit<R> unit_of(UnitBits<R> bits) {
+  if constexpr (sizeof(R) == 2) {
+    const Pair<float> pair = decode(R{}, bits);
+    return {pair.a, pair.b};
+  } else {
+    return {reinterpret_cast<Vector<R>>(bits)};
+  }
+}
+// All bits of the first n elements, none of the others.
+template <class R>
+FLASH_ONLINE_INLINE UnitBits<R> first_elements(int64_t n) {
+  UnitBits<R> index;
+  for (int64_t i = 0; i < kUnit<R>; ++i) index[i] = static_cast<Bits<R>>(i);
+  return reinterpret_cast<UnitBits<R>>(index < UnitBits<R>{} + static_cast<Bits<R>>(n));
+}
+
+// The grad and the output of a row, or of a chunk of it.
+template <class R>
+struct GradientRow {
+  const R *grad, *output;
+  int64_t count;
+  bool loose;  // whether the unit at the end may be read whole: behind the row lies more of the same tensors
+  UnitBits<R> end;  // the elements of that unit that belong to the row
+
+  GradientRow(const R* grad, const R* output, int64_t count, bool loose = false)
+      : grad(grad), output(output), count(count), loose(loose), end(first_elements<R>(left())) {}
+  GradientRow at(const R* grad, const R* output, bool loose) const {
+    GradientRow row = *this;
+    row.grad = grad, row.output = output, row.loose = loose;
+    return row;
+  }
+  // How many elements the unit at the end has.
+  FLASH_ONLINE_INLINE int64_t left() const { return (count - 1) % kUnit<R> + 1; }
+  // The unit at `from`; if it is the one at the end, the elements behind the row are 0. A masked load would do, but those of
+  // AMD's processors neither start the prefetcher nor overlap where they miss the caches: rows of 16 classes took four times as
+  // long.
+  template <bool kAtEnd>
+  FLASH_ONLINE_INLINE Unit<R> load(const R* from, std::bool_constant<kAtEnd>) const {
+    UnitBits<R> bits;
+    if (!kAtEnd || loose) {
+      __builtin_memcpy(&bits, from, sizeof bits);
+      return unit_of<R>(kAtEnd ? bits & end : bits);
+    }
+    if constexpr (sizeof(R) == 2)
+      return unit_of<R>(load_bits(from, left(), 0.f));
+    else
+      return unit_of<R>(reinterpret_cast<UnitBits<R>>(load_row(from, left())));
+  }
+};
+
+// Calls f(slot, i, at_end) for all units of `count` elements: the unit at i, and whether it may be the one at the end. Its sums
+// go to slot number i / kUnit % kSlots, so that additions do not wait for one another. With kUnits, there are that many units,
+// at most kSlots.
+template <class R>
+constexpr int kSlots = 4 / kParts<R>;
+template <int kSlot, class R, class F>
+FLASH_ONLINE_INLINE void for_last_units(int64_t i, int64_t count, const F& f) {
+  if (i + kUnit<R> <= count) {
+    f(kSlot, i, std::false_type{});
+    if constexpr (kSlot + 1 < kSlots<R>) for_last_units<kSlot + 1, R>(i + kUnit<R>, count, f);
+  } else if (i < count) {
+    f(kSlot, i, std::true_type{});
+  }
+}
+template <int kUnits, class R, class F>
+FLASH_ONLINE_INLINE void for_each_unit(int64_t count, const F& f) {
+  static_assert(kUnits <= 2);
+  if constexpr (kUnits == 2) f(0, 0, std::false_type{});
+  if constexpr (kUnits > 0) return f(kUnits - 1, (kUnits - 1) * kUnit<R>, std::true_type{});
+  int64_t i = 0;
+  for (; i + kSlots<R> * kUnit<R> <= count; i += kSlots<R> * kUnit<R>)
+    for (int s = 0; s < kSlots<R>; ++s) f(s, i + s * kUnit<R>, std::false_type{});
+  for_last_units<0, R>(i, count, f);
+}
+template <class V, size_t kCount>
+FLASH_ONLINE_INLINE V total_of_slots(const V (&sums)[kCount]) {
+  static_assert(kCount == 4);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// Softmax: with s = sum(grad * y), grad_input = (grad - s) y. Log-softmax: with s = sum(grad), grad_input = grad - s exp(y).
+// Where y is rounded to float32, s is the mean of grad by the weights y: grad - s keeps its digits where one y is nearly 1.
+template <class R, bool kLog>
+constexpr bool kTakesMean = !kLog && std::is_same_v<R, float>;
+// The type of sums: the terms may cancel, but for 16-bit elements float does: products are exact, and a chunk is short.
+template <class R, bool kLog>
+using SumOf = std::conditional_t<sizeof(R) == 2 || kTakesMean<R, kLog>, float, double>;
+
+// The mean of values by weights that are not negative: sum(weight * value) / sum(weight). What is wanted is its difference from
+// a value that it may be close to, so it is kept as a float near it and the values' deviation from that: `pivot` + `deviation`
+// / `weight`. Sums of float then have digits enough, since neither sum is much larger than what is wanted of it.
+struct WeightedMean {
+  double pivot = 0, deviation = 0, weight = 0;
+
+  FLASH_ONLINE_INLINE void merge(const WeightedMean& other) {
+    const bool moves = other.weight > weight;  // so that only the smaller weight's deviation is measured anew
+    deviation += other.deviation + (moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight);
+    if (moves) pivot = other.pivot;
+    weight += other.weight;
+  }
+  FLASH_ONLINE_INLINE double value() const { return pivot + (weight == 0 ? deviation : deviation / weight); }
+};
+
+// The sums of a row's grad, or of grad * y, lane by lane.
+template <int kUnits, bool kLog, class R>
+FLASH_ONLINE_INLINE Vector<SumOf<R, kLog>> sum_lanes(const GradientRow<R>& row) {
+  if constexpr (std::is_same_v<R, float>) {
+    static_assert(kLog, "MeanLanes has more digits");
+    // Four terms are added in float, with roundings as small as those of a single term; the sums of four are added in double.
+    Vector<float> four[kSlots<R>] = {};
+    DoubleSum sum;
+    int last = -1;
+    for_each_unit<kUnits, R>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+      four[s] = row.load(row.grad + i, at_end).part[0];
+      last = s;
+      if (s == kSlots<R> - 1) {
+        sum.add(total_of_slots(four));
+        four[0] = four[1] = four[2] = four[3] = Vector<float>{};
+      }
+    });
+    if (last != kSlots<R> - 1) sum.add(total_of_slots(four));
+    return sum.low + sum.high;
+  } else {
+    Vector<Accumulator<R>> sums[4] = {};
+    for_each_unit<kUnits, R>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+      const Unit<R> g = row.load(row.grad + i, at_end);
+      if constexpr (kLog) {
+        for (int p = 0; p < kParts<R>; ++p) sums[s * kParts<R> + p] += g.part[p];
+      } else {
+        const Unit<R> y = row.load(row.output + i, at_end);
+        for (int p = 0; p < kParts<R>; ++p) sums[s * kParts<R> + p] += g.part[p] * y.part[p];
+      }
+    });
+    return total_of_slots(sums);
+  }
+}
+FLASH_ONLINE_INLINE Vector<float> magnitude(Vector<float> x) {
+  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0x7fffffffu);
+}
+struct MeanLanes {
+  Vector<float> product, magnitude, weight;  // sums of grad * y, |grad| y and y
+};
+template <int kUnits, bool kMagnitudes>
+FLASH_ONLINE_INLINE MeanLanes mean_lanes(const GradientRow<float>& row) {
+  Vector<float> products[4] = {}, magnitudes[4] = {}, weights[4] = {};
+  for_each_unit<kUnits, float>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+    const Vector<float> g = row.load(row.grad + i, at_end).part[0], y = row.load(row.output + i, at_end).part[0];
+    products[s] += g * y;
+    if (kMagnitudes) magnitudes[s] += magnitude(g) * y;
+    weights[s] += y;
+  });
+  return {total_of_slots(products), total_of_slots(magnitudes), total_of_slots(weights)};
+}
+
+// Prefetches what comes so many elements after a row, in a pass that finds the row in the first-level cache and would leave the
+// memory idle.
+template <bool kGrad, bool kOutput>
+struct Ahead {
+  int64_t grad = 0, output = 0;
+  template <class R>
+  FLASH_ONLINE_INLINE void prefetch(const GradientRow<R>& row, int64_t i) const {
+    if (kGrad) __builtin_prefetch(row.grad + i + grad);
+    if (kOutput) __builtin_prefetch(row.output + i + output);
+  }
+};
+
+// The deviations from the pivot (see WeightedMean).
+template <int kUnits, class Next>
+FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const GradientRow<float>& row, Vector<float> pivot, const Next& ahead) {
+  Vector<float> deviations[4] = {};
+  for_each_unit<kUnits, float>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+    ahead.prefetch(row, i);
+    const Vector<float> g = row.load(row.grad + i, at_end).part[0], y = row.load(row.output + i, at_end).part[0];
+    deviations[s] += (g - pivot) * y;
+  });
+  return total_of_slots(deviations);
+}
+// The pivot of a chunk, or of a chunk per lane. It is 0 where the deviations from 0, which are |grad| y, add up to at most
+// twice what those from the mean do: that spares most chunks a pass. Chunks of few classes do not ask, as of sixteen rows one
+// would mostly need the pass. Else the pivot is the mean, but 0 where that is infinite or NaN. The divisor is the weight, but 1
+// where that is 0.
+constexpr int64_t kFewClasses = 64;
+struct Pivots {
+  Vector<float> product, divisor;
+  Vector<int32_t> near_zero;
+
+  FLASH_ONLINE_INLINE Pivots(const MeanLanes& sums, int64_t count)
+      : product(sums.product),
+        divisor(sums.weight == 0 ? broadcast(1.f) : sums.weight),
+        near_zero((2 * magnitude(sums.product) <= sums.magnitude) & -static_cast<int32_t>(count > kFewClasses)) {}
+  FLASH_ONLINE_INLINE bool are_zero() const {
+    return reduce(near_zero, [](auto a, auto b) FLASH_ONLINE_LAMBDA_INLINE { return a & b; }) != 0;
+  }
+  FLASH_ONLINE_INLINE Vector<float> pivots() const {
+    const Vector<float> mean = product / divisor;
+    return near_zero | (mean - mean != 0) ? Vector<float>{} : mean;
+  }
+  // The sums of deviations, which from 0 are known already.
+  FLASH_ONLINE_INLINE Vector<float> deviations(Vector<float> from_pivots) const { return near_zero ? product : from_pivots; }
+};
+
+// Adds up the lanes of each of kRows vectors, in the order of sum_of_lanes: the sum of vector r is in all of the lanes r * s to
+// r * s + s - 1 of the result, where s is their number divided by kRows.
+template <int kRows, int kStep, class V>
+FLASH_ONLINE_INLINE V sums_of_rows(V* rows) {
+  constexpr size_t kWidth = sizeof(V) / sizeof(rows[0][0]);
+  constexpr int kJoined = kRows * kStep / static_cast<int>(kWidth);  // pairs of vectors that become one
+  if constexpr (kJoined > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kJoined; ++i) {
+      exchange<kStep>(rows[i], rows[i + kJoined], std::make_index_sequence<kWidth>());
+      rows[i] += rows[i + kJoined];
+    }
+  } else {
+    V lower = rows[0], upper = rows[0];
+    exchange<kStep>(lower, upper, std::make_index_sequence<kWidth>());
+    rows[0] = lower + upper;
+  }
+  if constexpr (kStep > 1)
+    return sums_of_rows<kRows, kStep / 2>(rows);
+  else
+    return rows[0];
+}
+
+// What the pass that writes subtracts from a row's grad, as the sum of two numbers; of log-softmax, what it multiplies.
+template <class T>
+struct Subtrahend {
+  T high = T(0), low = T(0);
+};
+
+// Writes gradients, into the caches or past them.
+template <class E, bool kLog, class R>
+struct GradientWriter {
+  using T = Accumulator<R>;
+  static constexpr bool kMayStream = std::is_same_v<E, R>;
+  Vector<T> high, low;
+  explicit FLASH_ONLINE_INLINE GradientWriter(const Subtrahend<T>& of) : high(broadcast(of.high)), low(broadcast(of.low)) {}
+
+  template <class AtEnd>
+  FLASH_ONLINE_INLINE Unit<R> gradients(const GradientRow<R>& row, int64_t i, AtEnd at_end) const {
+    const Unit<R> g = row.load(row.grad + i, at_end), y = row.load(row.output + i, at_end);
+    Unit<R> to;
+    for (int p = 0; p < kParts<R>; ++p)
+      if constexpr (kLog)
+        to.part[p] = minus_product(g.part[p], exp_rounded_to<E>(y.part[p]), high);
+      else if constexpr (kTakesMean<R, kLog>)
+        to.part[p] = ((g.part[p] - high) - low) * y.part[p];
+      else
+        to.part[p] = (g.part[p] - high) * y.part[p];
+    return to;
+  }
+  static FLASH_ONLINE_INLINE void store(E* to, const Unit<R>& x) {
+    if constexpr (sizeof(R) == 2)
+      store_pair(to, Pair<float>{x.part[0], x.part[1]});
+    else
+      store_narrowed(to, x.part[0]);
+  }
+  static FLASH_ONLINE_INLINE void store(E* to, int64_t n, const Unit<R>& x) {
+    if constexpr (sizeof(R) == 2) {
+      store_pair(to, n, Pair<float>{x.part[0], x.part[1]});
+    } else {
+      E narrowed[kUnit<R>];
+      store_narrowed(narrowed, x.part[0]);
+      RowBits<E> bits;
+      __builtin_memcpy(&bits, narrowed, sizeof bits);
+      store_row(to, n, bits);
+    }
+  }
+  static FLASH_ONLINE_INLINE void stream(E* to, const Unit<R>& x) {
+    if constexpr (sizeof(R) == 2)
+      stream_vector(to, encode(E{}, Pair<float>{x.part[0], x.part[1]}));
+    else if constexpr (kMayStream)
+      stream_vector(to, x.part[0]);
+  }
+  // With `loose`, the unit at the end is stored whole: what lies behind is written afterwards.
+  template <int kUnits>
+  FLASH_ONLINE_INLINE void write(const GradientRow<R>& row, E* to, bool loose) const {
+    for_each_unit<kUnits, R>(row.count, [&](int, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+      const Unit<R> x = gradients(row, i, at_end);
+      if (!at_end || loose)
+        store(to + i, x);
+      else
+        store(to + i, row.left(), x);
+    });
+  }
+  template <class Next>
+  FLASH_ONLINE_INLINE void write_streaming(const GradientRow<R>& row, E* to, const Next& ahead) const {
+    const auto store_part = [&](int64_t begin, int64_t end) {
+      if (begin == end) return;
+      const GradientRow<R> part(row.grad + begin, row.output + begin, end - begin);
+      store(to + begin, end - begin, gradients(part, 0, std::true_type{}));
+    };
+    int64_t i = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kVectorBytes / sizeof(E));
+    i = i < row.count ? i : row.count;
+    store_part(0, i);
+    for (; i + kUnit<R> <= row.count; i += kUnit<R>) {
+      ahead.prefetch(row, i);
+      stream(to + i, gradients(row, i, std::false_type{}));
+    }
+    store_part(i, row.count);
+  }
+};
+
+}  // namespace flash_online::cpu::FLASH_ONLINE_ISA

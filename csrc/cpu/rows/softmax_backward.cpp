@@ -1,0 +1,325 @@
+// The gradients of softmax and log-softmax on the CPU. Rows of contiguous classes that fill at most a chunk are computed in
+// batches, from one end to the other; longer rows, rows that threads share and rows of other strides by tiles (row_tile.h);
+// very short rows of other strides one per lane (short_rows.h).
+#include "gradient_rows.h"
+#include "short_rows.h"
+
+namespace flash_online::cpu::FLASH_ONLINE_ISA {
+
+namespace {
+
+// Results that no cache holds until they are read go past the caches: the memory is not read before it is written. Below that
+// size, whoever reads them next finds them in a cache.
+constexpr int64_t kLeastStreamedBytes = int64_t{12} << 20;
+
+template <class E>
+FLASH_ONLINE_INLINE bool streams(const RowProblem& problem) {
+  return problem.outer * problem.classes * problem.inner * static_cast<int64_t>(sizeof(E)) >= kLeastStreamedBytes;
+}
+
+template <class E, class R, bool kLog>
+struct SoftmaxBackwardOp : RowOp {
+  using T = Accumulator<E>;
+  static constexpr bool kHasSecondPass = true;
+  struct Sum {
+    double sum = 0;
+    FLASH_ONLINE_INLINE void merge(const Sum& other) { sum += other.sum; }
+    FLASH_ONLINE_INLINE Subtrahend<T> subtrahend(int64_t) const { return {static_cast<T>(sum), T(0)}; }
+  };
+  struct Mean : WeightedMean {
+    FLASH_ONLINE_INLINE void merge(const Mean& other) {
+      if (pivot == 0 && deviation == 0 && weight == 0)
+        *this = other;
+      else
+        WeightedMean::merge(other);
+    }
+    FLASH_ONLINE_INLINE Subtrahend<T> subtrahend(int64_t classes) const {
+      if (classes <= kChunk) {  // as it is in a batch
+        const float divisor = static_cast<float>(weight == 0 ? 1 : weight);
+        return {static_cast<T>(pivot), static_cast<T>(static_cast<float>(deviation) / divisor)};
+      }
+      const TwoParts<T> parts(value());
+      return {parts.high, parts.low};
+    }
+  };
+  using Partial = std::conditional_t<kTakesMean<R, kLog>, Mean, Sum>;
+
+  const RowProblem& problem;
+  Chunks<R, const void*> grad, output;
+  Chunks<E, void*> grad_input;
+  const RowTile tile;
+
+  SoftmaxBackwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool)
+      : problem(problem),
+        grad(problem, problem.grad, tile, allocator),
+        output(problem, problem.output, tile, allocator),
+        grad_input(problem, problem.grad_input, tile, allocator),
+        tile(tile) {}
+  void first_pass(int64_t begin, int64_t end, Partial* partial) {
+    Partial segment[kMaxTileRows];  // each segment is summed by itself, as where threads share the row
+    for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
+      grad.read(first, count);
+      if (!kLog) output.read(first, count);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        grad_input.prefetch_strided_share(r, first, count);
+        add_chunk(grad.row(r), kLog ? nullptr : output.row(r), count, segment[r]);
+      }
+    });
+    for (int64_t r = 0; r < tile.rows; ++r) merge(partial[r], segment[r]);
+  }
+  static void merge(Partial& partial, const Partial& other) { partial.merge(other); }
+  void finish(Partial*) {}
+  void second_pass(int64_t begin, int64_t end, const Partial* partial) {
+    const bool stream = std::is_same_v<E, R> && grad_input.is_contiguous() && streams<E>(problem);
+    for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
+      grad.read(first, count);
+      output.read(first, count);
+      grad_input.begin_write(first);
+      for (int64_t r = 0; r < tile.rows; ++r)
+        write(GradientRow<R>(grad.row(r), output.row(r), count), partial[r].subtrahend(problem.classes), grad_input.row(r),
+              stream);
+      grad_input.finish_write(count);
+    });
+    if (stream) finish_streaming();
+  }
+
+ private:
+  static __attribute__((noinline)) void add_chunk(const R* g, const R* y, int64_t count, Partial& to) {
+    const GradientRow<R> row(g, y, count);
+    Partial chunk;
+    if constexpr (kTakesMean<R, kLog>) {
+      const auto sum = [](Vector<float> x) FLASH_ONLINE_LAMBDA_INLINE { return broadcast(sum_of_lanes<float>(x)); };
+      const MeanLanes lanes = mean_lanes<0, true>(row), sums{sum(lanes.product), sum(lanes.magnitude), sum(lanes.weight)};
+      const Pivots pivots(sums, count);
+      chunk.weight = sums.weight[0];
+      if (pivots.near_zero[0]) {
+        chunk.deviation = pivots.product[0];
+      } else {
+        const Vector<float> pivot = pivots.pivots();
+        chunk.pivot = pivot[0];
+        chunk.deviation = sum(deviation_lanes<0>(row, pivot, Ahead<true, true>{kChunk, kChunk}))[0];
+      }
+    } else {
+      chunk.sum = sum_of_lanes<SumOf<R, kLog>>(sum_lanes<0, kLog>(row));
+    }
+    to.merge(chunk);
+  }
+  static __attribute__((noinline)) void write(const GradientRow<R>& row, const Subtrahend<T>& subtrahend, E* to, bool stream) {
+    const GradientWriter<E, kLog, R> writer(subtrahend);
+    if (stream)
+      writer.write_streaming(row, to, Ahead<false, false>{});
+    else
+      writer.template write<0>(row, to, false);
+  }
+};
+
+// Rows of contiguous classes, each in one chunk, whose gradients lie one after another. kRows rows at a time are summed, and
+// then written.
+template <class E, class R, bool kLog>
+struct ContiguousRows {
+  using T = Accumulator<R>;
+  using S = SumOf<R, kLog>;
+  static constexpr int kMostRows = kLanes<S>;
+
+  const RowProblem& problem;
+  const int64_t count = problem.classes;
+  const bool stream = may_stream();
+
+  // The rows at a time: as many as have a lane of a vector of sums where rows are short, and one where summing up lanes costs
+  // little beside the rest.
+  int64_t rows_at_a_time() const { return count <= 4 * kUnit<float> ? kMostRows : count <= 256 && kMostRows > 4 ? 4 : 1; }
+  void rows(int64_t first, int64_t last) const {
+    const int64_t most = rows_at_a_time();
+    int64_t row = first;
+    const auto run = [&](auto units, auto rows) {
+      for (; most >= rows && row + rows <= last; row += rows) batch<units, rows>(row);
+    };
+    using std::integral_constant;
+    constexpr integral_constant<int, kMostRows> kAll;
+    if (count <= kUnit<R>)
+      run(integral_constant<int, 1>(), kAll);
+    else if (count <= 2 * kUnit<R>)
+      run(integral_constant<int, 2>(), kAll);
+    else
+      run(integral_constant<int, 0>(), kAll);
+    if constexpr (kMostRows > 4) run(integral_constant<int, 0>(), integral_constant<int, 4>());
+    run(integral_constant<int, 0>(), integral_constant<int, 1>());
+    if (stream) finish_streaming();
+  }
+
+ private:
+  // Short rows stream only if they are whole vectors: a line of memory is streamed in one piece.
+  bool may_stream() const {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(E));
+    return std::is_same_v<E, R> && streams<E>(problem) && (bytes % kVectorBytes == 0 || bytes >= 8 * kVectorBytes);
+  }
+  // Of `rows` rows, how many may be read or written with whole units and stay within those rows.
+  int64_t loose_rows(int64_t rows, int64_t stride) const {
+    const int64_t beyond = round_up(count, kUnit<R>) - count;
+    return beyond == 0 ? rows : stride < 1 ? 0 : rows - ceil_div(beyond, stride);
+  }
+  template <int kUnits, int kRows>
+  __attribute__((noinline)) void batch(int64_t first) const {
+    constexpr int kGroup = kLanes<S> / kRows;
+    const int64_t grad_stride = problem.grad.stride[0], output_stride = problem.output.stride[0];
+    const R* grad = static_cast<const R*>(problem.grad.data) + first * grad_stride;
+    const R* output = static_cast<const R*>(problem.output.data) + first * output_stride;
+    E* to = static_cast<E*>(problem.grad_input.data) + first * count;
+    const GradientRow<R> end(grad, output, count);
+    const int64_t loose_grad = loose_rows(kRows, grad_stride), loose_output = loose_rows(kRows, output_stride),
+                  loose_read = loose_grad < loose_output ? loose_grad : loose_output, loose_written = loose_rows(kRows, count);
+    const auto row = [&](int r) __attribute__((always_inline)) {
+      return end.at(grad + r * grad_stride, output + r * output_stride, r < loose_read);
+    };
+    const int64_t next_grad = kRows * grad_stride, next_output = kRows * output_stride;
+    [[maybe_unused]] const Ahead<(kRows > 4), (kRows > 4)> after_sums{next_grad, next_output};
+    const Ahead<kRows == 1, kRows == 1> after_streams{next_grad, next_output};
+    Vector<S> sums[kRows];
+    T high[kLanes<S>], low[kLanes<S>];
+    if constexpr (kTakesMean<R, kLog>) {
+      const auto total = [](Vector<S>* rows) FLASH_ONLINE_LAMBDA_INLINE { return sums_of_rows<kRows, kLanes<S> / 2>(rows); };
+      constexpr bool kAsks = kRows < kMostRows;  // as rows are few otherwise
+      Vector<float> magnitudes[kRows], weights[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const MeanLanes lanes = mean_lanes < kUnits, kRows<kMostRows>(row(r));
+        sums[r] = lanes.product, magnitudes[r] = lanes.magnitude, weights[r] = lanes.weight;
+      }
+      const Pivots pivots({total(sums), kAsks ? total(magnitudes) : Vector<float>{}, total(weights)}, kAsks ? count : 0);
+      Vector<float> deviations = pivots.product, pivot = {};
+      if (!kAsks || !pivots.are_zero()) {
+        pivot = pivots.pivots();
+        store_vector(high, pivot);
+        for (int r = 0; r < kRows; ++r)
+          sums[r] = deviation_lanes<kUnits>(row(r), broadcast_from(high + r * kGroup), after_sums);
+        deviations = pivots.deviations(total(sums));
+      }
+      store_vector(high, pivot);
+      store_vector(low, deviations / pivots.divisor);
+    } else {
+      for (int r = 0; r < kRows; ++r) sums[r] = sum_lanes<kUnits, kLog>(row(r));
+      const Vector<S> total = sums_of_rows<kRows, kLanes<S> / 2>(sums);
+      for (int l = 0; l < kLanes<S>; ++l) high[l] = static_cast<T>(total[l]), low[l] = T(0);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const GradientWriter<E, kLog, R> writer({high[r * kGroup], low[r * kGroup]});
+      if (stream)
+        writer.write_streaming(row(r), to + r * count, after_streams);
+      else
+        writer.template write<kUnits>(row(r), to + r * count, r < loose_written);
+    }
+  }
+};
+
+template <class E, class R, bool kLog>
+void contiguous_softmax_backward(const RowProblem& problem, const Executor& executor) {
+  const ContiguousRows<E, R, kLog> kernel{problem};
+  const int64_t rows = problem.outer, at_a_time = kernel.rows_at_a_time(),
+                rows_per_item = ceil_div(kRowGrain, at_a_time * problem.classes) * at_a_time;
+  for_each_item(executor, ceil_div(rows, rows_per_item), [&](int64_t item, std::byte*) {
+    const int64_t first = item * rows_per_item;
+    kernel.rows(first, first + rows_per_item < rows ? first + rows_per_item : rows);
+  });
+}
+
+// The sum over all classes of term(c), which has a row in each lane, in the order in which ContiguousRows adds up a row. What a
+// row has no class for is left out: there a 0 is added, which changes no bit of a sum that began with 0.
+template <class R, class S, class Term>
+FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
+  using T = Accumulator<R>;
+  constexpr int64_t kWidth = kLanes<T>, kGroup = kSlots<R> * kUnit<R>;
+  constexpr bool kInDouble = !std::is_same_v<S, T>;
+  constexpr bool kOneTerm = kInDouble || kGroup >= kMaxShortClasses;  // in each slot of a lane
+  if (classes < 1 || classes > kMaxShortClasses) __builtin_unreachable();
+  std::conditional_t<kInDouble, DoubleSum, Vector<T>> lanes[kWidth] = {};
+  const int64_t in_use = kInterleaved<R> ? ceil_div(classes, 2) : classes;
+  int64_t count = in_use < kWidth ? in_use : kWidth;
+  for (int64_t l = 0; l < count; ++l)
+    for (int64_t first = 0; first + l < classes; first += kInDouble ? kGroup : classes) {
+      const auto begin = [&](int i) FLASH_ONLINE_LAMBDA_INLINE {
+        const int part = i % kParts<R>;
+        return first + i / kParts<R> * kUnit<R> + (kInterleaved<R> ? 2 * l + part : part * kWidth + l);
+      };
+      const auto sum = [&](int i) FLASH_ONLINE_LAMBDA_INLINE {
+        Vector<T> sum = {};
+        sum += term(begin(i));
+        if constexpr (!kOneTerm)
+          for (int64_t c = begin(i) + kGroup; c < classes; c += kGroup) sum += term(c);
+        return sum;
+      };
+      Vector<T> total = sum(0);
+      if (begin(1) < classes) total += sum(1);
+      if (begin(2) < classes) total += begin(3) < classes ? sum(2) + sum(3) : sum(2);
+      if constexpr (kInDouble)
+        lanes[l].add(total);
+      else
+        lanes[l] = total;
+    }
+  for (int64_t step = kWidth / 2; step > 0; step /= 2) {
+    for (int64_t l = 0; l + step < count; ++l)
+      if constexpr (kInDouble)
+        lanes[l].low += lanes[l + step].low, lanes[l].high += lanes[l + step].high;
+      else
+        lanes[l] += lanes[l + step];
+    count = count < step ? count : step;
+  }
+  return lanes[0];
+}
+
+template <class E, class R, bool kLog>
+void short_softmax_backward(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
+    const int64_t classes = problem.classes;
+    Vector<T> g[kMaxShortClasses], y[kMaxShortClasses];
+    load_block<R>(problem, problem.grad, block, g);
+    load_block<R>(problem, problem.output, block, y);
+    const auto sum = [&](const auto& term)
+                         __attribute__((always_inline)) { return sum_of_classes<R, SumOf<R, kLog>>(classes, term); };
+    if constexpr (kTakesMean<R, kLog>) {
+      const Pivots pivots({sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c] * y[c]; }), Vector<float>{},
+                           sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return y[c]; })},
+                          classes);
+      const Vector<float> pivot = pivots.pivots(),
+                          deviation = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return (g[c] - pivot) * y[c]; }),
+                          rest = deviation / pivots.divisor;
+      for (int64_t c = 0; c < classes; ++c) g[c] = ((g[c] - pivot) - rest) * y[c];
+    } else if constexpr (kLog) {
+      const auto sums = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c]; });
+      Vector<T> total;
+      if constexpr (std::is_same_v<R, float>)
+        for (int l = 0; l < kLanes<T>; ++l) total[l] = static_cast<T>(sums.lane(l));
+      else
+        total = sums;
+      for (int64_t c = 0; c < classes; ++c) g[c] = minus_product(g[c], exp_rounded_to<E>(y[c]), total);
+    } else {
+      const Vector<T> total = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c] * y[c]; });
+      for (int64_t c = 0; c < classes; ++c) g[c] = (g[c] - total) * y[c];
+    }
+    store_block<E>(problem, problem.grad_input, block, g);
+  });
+}
+
+bool has_contiguous_rows(const RowProblem& problem) {
+  return problem.inner == 1 && problem.grad.stride[1] == 1 && problem.output.stride[1] == 1 &&
+         problem.grad_input.stride[1] == 1 && problem.grad_input.stride[0] == problem.classes;
+}
+
+}  // namespace
+
+void softmax_backward(const RowProblem& problem, const Executor& executor) {
+  visit_row_types(problem, [&](auto e, auto r) {
+    visit_bool(problem.log, [&](auto log) {
+      using E = decltype(e);
+      using R = decltype(r);
+      constexpr bool kLog = decltype(log)::value;
+      if (problem.classes > 1 && problem.classes <= kChunk && has_contiguous_rows(problem))
+        contiguous_softmax_backward<E, R, kLog>(problem, executor);
+      else if (is_short(problem, kMaxShortClasses * 3 / 4))
+        short_softmax_backward<E, R, kLog>(problem, executor);
+      else
+        run_rows<SoftmaxBackwardOp<E, R, kLog>>(problem, executor);
+    });
+  });
+}
+
+}  // namespace flash_online::cpu::FLASH_ONLINE_ISA
