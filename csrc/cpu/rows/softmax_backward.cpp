@@ -181,7 +181,7 @@ struct ContiguousRows {
       constexpr bool kAsks = kRows < kMostRows;  // as rows are few otherwise
       Vector<float> magnitudes[kRows], weights[kRows];
       for (int r = 0; r < kRows; ++r) {
-        const MeanLanes lanes = mean_lanes < kUnits, kRows<kMostRows>(row(r));
+        const MeanLanes lanes = mean_lanes<kUnits, kAsks>(row(r));
         sums[r] = lanes.product, magnitudes[r] = lanes.magnitude, weights[r] = lanes.weight;
       }
       const Pivots pivots({total(sums), kAsks ? total(magnitudes) : Vector<float>{}, total(weights)}, kAsks ? count : 0);

@@ -86,7 +86,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   if constexpr (kCutsTiles) {
     const TilePart part = a.kv_grad_parts.cuts.part_of(index);
     index = part.tile;
-    // Until the tile's blocks are known these wait here, and not in registers, of which the producer warp has few.
+    // Which part it is stays in shared memory until the tile's blocks are known: the producer warp has few registers.
     if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
   }
   const int64_t in_list = a.sections.in_list_order ? index : tile_index_in_sections(a.tile_list, index, a.sections);

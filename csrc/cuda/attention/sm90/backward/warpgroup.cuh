@@ -456,8 +456,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 #pragma unroll
     for (float& x : flat(score)) x = tanh_of_exponent(x * to_exponent);
   }
-  // Of scores in these units, some of which may be hidden: exponentiates them into the block's weights. `sloped`: the weights
-  // times the derivative of the softcap, 1 - x^2.
+  // Exponentiates scores that apply_softcap has made, x, into the block's weights; hidden scores are -inf. `sloped` gets the
+  // weights times the derivative of the softcap, 1 - x^2.
   __device__ __forceinline__ void exp_softcapped_scores(int stage, const ScoreAccumulator& score, const Prefetch& now,
                                                         PackedScores& weight, PackedScores& sloped) const {
     const float cap = a.score_mod.cap;
