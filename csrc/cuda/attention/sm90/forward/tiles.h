@@ -161,7 +161,9 @@ inline constexpr ForwardSm90Tile kForwardSm90FloatMask[] = {
 inline constexpr int kForwardSm90Entries = static_cast<int>(sizeof(kForwardSm90Plain) / sizeof(kForwardSm90Plain[0]));
 
 // The largest head dims that run with options, with dropout, and over packed sequences.
-inline constexpr int kForwardSm90MaxOptionsHeadDim = 256, kForwardSm90MaxDropoutHeadDim = 192, kForwardSm90MaxPackedHeadDim = 256;
+inline constexpr int kForwardSm90MaxOptionsHeadDim = 256;
+inline constexpr int kForwardSm90MaxDropoutHeadDim = 192;
+inline constexpr int kForwardSm90MaxPackedHeadDim = 256;
 
 // The entry of a table that stands for an entry of kForwardSm90Plain. Called at compile time: a missing entry is an error.
 template <size_t kCount>
