@@ -147,7 +147,7 @@ LONG = ((128, 32768), (512, 32768), (32, 131072), (64, 262144))  # vocabularies
 FEW = ((8, 262144), (1, 1048576))  # one step of decoding: fewer rows than it takes to keep the threads busy
 
 CPU = [
-    *(case for dtype in (FLOAT, BFLOAT) for case in _attention_kinds(dtype)),
+    *(case for dtype in (FLOAT, BFLOAT, HALF) for case in _attention_kinds(dtype)),
     *_rows("softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "one read of the row where three passes read it three times"),
     *_rows("log_softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "the same rows: the logarithm must cost nothing more"),
     *_rows("cross_entropy", SHORT + LONG + FEW, (FLOAT, BFLOAT), "reads the logits once, writes none"),

@@ -108,7 +108,7 @@ def targets(results: list[dict]) -> list[dict]:
     beside_flash = [r for r in attention if r["ratio"]["against"] == FLASH]
     plain = [r for r in beside_flash if "window" not in r["options"]]  # a window's speed-up would flatter the mean
     found = []
-    for dtype, least, least_each in (("float32", 1.0, 0.85), ("bfloat16", 0.9, None)):
+    for dtype, least, least_each in (("float32", 1.0, 0.85), ("bfloat16", 0.9, None), ("float16", 1.0, None)):
         of_dtype = [r for r in plain if r["dtype"] == dtype]
         found += _faster(f"attention, {dtype}, x {FLASH}", of_dtype, least=least, least_each=least_each)
     long_window = [r for r in beside_flash if "window" in r["options"] and r["sizes"]["L"] == 8192]

@@ -137,6 +137,32 @@ def test_scores_of_a_lone_key_have_no_gradient(head_dim, deterministic, options,
             assert grad.count_nonzero() == 0
 
 
+def test_float16_keeps_its_digits(device):
+    """A lone key: the output is its value and lse its score, with all of float16's 11 digits, subnormal numbers among them."""
+    query, key, value = (torch.randint(1025, 2048, (1, 2, n, 72), device=device) for n in (40, 1, 1))
+    query, key, value = query.half() / 1024, key.half() / 1024, (value - 1024).half() * 2.0**-24
+    query[..., ::2] *= -1
+    value[..., 1::2] *= -(2.0**20)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    out, lse = flash_online.attention(*leaves, scale=1.0, return_lse=True)
+    assert torch.equal(out, value.expand_as(out))
+    score = (query.double() @ key.double().mT)[..., 0]
+    torch.testing.assert_close(lse.double(), score, rtol=1e-6, atol=1e-4)
+    grad_out = torch.zeros_like(out)
+    grad_out[:, :, 7] = value[:, :, 0]
+    assert torch.equal(torch.autograd.grad(out, value, grad_out)[0], value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_of_minus_infinity_by_infinite_keys(dtype, device):
+    """An infinite key whose scores are -inf weighs nothing, whatever digits the factors of its products have."""
+    query, key, value = (made(1, 1, n, 64, dtype=dtype, device=device) for n in (70, 200, 200))
+    query[..., 5] = torch.where(torch.arange(70, device=device) % 2 == 0, 1.0, 1.0009765625).to(dtype)
+    expected = flash_online.attention(query, key[:, :, :199], value[:, :, :199])
+    key[0, 0, 199, 5] = -INF
+    torch.testing.assert_close(flash_online.attention(query, key, value), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_reach_their_rows(dtype, device):
     query, key, value = (made(1, 1, 200, 64, dtype=dtype, device=device) for _ in range(3))
@@ -145,6 +171,6 @@ def test_nan_and_infinity_reach_their_rows(dtype, device):
     bad = torch.zeros(200, dtype=torch.bool, device=device)
     bad[[3, 150]] = True
     assert out[0, 0, bad].isnan().all() and out[0, 0, ~bad].isfinite().all()
-    value[0, 0, 199, 7] = INF
+    value[0, 0, 199, 7], value[0, 0, 198, 9] = INF, -INF
     out = flash_online.attention(query[:, :, 4:100], key, value)
-    assert (out[..., 7] == INF).all() and out[..., 8:].isfinite().all()
+    assert (out[..., 7] == INF).all() and (out[..., 9] == -INF).all() and out[..., 10:].isfinite().all()

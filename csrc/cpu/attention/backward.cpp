@@ -250,9 +250,8 @@ struct BackwardScratch : GradientScratch<E> {
   using F = Operand<E>;
   F *keys, *values;  // the rows of a span, where they are copied: [span, operand_pitch(head_dim or head_dim_v)]
   F* key_columns;  // paired: [span / kKeys, padded(head_dim), kKeys]
-  F *key_padded, *pairs;  // paired: two buffers [kKeys, padded(head_dim)]
+  F* pairs;  // paired: a buffer [kKeys / 2, padded(head_dim)] pairs
   F *query_rows, *grad_out_rows;  // [kQueries, padded(head_dim)], [kQueries, padded(head_dim_v)]; paired by columns
-  F* unpaired_rows;  // paired: [kQueries, the larger of the two padded head dims]
   F *weight_rows, *grad_rows;  // paired: [kKeys, kQueries] each
   F* grad_pairs;  // paired: [kKeys / 2, kQueries] pairs
   A* grad_query;  // a DqTile
@@ -267,11 +266,9 @@ struct BackwardScratch : GradientScratch<E> {
     values = allocator.take<F>(span * operand_pitch<F>(problem.head_dim_v));
     constexpr int64_t paired = kPaired<F> ? 1 : 0;
     key_columns = allocator.take<F>(paired * span * padded_head_dim);
-    key_padded = allocator.take<F>(paired * kKeys * padded_head_dim);
     pairs = allocator.take<F>(paired * kKeys * padded_head_dim);
     query_rows = allocator.take<F>(kQueries * padded_head_dim);
     grad_out_rows = allocator.take<F>(kQueries * padded_head_dim_v);
-    unpaired_rows = allocator.take<F>(paired * kQueries * std::max(padded_head_dim, padded_head_dim_v));
     weight_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_pairs = allocator.take<F>(paired * kKeys * kQueries);
@@ -284,15 +281,12 @@ struct BackwardScratch : GradientScratch<E> {
 
 // The rows of a tile of queries as the right operand of a matmul over queries: [queries, padded(head_dim)], paired by columns.
 template <class E>
-RowMatrix<Operand<E>> right_operand_rows(const ConstView4& view, const QueryTile& query, int64_t head_dim, Operand<E>* copy,
-                                         [[maybe_unused]] Operand<E>* unpaired) {
+RowMatrix<Operand<E>> right_operand_rows(const ConstView4& view, const QueryTile& query, int64_t head_dim, Operand<E>* copy) {
   using F = Operand<E>;
   const auto from = matrix_of<const E>(view, query.batch, query.head, query.first);
   const int64_t pitch = padded(head_dim);
   if constexpr (kPaired<F>) {
-    const int64_t rows = round_up(query.rows, kDepthStep<F>);
-    load_rows<E>(from, query.rows, head_dim, unpaired, rows, pitch);
-    pair_rows(unpaired, rows, pitch, copy);
+    load_row_pairs<E>(from, query.rows, head_dim, copy, round_up(query.rows, kDepthStep<F>), pitch);
   } else {
     if constexpr (std::is_same_v<E, F>)
       if (from.column_stride == 1 && head_dim == pitch) return {from.data, from.row_stride};
@@ -342,9 +336,10 @@ FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64
   const int64_t padded_head_dim = padded(problem.head_dim);
   for (int64_t begin = start; begin < end; begin += kKeys) {
     const auto from = matrix_of<const E>(problem.key, batch, key_head, begin);
-    load_rows<E>(from, std::min(kKeys, end - begin), problem.head_dim, tile.key_padded, kKeys, padded_head_dim);
-    transpose_pairs(tile.key_padded, kKeys, padded_head_dim, tile.pairs, tile.key_columns + (begin - start) * padded_head_dim,
-                    kKeys);
+    constexpr int parts = kParts<Operand<E>>;
+    load_row_pairs<E>(from, std::min(kKeys, end - begin), problem.head_dim, tile.pairs, kKeys, padded_head_dim);
+    transpose_pairs(tile.pairs, padded_head_dim * parts, kKeys / 2, padded_head_dim,
+                    tile.key_columns + (begin - start) * padded_head_dim, kKeys / 2 * parts);
   }
 }
 
@@ -362,7 +357,7 @@ template <class E, class A = Accumulator<E>>
 void sum_keys(const AttentionProblem& problem, const SpanHead<E>& head, int64_t begin, int64_t count, const DqTile<A>& dq) {
   const Operand<E>* key = head.keys.data + (begin - head.start) * head.keys.pitch;
   for (int64_t k = 0; k < count; ++k, key += head.keys.pitch)
-    for (int64_t e = 0; e < problem.head_dim; ++e) dq.key_sum[e] += widen(key[e]);
+    for (int64_t e = 0; e < problem.head_dim; ++e) dq.key_sum[e] += widen_element(key, e);
   *dq.key_count = static_cast<A>(count);
 }
 
@@ -375,9 +370,8 @@ bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& g
   using A = Accumulator<E>;
   if (mask.wanted) mask.begin(problem, query, head.index);
   load_queries(problem, gradients, query, tile);
-  const auto query_rows = right_operand_rows<E>(problem.query, query, problem.head_dim, tile.query_rows, tile.unpaired_rows),
-             grad_out_rows =
-                 right_operand_rows<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out_rows, tile.unpaired_rows);
+  const auto query_rows = right_operand_rows<E>(problem.query, query, problem.head_dim, tile.query_rows),
+             grad_out_rows = right_operand_rows<E>(gradients.grad_out, query, problem.head_dim_v, tile.grad_out_rows);
   std::fill_n(tile.row_sum, kQueries, A(0));
   const DqTile<A> dq(problem, tile.grad_query);
   A* excess = dq.excess;

@@ -44,15 +44,9 @@ struct KeyValueOperands {
 };
 
 template <class E>
-struct PairScratch {
-  Operand<E>*rows = nullptr, *pairs = nullptr;
-
-  PairScratch(const AttentionProblem& problem, ScratchAllocator& allocator) {
-    if (!kPaired<Operand<E>>) return;
-    rows = allocator.take<Operand<E>>(kKeys * padded(problem.head_dim_v));
-    pairs = allocator.take<Operand<E>>(kKeys * padded(problem.head_dim_v));
-  }
-};
+Operand<E>* take_value_pairs(const AttentionProblem& problem, ScratchAllocator& allocator) {
+  return allocator.take<Operand<E>>(kPaired<Operand<E>> ? kKeys * padded(problem.head_dim_v) : 0);
+}
 
 // Copies one block of a sequence's keys and values, of one head.
 template <class E>
@@ -69,9 +63,10 @@ void copy_key_block(const SequenceProblem& sequence, const KeyValueOperands<E>& 
   F* to = operands.value_rows(sequence, head, begin);
   if constexpr (kPaired<F>) {
     ScratchAllocator allocator(scratch);
-    const PairScratch<E> pack(problem, allocator);
-    load_rows<E>(from, count, problem.head_dim_v, pack.rows, kKeys, operands.value_pitch);
-    transpose_pairs(pack.rows, kKeys, operands.value_pitch, pack.pairs, to, kKeys);
+    F* const pairs = take_value_pairs<E>(problem, allocator);
+    const int64_t pitch = operands.value_pitch;
+    load_row_pairs<E>(from, count, problem.head_dim_v, pairs, kKeys, pitch);
+    transpose_pairs(pairs, pitch * kParts<F>, kKeys / 2, pitch, to, kKeys / 2 * kParts<F>);
   } else {
     load_rows<E>(from, count, problem.head_dim_v, to, count, operands.value_pitch);
   }
@@ -171,14 +166,14 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
         int64_t k = 0;
         for (; k + 4 <= count; k += 4) {
           const Vector<A> first = exp_scores(k, 0), second = exp_scores(k + 1, 1);
-          store_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
+          store_narrowed_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
           const Vector<A> third = exp_scores(k + 2, 2), fourth = exp_scores(k + 3, 3);
-          store_pairs(tile.weight_pairs + (k + 2) * kQueries + 2 * l, third, fourth);
+          store_narrowed_pairs(tile.weight_pairs + (k + 2) * kQueries + 2 * l, third, fourth);
         }
         for (int lane = 0; k < paired_count; k += 2, lane ^= 2) {
           const Vector<A> first = k < count ? exp_scores(k, lane) : Vector<A>{},
                           second = k + 1 < count ? exp_scores(k + 1, lane + 1) : Vector<A>{};
-          store_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
+          store_narrowed_pairs(tile.weight_pairs + k * kQueries + 2 * l, first, second);
         }
       }
     }
@@ -319,7 +314,7 @@ Memory forward_memory(const AttentionProblem& call) {
   ScratchAllocator scratch(nullptr), pack(nullptr), shared(nullptr);
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
     ForwardScratch<E>(call, scratch);
-    PairScratch<E>(call, pack);
+    take_value_pairs<E>(call, pack);
     forward_tiles(call, shared);
     KeyValueOperands<E>(call, shared);
   });

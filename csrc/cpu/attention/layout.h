@@ -87,6 +87,69 @@ __attribute__((noinline)) void store_transposed(const A* from, int64_t pitch, co
   }
 }
 
+// Two vectors as the upper and the lower halves of the words of one: neighbours in a column become a pair.
+FLASH_ONLINE_INLINE Vector<uint32_t> join_upper_halves(Vector<float> first, Vector<float> second) {
+  return reinterpret_cast<Vector<uint32_t>>(first) >> 16 | (reinterpret_cast<Vector<uint32_t>>(second) & 0xffff0000u);
+}
+
+// The parts of a number, each a float whose lower half is 0 or does not count. That a second part has the sign of the number,
+// and is 0 only where it is 0, is said at SplitFloat16.
+struct TwoParts {
+  Vector<float> first, second;
+};
+FLASH_ONLINE_INLINE Vector<float> first_part(Vector<float> x) {
+  return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0xffff0000u);
+}
+// A number of at most 16 digits, without rounding.
+FLASH_ONLINE_INLINE TwoParts split_exactly(Vector<float> x) {
+  const Vector<float> first = first_part(x);
+  return {first, x == first ? x * 0x1p-40f : x - first};
+}
+// A float, with an error of 2^-16 of it: what is added goes against what the second part loses.
+FLASH_ONLINE_INLINE TwoParts split_rounded(Vector<float> x) {
+  const Vector<float> first = first_part(x);
+  return {first, x * (1.f + 0x1p-17f) - first};
+}
+
+// The elements [column, column + kLanes) of a row, widened; 0 where there are none.
+template <class E>
+FLASH_ONLINE_INLINE Vector<float> load_part_of_row(Matrix<const E> from, int64_t rows, int64_t columns, int64_t r,
+                                                   int64_t column) {
+  const E* row = from.data + r * from.row_stride;
+  if (r < rows && from.column_stride == 1 && column + kLanes<float> <= columns) return load_widened(row + column);
+  Vector<float> x = {};
+  for (int l = 0; r < rows && l < kLanes<float> && column + l < columns; ++l)
+    x[l] = widen(row[(column + l) * from.column_stride]);
+  return x;
+}
+
+// Stores 32 neighbours of a row as a left operand has them: a vector for each part.
+FLASH_ONLINE_INLINE void store_row(BFloat16* to, Vector<float> first, Vector<float> second) {
+  store_narrowed(to, first);
+  store_narrowed(to + kLanes<float>, second);
+}
+FLASH_ONLINE_INLINE void store_row(SplitFloat16* to, TwoParts first, TwoParts second) {
+  constexpr int n = kLanes<float>;
+  const auto store = [](BFloat16* half, Vector<float> x) FLASH_ONLINE_LAMBDA_INLINE {
+    const auto bits = __builtin_convertvector(reinterpret_cast<Vector<uint32_t>>(x) >> 16, Vector16BitOf::type);
+    *reinterpret_cast<Vector16BitOf::unaligned*>(half) = bits;
+  };
+  BFloat16* const parts = to->part;
+  store(parts, first.first), store(parts + n, second.first);
+  store(parts + 2 * n, first.second), store(parts + 3 * n, second.second);
+}
+
+// Element e of a row that store_row wrote, or of a tensor's.
+template <class F>
+FLASH_ONLINE_INLINE auto widen_element(const F* row, int64_t e) {
+  if constexpr (std::is_same_v<F, SplitFloat16>) {
+    const BFloat16* parts = row[e / 32 * 32].part + e % 32;
+    return widen(parts[0]) + widen(parts[32]);
+  } else {
+    return widen(row[e]);
+  }
+}
+
 // Copies a matrix to to[padded_rows, pitch], widened unless F is E; the padding becomes 0.
 template <class E, class F>
 __attribute__((noinline)) void load_rows(Matrix<const E> from, int64_t rows, int64_t columns, F* to, int64_t padded_rows,
@@ -95,7 +158,12 @@ __attribute__((noinline)) void load_rows(Matrix<const E> from, int64_t rows, int
     const E* row = from.data + r * from.row_stride;
     F* to_row = to + r * pitch;
     int64_t c = 0;
-    if constexpr (std::is_same_v<E, F>) {
+    if constexpr (std::is_same_v<F, SplitFloat16>) {
+      for (; c < pitch; c += 32)
+        store_row(to_row + c, split_exactly(load_part_of_row(from, rows, columns, r, c)),
+                  split_exactly(load_part_of_row(from, rows, columns, r, c + kLanes<float>)));
+      continue;
+    } else if constexpr (std::is_same_v<E, F>) {
       if (from.column_stride == 1) std::copy_n(row, columns, to_row), c = columns;
       for (; c < columns; ++c) to_row[c] = row[c * from.column_stride];
     } else {
@@ -122,34 +190,27 @@ void store_rows(const A* from, int64_t pitch, A scale, int64_t rows, int64_t col
   }
 }
 
-// The following functions make the pairs of BFloat16 that a paired matmul reads. A pair is moved as a float, by its bits.
+// The following functions make the pairs that a paired matmul reads. A pair is moved as a float, by its bits.
 
-// Writes the transpose of from[rows, columns] as to[columns / 2, pitch] pairs: neighbours in a row become a pair.
-inline void pair_columns(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* to, int64_t pitch) {
-  load_transposed<float>(Matrix<const float>{reinterpret_cast<const float*>(from), columns / 2, 1}, rows, columns / 2,
-                         reinterpret_cast<float*>(to), pitch);
+// Writes the transpose of words[rows, columns], of each part, to to[columns, to_pitch]; a pitch counts floats. Rows and columns
+// are multiples of 16.
+template <class F>
+__attribute__((noinline)) void transpose_pairs(const F* from, int64_t pitch, int64_t rows, int64_t columns, F* to,
+                                               int64_t to_pitch) {
+  constexpr int n = kLanes<float>, parts = kParts<F>;
+  const float* from_words = reinterpret_cast<const float*>(from);
+  float* to_words = reinterpret_cast<float*>(to);
+  for (int64_t r = 0; r < rows; r += n)
+    for (int64_t c = 0; c < columns; c += n)
+      for (int part = 0; part < parts; ++part) {
+        Vector<float> square[n];
+        for (int i = 0; i < n; ++i) square[i] = load_vector(from_words + (r + i) * pitch + c * parts + part * n);
+        transpose<float>(square);
+        for (int i = 0; i < n; ++i) store_vector(to_words + (c + i) * to_pitch + r * parts + part * n, square[i]);
+      }
 }
 
-// Writes from[rows, columns] as to[rows / 2, columns] pairs: neighbours in a column become a pair. `rows` is even and `columns`
-// is padded().
-inline void pair_rows(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* to) {
-  for (int64_t r = 0; r < rows; r += 2)
-    for (int64_t c = 0; c < columns; c += kLanes<float>) {
-      // Widening moves a BFloat16 to the upper half of its 32 bits.
-      const auto low = reinterpret_cast<Vector<uint32_t>>(load_widened(from + r * columns + c)) >> 16;
-      const auto high = reinterpret_cast<Vector<uint32_t>>(load_widened(from + (r + 1) * columns + c));
-      store_vector(reinterpret_cast<uint32_t*>(to + r * columns + 2 * c), low | high);
-    }
-}
-
-// Writes the transpose of from[rows, columns] to to[columns, pitch]; `pairs` is a buffer as large as `from`.
-inline void transpose_pairs(const BFloat16* from, int64_t rows, int64_t columns, BFloat16* pairs, BFloat16* to, int64_t pitch) {
-  pair_rows(from, rows, columns, pairs);
-  load_transposed<float>(Matrix<const float>{reinterpret_cast<const float*>(pairs), columns, 1}, rows / 2, columns,
-                         reinterpret_cast<float*>(to), pitch / 2);
-}
-
-// Narrows two rows of floats and stores them as one row of pairs.
+// Stores two rows as one row of pairs.
 FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
 #if defined(__AVX512BF16__)
   const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
@@ -160,22 +221,60 @@ FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<f
   for (int l = 0; l < kLanes<float>; ++l) to[2 * l] = narrow<BFloat16>(first[l]), to[2 * l + 1] = narrow<BFloat16>(second[l]);
 #endif
 }
+FLASH_ONLINE_INLINE void store_pairs(SplitFloat16* to, TwoParts first, TwoParts second) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(to);
+  store_vector(words, join_upper_halves(first.first, second.first));
+  store_vector(words + kLanes<float>, join_upper_halves(first.second, second.second));
+}
+
+// Stores two rows of sums, narrowed, as one row of pairs.
+FLASH_ONLINE_INLINE void store_narrowed_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
+  store_pairs(to, first, second);
+}
+FLASH_ONLINE_INLINE void store_narrowed_pairs(SplitFloat16* to, Vector<float> first, Vector<float> second) {
+  store_pairs(to, split_rounded(first), split_rounded(second));
+}
+
+// Copies a matrix as to[padded_rows / 2, pitch] pairs: neighbours in a column become a pair; the padding becomes 0.
+template <class E, class F>
+__attribute__((noinline)) void load_row_pairs(Matrix<const E> from, int64_t rows, int64_t columns, F* to, int64_t padded_rows,
+                                              int64_t pitch) {
+  for (int64_t r = 0; r < padded_rows; r += 2)
+    for (int64_t c = 0; c < pitch; c += kLanes<float>) {
+      const Vector<float> first = load_part_of_row(from, rows, columns, r, c),
+                          second = load_part_of_row(from, rows, columns, r + 1, c);
+      F* const pairs = to + r * pitch + 2 * c;
+      if constexpr (kParts<F> == 2)
+        store_pairs(pairs, split_exactly(first), split_exactly(second));
+      else
+        store_vector(reinterpret_cast<uint32_t*>(pairs), join_upper_halves(first, second));
+    }
+}
 
 // Writes from[rows, pitch], narrowed, to to[padded_rows, pitch]; the padding of rows and of columns becomes 0.
-inline void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t padded_columns,
-                        int64_t pitch, BFloat16* to) {
+template <class F>
+void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t padded_columns, int64_t pitch,
+                 F* to) {
+  constexpr int n = kLanes<float>;
   for (int64_t r = 0; r < padded_rows; ++r)
-    for (int64_t l = 0; l < padded_columns; l += kLanes<float>)
-      store_narrowed(to + r * pitch + l, r < rows && l < columns ? load_vector(from + r * pitch + l) : Vector<float>{});
+    for (int64_t l = 0; l < padded_columns; l += 2 * n) {
+      const auto load = [&](int64_t column) {
+        return r < rows && column < columns ? load_vector(from + r * pitch + column) : Vector<float>{};
+      };
+      if constexpr (kParts<F> == 2)
+        store_row(to + r * pitch + l, split_rounded(load(l)), split_rounded(load(l + n)));
+      else
+        store_row(to + r * pitch + l, load(l), load(l + n));
+    }
 }
 
 // Writes from[rows, pitch], narrowed, as to[padded_rows / 2, pitch] pairs; the padding becomes 0.
-inline void narrow_to_pairs(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t pitch,
-                            BFloat16* to) {
+template <class F>
+void narrow_to_pairs(const float* from, int64_t rows, int64_t padded_rows, int64_t columns, int64_t pitch, F* to) {
   for (int64_t l = 0; l < columns; l += kLanes<float>)
     for (int64_t r = 0; r < padded_rows; r += 2)
-      store_pairs(to + r * pitch + 2 * l, r < rows ? load_vector(from + r * pitch + l) : Vector<float>{},
-                  r + 1 < rows ? load_vector(from + (r + 1) * pitch + l) : Vector<float>{});
+      store_narrowed_pairs(to + r * pitch + 2 * l, r < rows ? load_vector(from + r * pitch + l) : Vector<float>{},
+                           r + 1 < rows ? load_vector(from + (r + 1) * pitch + l) : Vector<float>{});
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -3,7 +3,7 @@
 //
 // Operand<E> is the type in which elements of type E are multiplied: float and double as they are, 16-bit elements as float.
 // BFloat16 stays as it is where the instruction set multiplies pairs of it and adds in float (the VNNI layout); the depth then
-// runs in pairs, and b is [depth / 2, columns, 2].
+// runs in pairs, and b is [depth / 2, columns, 2]. Where tile registers multiply such pairs, Float16 becomes SplitFloat16.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,43 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-#if defined(__AVX512BF16__)
-template <class E>
-using Operand = std::conditional_t<std::is_same_v<E, BFloat16>, BFloat16, Accumulator<E>>;
-#else
-template <class E>
-using Operand = Accumulator<E>;
-#endif
+// A Float16 as the sum of two BFloat16, which is exact: 8 of its 11 digits, and the other 3. The product of two is a sum of
+// four products of BFloat16. The unit of memory of such numbers is the vector: a vector of pairs of first parts is followed by
+// the vector of their second parts. Offsets in a row are therefore multiples of 32 elements, and in a row of pairs of 16 pairs.
+//
+// A second part has the sign of its number and is 0 only where the number is 0, so that infinity times a number stays infinity.
+struct SplitFloat16 {
+  BFloat16 part[2];
+};
 
+template <class E>
+struct OperandOf {
+  using type = Accumulator<E>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct OperandOf<BFloat16> {
+  using type = BFloat16;
+};
+#endif
+#if defined(__AMX_BF16__)
+template <>
+struct OperandOf<Float16> {
+  using type = SplitFloat16;
+};
+#endif
+template <class E>
+using Operand = typename OperandOf<E>::type;
+
+// How many BFloat16 a number is the sum of; 0: it is not multiplied in pairs of BFloat16.
 template <class F>
-constexpr bool kPaired = std::is_same_v<F, BFloat16>;
+constexpr int kParts = 0;
+template <>
+inline constexpr int kParts<BFloat16> = 1;
+template <>
+inline constexpr int kParts<SplitFloat16> = 2;
+template <class F>
+constexpr bool kPaired = kParts<F> > 0;
 // The depth and the rows of a paired matmul are padded to the shape of the AMX tile registers, which have no tails.
 template <class F>
 constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
@@ -46,6 +73,10 @@ struct WordOf {
 template <>
 struct WordOf<BFloat16> {
   using type = float;  // the bits of a pair
+};
+template <>
+struct WordOf<SplitFloat16> {
+  using type = float;
 };
 template <class F>
 using Word = typename WordOf<F>::type;
@@ -129,60 +160,75 @@ class AmxTiles {
   AmxTiles& operator=(const AmxTiles&) = delete;
 };
 
-// Computes 32 x 32 of c at a time: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. Rows and columns are
-// multiples of 16, and so is `words`; a last block of 16 uses one tile instead of two.
-inline void matmul_in_amx_tiles(bool add, int64_t rows, int64_t columns, int64_t words, const float* a, int64_t a_row,
-                                const float* b, int64_t b_row, float* c, int64_t c_row) {
+// Computes up to 32 x 32 of c: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. `words` counts the pairs of the
+// depth, a multiple of 16; a_row, b_row and c_row count floats.
+template <int kParts, bool kTwoRows, bool kTwoColumns>
+FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float* a, int64_t a_row, const float* b,
+                                            int64_t b_row, float* c, int64_t c_row) {
+  constexpr int64_t kVector = 16;  // words of a tile's row
   const int64_t a_bytes = a_row * 4, b_bytes = b_row * 4, c_bytes = c_row * 4;
-  for (int64_t j = 0; j < columns; j += 32) {
-    const bool two_columns = j + 16 < columns;
-    for (int64_t i = 0; i < rows; i += 32) {
-      const bool two_rows = i + 16 < rows;
-      float *c0 = c + i * c_row + j, *c1 = c0 + 16 * c_row;
-      if (add) {
-        _tile_loadd(0, c0, c_bytes);
-        if (two_columns) _tile_loadd(1, c0 + 16, c_bytes);
-        if (two_rows) _tile_loadd(2, c1, c_bytes);
-        if (two_rows && two_columns) _tile_loadd(3, c1 + 16, c_bytes);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-      const float *a0 = a + i * a_row, *a1 = a0 + 16 * a_row, *b0 = b + j;
-      if (two_rows && two_columns) {
-        for (int64_t k = 0; k < words; k += 16) {
-          _tile_loadd(4, a0 + k, a_bytes);
-          _tile_loadd(6, b0 + k * b_row, b_bytes);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(7, b0 + k * b_row + 16, b_bytes);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_loadd(5, a1 + k, a_bytes);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      } else {
-        for (int64_t k = 0; k < words; k += 16) {
-          _tile_loadd(4, a0 + k, a_bytes);
-          _tile_loadd(6, b0 + k * b_row, b_bytes);
-          _tile_dpbf16ps(0, 4, 6);
-          if (two_columns) {
-            _tile_loadd(7, b0 + k * b_row + 16, b_bytes);
-            _tile_dpbf16ps(1, 4, 7);
-          }
-          if (two_rows) {
-            _tile_loadd(5, a1 + k, a_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-          }
-        }
-      }
-      _tile_stored(0, c0, c_bytes);
-      if (two_columns) _tile_stored(1, c0 + 16, c_bytes);
-      if (two_rows) _tile_stored(2, c1, c_bytes);
-      if (two_rows && two_columns) _tile_stored(3, c1 + 16, c_bytes);
+  float* const c1 = c + 16 * c_row;
+  if (add) {
+    _tile_loadd(0, c, c_bytes);
+    if (kTwoColumns) _tile_loadd(1, c + 16, c_bytes);
+    if (kTwoRows) _tile_loadd(2, c1, c_bytes);
+    if (kTwoRows && kTwoColumns) _tile_loadd(3, c1 + 16, c_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const auto load_a = [&](const float* from) FLASH_ONLINE_LAMBDA_INLINE {
+    _tile_loadd(4, from, a_bytes);
+    if (kTwoRows) _tile_loadd(5, from + 16 * a_row, a_bytes);
+  };
+  const auto load_b = [&](const float* from) FLASH_ONLINE_LAMBDA_INLINE {
+    _tile_loadd(6, from, b_bytes);
+    if (kTwoColumns) _tile_loadd(7, from + kVector * kParts, b_bytes);
+  };
+  const auto multiply = [&]() FLASH_ONLINE_LAMBDA_INLINE {
+    _tile_dpbf16ps(0, 4, 6);
+    if (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
+    if (kTwoRows) _tile_dpbf16ps(2, 5, 6);
+    if (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+  };
+  for (int64_t k = 0; k < words; k += kVector) {
+    const float *a_words = a + k * kParts, *b_words = b + k * b_row;
+    load_a(a_words);
+    load_b(b_words);
+    multiply();
+    if constexpr (kParts == 2) {
+      load_b(b_words + kVector);
+      multiply();
+      load_a(a_words + kVector);
+      multiply();
+      load_b(b_words);
+      multiply();
     }
   }
+  _tile_stored(0, c, c_bytes);
+  if (kTwoColumns) _tile_stored(1, c + 16, c_bytes);
+  if (kTwoRows) _tile_stored(2, c1, c_bytes);
+  if (kTwoRows && kTwoColumns) _tile_stored(3, c1 + 16, c_bytes);
+}
+
+// Rows and columns are multiples of 16.
+template <int kParts>
+inline void matmul_in_amx_tiles(bool add, int64_t rows, int64_t columns, int64_t words, const float* a, int64_t a_row,
+                                const float* b, int64_t b_row, float* c, int64_t c_row) {
+  for (int64_t j = 0; j < columns; j += 32)
+    for (int64_t i = 0; i < rows; i += 32) {
+      const auto block = [&]<bool kTwoRows, bool kTwoColumns>() FLASH_ONLINE_LAMBDA_INLINE {
+        multiply_amx_block<kParts, kTwoRows, kTwoColumns>(add, words, a + i * a_row, a_row, b + j * kParts, b_row,
+                                                          c + i * c_row + j, c_row);
+      };
+      const bool two_rows = i + 16 < rows;
+      if (j + 16 < columns)
+        two_rows ? block.template operator()<true, true>() : block.template operator()<false, true>();
+      else
+        two_rows ? block.template operator()<true, false>() : block.template operator()<false, false>();
+    }
 }
 
 #else
@@ -202,7 +248,8 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
   constexpr int64_t pair = kPaired<F> ? 2 : 1;
   const Word<F>*a_words = reinterpret_cast<const Word<F>*>(a), *b_words = reinterpret_cast<const Word<F>*>(b);
   const int64_t words = depth / pair;
-  a_row /= pair;
+  // In a row of pairs of numbers of several parts there is a word for each part.
+  if (kPaired<F>) a_row = a_row * kParts<F> / 2, b_row *= kParts<F>;
 #if defined(__AMX_BF16__)
   if constexpr (kPaired<F>) {
     if (mode == Accumulate::kRescaleAndAdd)
@@ -210,7 +257,8 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
         const Vector<A> scale = load_vector(factor + j);
         for (int64_t i = 0; i < rows; ++i) store_vector(c + i * c_row + j, load_vector(c + i * c_row + j) * scale);
       }
-    return matmul_in_amx_tiles(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words, b_row, c, c_row);
+    return matmul_in_amx_tiles<kParts<F>>(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words, b_row,
+                                          c, c_row);
   }
 #endif
   constexpr int kStripVectors = kVectorBytes == 64 ? 4 : 2;

@@ -64,7 +64,8 @@ void load_query_lanes(const ConstView4& view, const QueryTile& query, int64_t he
   const auto from = matrix_of<E>(view, query.batch, query.head, query.first);
   if constexpr (kPaired<F>) {
     load_rows<E>(from, query.rows, head_dim, row_buffer, query.lanes, operand_pitch<F>(head_dim));
-    pair_columns(row_buffer, query.lanes, operand_pitch<F>(head_dim), to, kQueries);
+    const int64_t words = operand_pitch<F>(head_dim) / 2;  // neighbours in a row are a pair
+    transpose_pairs(row_buffer, words * kParts<F>, query.lanes, words, to, kQueries * kParts<F>);
   } else {
     load_transposed<E>(from, query.rows, head_dim, to, kQueries);
   }
