@@ -62,7 +62,12 @@ struct RowProblem {
   void* workspace = nullptr;  // on CUDA: as much as cuda::<operator>_workspace(problem) says, aligned to 16 bytes
 };
 
-// The number of elements of a tensor from which a further thread is worthwhile.
-constexpr int64_t kRowGrain = 16384;
+// The number of elements from which a work item on the CPU, and a further thread, is worthwhile. Small tensors have smaller
+// items, since they would have only one.
+inline int64_t row_grain(const RowProblem& problem) {
+  constexpr int64_t kLeast = 8192, kMost = 16384, kItems = 8;
+  const int64_t share = problem.outer * problem.classes * problem.inner / kItems;
+  return share < kLeast ? kLeast : share > kMost ? kMost : share;
+}
 
 }  // namespace flash_online

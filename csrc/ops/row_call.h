@@ -125,9 +125,9 @@ struct RowsOnCpu : Cpu {
 
   using Kernel = void (*)(const RowProblem&, const cpu::Executor&);
   static void run(Kernel kernel, const RowProblem& problem, const Tensor& like) {
-    const int64_t elements = problem.outer * problem.classes * problem.inner;
+    const int64_t elements = problem.outer * problem.classes * problem.inner, grain = row_grain(problem);
     const cpu::Memory memory{.scratch = kernels().scratch(problem)};
-    kernel(problem, CpuExecutor((elements + kRowGrain - 1) / kRowGrain, memory, like));
+    kernel(problem, CpuExecutor((elements + grain - 1) / grain, memory, like));
   }
 
   static Tensor empty_rows(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {

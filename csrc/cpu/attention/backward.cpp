@@ -336,7 +336,7 @@ FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64
   const int64_t padded_head_dim = padded(problem.head_dim);
   for (int64_t begin = start; begin < end; begin += kKeys) {
     const auto from = matrix_of<const E>(problem.key, batch, key_head, begin);
-    constexpr int parts = kParts<Operand<E>>;
+    constexpr int parts = kSplit<Operand<E>>;
     load_row_pairs<E>(from, std::min(kKeys, end - begin), problem.head_dim, tile.pairs, kKeys, padded_head_dim);
     transpose_pairs(tile.pairs, padded_head_dim * parts, kKeys / 2, padded_head_dim,
                     tile.key_columns + (begin - start) * padded_head_dim, kKeys / 2 * parts);

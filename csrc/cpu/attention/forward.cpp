@@ -66,7 +66,7 @@ void copy_key_block(const SequenceProblem& sequence, const KeyValueOperands<E>& 
     F* const pairs = take_value_pairs<E>(problem, allocator);
     const int64_t pitch = operands.value_pitch;
     load_row_pairs<E>(from, count, problem.head_dim_v, pairs, kKeys, pitch);
-    transpose_pairs(pairs, pitch * kParts<F>, kKeys / 2, pitch, to, kKeys / 2 * kParts<F>);
+    transpose_pairs(pairs, pitch * kSplit<F>, kKeys / 2, pitch, to, kKeys / 2 * kSplit<F>);
   } else {
     load_rows<E>(from, count, problem.head_dim_v, to, count, operands.value_pitch);
   }

@@ -94,19 +94,19 @@ FLASH_ONLINE_INLINE Vector<uint32_t> join_upper_halves(Vector<float> first, Vect
 
 // The parts of a number, each a float whose lower half is 0 or does not count. That a second part has the sign of the number,
 // and is 0 only where it is 0, is said at SplitFloat16.
-struct TwoParts {
+struct SplitVector {
   Vector<float> first, second;
 };
 FLASH_ONLINE_INLINE Vector<float> first_part(Vector<float> x) {
   return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0xffff0000u);
 }
 // A number of at most 16 digits, without rounding.
-FLASH_ONLINE_INLINE TwoParts split_exactly(Vector<float> x) {
+FLASH_ONLINE_INLINE SplitVector split_exactly(Vector<float> x) {
   const Vector<float> first = first_part(x);
   return {first, x == first ? x * 0x1p-40f : x - first};
 }
 // A float, with an error of 2^-16 of it: what is added goes against what the second part loses.
-FLASH_ONLINE_INLINE TwoParts split_rounded(Vector<float> x) {
+FLASH_ONLINE_INLINE SplitVector split_rounded(Vector<float> x) {
   const Vector<float> first = first_part(x);
   return {first, x * (1.f + 0x1p-17f) - first};
 }
@@ -128,7 +128,7 @@ FLASH_ONLINE_INLINE void store_row(BFloat16* to, Vector<float> first, Vector<flo
   store_narrowed(to, first);
   store_narrowed(to + kLanes<float>, second);
 }
-FLASH_ONLINE_INLINE void store_row(SplitFloat16* to, TwoParts first, TwoParts second) {
+FLASH_ONLINE_INLINE void store_row(SplitFloat16* to, SplitVector first, SplitVector second) {
   constexpr int n = kLanes<float>;
   const auto store = [](BFloat16* half, Vector<float> x) FLASH_ONLINE_LAMBDA_INLINE {
     const auto bits = __builtin_convertvector(reinterpret_cast<Vector<uint32_t>>(x) >> 16, Vector16BitOf::type);
@@ -197,7 +197,7 @@ void store_rows(const A* from, int64_t pitch, A scale, int64_t rows, int64_t col
 template <class F>
 __attribute__((noinline)) void transpose_pairs(const F* from, int64_t pitch, int64_t rows, int64_t columns, F* to,
                                                int64_t to_pitch) {
-  constexpr int n = kLanes<float>, parts = kParts<F>;
+  constexpr int n = kLanes<float>, parts = kSplit<F>;
   const float* from_words = reinterpret_cast<const float*>(from);
   float* to_words = reinterpret_cast<float*>(to);
   for (int64_t r = 0; r < rows; r += n)
@@ -221,7 +221,7 @@ FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<f
   for (int l = 0; l < kLanes<float>; ++l) to[2 * l] = narrow<BFloat16>(first[l]), to[2 * l + 1] = narrow<BFloat16>(second[l]);
 #endif
 }
-FLASH_ONLINE_INLINE void store_pairs(SplitFloat16* to, TwoParts first, TwoParts second) {
+FLASH_ONLINE_INLINE void store_pairs(SplitFloat16* to, SplitVector first, SplitVector second) {
   uint32_t* const words = reinterpret_cast<uint32_t*>(to);
   store_vector(words, join_upper_halves(first.first, second.first));
   store_vector(words + kLanes<float>, join_upper_halves(first.second, second.second));
@@ -244,7 +244,7 @@ __attribute__((noinline)) void load_row_pairs(Matrix<const E> from, int64_t rows
       const Vector<float> first = load_part_of_row(from, rows, columns, r, c),
                           second = load_part_of_row(from, rows, columns, r + 1, c);
       F* const pairs = to + r * pitch + 2 * c;
-      if constexpr (kParts<F> == 2)
+      if constexpr (kSplit<F> == 2)
         store_pairs(pairs, split_exactly(first), split_exactly(second));
       else
         store_vector(reinterpret_cast<uint32_t*>(pairs), join_upper_halves(first, second));
@@ -261,7 +261,7 @@ void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, int64_t c
       const auto load = [&](int64_t column) {
         return r < rows && column < columns ? load_vector(from + r * pitch + column) : Vector<float>{};
       };
-      if constexpr (kParts<F> == 2)
+      if constexpr (kSplit<F> == 2)
         store_row(to + r * pitch + l, split_rounded(load(l)), split_rounded(load(l + n)));
       else
         store_row(to + r * pitch + l, load(l), load(l + n));

@@ -44,13 +44,13 @@ using Operand = typename OperandOf<E>::type;
 
 // How many BFloat16 a number is the sum of; 0: it is not multiplied in pairs of BFloat16.
 template <class F>
-constexpr int kParts = 0;
+constexpr int kSplit = 0;
 template <>
-inline constexpr int kParts<BFloat16> = 1;
+inline constexpr int kSplit<BFloat16> = 1;
 template <>
-inline constexpr int kParts<SplitFloat16> = 2;
+inline constexpr int kSplit<SplitFloat16> = 2;
 template <class F>
-constexpr bool kPaired = kParts<F> > 0;
+constexpr bool kPaired = kSplit<F> > 0;
 // The depth and the rows of a paired matmul are padded to the shape of the AMX tile registers, which have no tails.
 template <class F>
 constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
@@ -162,7 +162,7 @@ class AmxTiles {
 
 // Computes up to 32 x 32 of c: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. `words` counts the pairs of the
 // depth, a multiple of 16; a_row, b_row and c_row count floats.
-template <int kParts, bool kTwoRows, bool kTwoColumns>
+template <int kSplit, bool kTwoRows, bool kTwoColumns>
 FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float* a, int64_t a_row, const float* b,
                                             int64_t b_row, float* c, int64_t c_row) {
   constexpr int64_t kVector = 16;  // words of a tile's row
@@ -185,7 +185,7 @@ FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float
   };
   const auto load_b = [&](const float* from) FLASH_ONLINE_LAMBDA_INLINE {
     _tile_loadd(6, from, b_bytes);
-    if (kTwoColumns) _tile_loadd(7, from + kVector * kParts, b_bytes);
+    if (kTwoColumns) _tile_loadd(7, from + kVector * kSplit, b_bytes);
   };
   const auto multiply = [&]() FLASH_ONLINE_LAMBDA_INLINE {
     _tile_dpbf16ps(0, 4, 6);
@@ -194,11 +194,11 @@ FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float
     if (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
   };
   for (int64_t k = 0; k < words; k += kVector) {
-    const float *a_words = a + k * kParts, *b_words = b + k * b_row;
+    const float *a_words = a + k * kSplit, *b_words = b + k * b_row;
     load_a(a_words);
     load_b(b_words);
     multiply();
-    if constexpr (kParts == 2) {
+    if constexpr (kSplit == 2) {
       load_b(b_words + kVector);
       multiply();
       load_a(a_words + kVector);
@@ -214,13 +214,13 @@ FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float
 }
 
 // Rows and columns are multiples of 16.
-template <int kParts>
+template <int kSplit>
 inline void matmul_in_amx_tiles(bool add, int64_t rows, int64_t columns, int64_t words, const float* a, int64_t a_row,
                                 const float* b, int64_t b_row, float* c, int64_t c_row) {
   for (int64_t j = 0; j < columns; j += 32)
     for (int64_t i = 0; i < rows; i += 32) {
       const auto block = [&]<bool kTwoRows, bool kTwoColumns>() FLASH_ONLINE_LAMBDA_INLINE {
-        multiply_amx_block<kParts, kTwoRows, kTwoColumns>(add, words, a + i * a_row, a_row, b + j * kParts, b_row,
+        multiply_amx_block<kSplit, kTwoRows, kTwoColumns>(add, words, a + i * a_row, a_row, b + j * kSplit, b_row,
                                                           c + i * c_row + j, c_row);
       };
       const bool two_rows = i + 16 < rows;
@@ -249,7 +249,7 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
   const Word<F>*a_words = reinterpret_cast<const Word<F>*>(a), *b_words = reinterpret_cast<const Word<F>*>(b);
   const int64_t words = depth / pair;
   // In a row of pairs of numbers of several parts there is a word for each part.
-  if (kPaired<F>) a_row = a_row * kParts<F> / 2, b_row *= kParts<F>;
+  if (kPaired<F>) a_row = a_row * kSplit<F> / 2, b_row *= kSplit<F>;
 #if defined(__AMX_BF16__)
   if constexpr (kPaired<F>) {
     if (mode == Accumulate::kRescaleAndAdd)
@@ -257,7 +257,7 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
         const Vector<A> scale = load_vector(factor + j);
         for (int64_t i = 0; i < rows; ++i) store_vector(c + i * c_row + j, load_vector(c + i * c_row + j) * scale);
       }
-    return matmul_in_amx_tiles<kParts<F>>(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words, b_row,
+    return matmul_in_amx_tiles<kSplit<F>>(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words, b_row,
                                           c, c_row);
   }
 #endif

@@ -58,8 +58,10 @@ struct GradientRow {
   // long.
   template <bool kAtEnd>
   FLASH_ONLINE_INLINE Unit<R> load(const R* from, std::bool_constant<kAtEnd>) const {
-    UnitBits<R> bits;
-    if (!kAtEnd || loose) {
+    if constexpr (!kAtEnd && sizeof(R) >= 4) {
+      return {load_vector(from)};
+    } else if (!kAtEnd || loose) {
+      UnitBits<R> bits;
       __builtin_memcpy(&bits, from, sizeof bits);
       return unit_of<R>(kAtEnd ? bits & end : bits);
     }
@@ -295,9 +297,10 @@ struct GradientWriter {
       stream_vector(to, x.part[0]);
   }
   // With `loose`, the unit at the end is stored whole: what lies behind is written afterwards.
-  template <int kUnits>
-  FLASH_ONLINE_INLINE void write(const GradientRow<R>& row, E* to, bool loose) const {
+  template <int kUnits, class Next>
+  FLASH_ONLINE_INLINE void write(const GradientRow<R>& row, E* to, bool loose, const Next& ahead) const {
     for_each_unit<kUnits, R>(row.count, [&](int, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+      ahead.prefetch(row, i);
       const Unit<R> x = gradients(row, i, at_end);
       if (!at_end || loose)
         store(to + i, x);

@@ -314,7 +314,7 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
       return Op(problem, RowTile{row / problem.inner, row % problem.inner, row, 1}, allocator, false, shared...);
     };
     const auto for_each_part = [&](const auto& body) {
-      for_each_item(executor, partition.total() * partition.segments, [&](int64_t part, std::byte* scratch) {
+      for_each_independent_item(executor, partition.total() * partition.segments, [&](int64_t part, std::byte* scratch) {
         const int64_t row = part / partition.segments, begin = part % partition.segments * kSegment;
         const int64_t end = begin + kSegment < problem.classes ? begin + kSegment : problem.classes;
         Op op = op_for(row, scratch);
@@ -341,9 +341,9 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
   const int64_t tiles_per_group = ceil_div(partition.rows_per_group, partition.rows_per_tile),
                 tiles = partition.groups * tiles_per_group;
   const int64_t tile_size = partition.rows_per_tile * (problem.classes > 0 ? problem.classes : 1);
-  const int64_t tiles_per_item = tile_size < kRowGrain ? kRowGrain / tile_size : 1;
+  const int64_t grain = row_grain(problem), tiles_per_item = tile_size < grain ? grain / tile_size : 1;
   const bool keep = can_store_weights(problem, partition.rows_per_tile);
-  for_each_item(executor, ceil_div(tiles, tiles_per_item), [&](int64_t item, std::byte* scratch) {
+  for_each_independent_item(executor, ceil_div(tiles, tiles_per_item), [&](int64_t item, std::byte* scratch) {
     const int64_t first = item * tiles_per_item, last = first + tiles_per_item < tiles ? first + tiles_per_item : tiles;
     for (int64_t t = first; t < last; ++t) {
       const int64_t group = t / tiles_per_group, row = t % tiles_per_group * partition.rows_per_tile,

@@ -136,8 +136,8 @@ FLASH_ONLINE_INLINE void for_each_row_block(const RowProblem& problem, const Exe
   constexpr int64_t kWidth = kLanes<T>;
   const int64_t groups = problem.inner == 1 ? 1 : problem.outer, run = problem.inner == 1 ? problem.outer : problem.inner;
   const int64_t blocks_per_group = ceil_div(run, kWidth), blocks = groups * blocks_per_group;
-  const int64_t blocks_per_item = ceil_div(kRowGrain, kWidth * problem.classes);
-  for_each_item(executor, ceil_div(blocks, blocks_per_item), [&](int64_t item, std::byte*) {
+  const int64_t blocks_per_item = ceil_div(row_grain(problem), kWidth * problem.classes);
+  for_each_independent_item(executor, ceil_div(blocks, blocks_per_item), [&](int64_t item, std::byte*) {
     const int64_t first = item * blocks_per_item, last = first + blocks_per_item < blocks ? first + blocks_per_item : blocks;
     for (int64_t b = first; b < last; ++b) {
       const int64_t group = b / blocks_per_group, row = b % blocks_per_group * kWidth, left = run - row;

@@ -109,7 +109,7 @@ struct SoftmaxBackwardOp : RowOp {
     if (stream)
       writer.write_streaming(row, to, Ahead<false, false>{});
     else
-      writer.template write<0>(row, to, false);
+      writer.template write<0>(row, to, false, Ahead<false, false>{});
   }
 };
 
@@ -132,7 +132,9 @@ struct ContiguousRows {
     const int64_t most = rows_at_a_time();
     int64_t row = first;
     const auto run = [&](auto units, auto rows) {
-      for (; most >= rows && row + rows <= last; row += rows) batch<units, rows>(row);
+      if (most < rows || row + rows > last) return;
+      const Loose loose = loose_of(rows);
+      for (; row + rows <= last; row += rows) batch<units, rows>(row, loose);
     };
     using std::integral_constant;
     constexpr integral_constant<int, kMostRows> kAll;
@@ -158,18 +160,23 @@ struct ContiguousRows {
     const int64_t beyond = round_up(count, kUnit<R>) - count;
     return beyond == 0 ? rows : stride < 1 ? 0 : rows - ceil_div(beyond, stride);
   }
+  struct Loose {
+    int64_t read, written;  // rows of a batch, see loose_rows
+  };
+  Loose loose_of(int64_t rows) const {
+    const int64_t grad = loose_rows(rows, problem.grad.stride[0]), output = loose_rows(rows, problem.output.stride[0]);
+    return {grad < output ? grad : output, loose_rows(rows, count)};
+  }
   template <int kUnits, int kRows>
-  __attribute__((noinline)) void batch(int64_t first) const {
+  __attribute__((noinline)) void batch(int64_t first, const Loose& loose) const {
     constexpr int kGroup = kLanes<S> / kRows;
     const int64_t grad_stride = problem.grad.stride[0], output_stride = problem.output.stride[0];
     const R* grad = static_cast<const R*>(problem.grad.data) + first * grad_stride;
     const R* output = static_cast<const R*>(problem.output.data) + first * output_stride;
     E* to = static_cast<E*>(problem.grad_input.data) + first * count;
     const GradientRow<R> end(grad, output, count);
-    const int64_t loose_grad = loose_rows(kRows, grad_stride), loose_output = loose_rows(kRows, output_stride),
-                  loose_read = loose_grad < loose_output ? loose_grad : loose_output, loose_written = loose_rows(kRows, count);
     const auto row = [&](int r) __attribute__((always_inline)) {
-      return end.at(grad + r * grad_stride, output + r * output_stride, r < loose_read);
+      return end.at(grad + r * grad_stride, output + r * output_stride, r < loose.read);
     };
     const int64_t next_grad = kRows * grad_stride, next_output = kRows * output_stride;
     [[maybe_unused]] const Ahead<(kRows > 4), (kRows > 4)> after_sums{next_grad, next_output};
@@ -205,7 +212,7 @@ struct ContiguousRows {
       if (stream)
         writer.write_streaming(row(r), to + r * count, after_streams);
       else
-        writer.template write<kUnits>(row(r), to + r * count, r < loose_written);
+        writer.template write<kUnits>(row(r), to + r * count, r < loose.written, after_streams);
     }
   }
 };
@@ -214,8 +221,8 @@ template <class E, class R, bool kLog>
 void contiguous_softmax_backward(const RowProblem& problem, const Executor& executor) {
   const ContiguousRows<E, R, kLog> kernel{problem};
   const int64_t rows = problem.outer, at_a_time = kernel.rows_at_a_time(),
-                rows_per_item = ceil_div(kRowGrain, at_a_time * problem.classes) * at_a_time;
-  for_each_item(executor, ceil_div(rows, rows_per_item), [&](int64_t item, std::byte*) {
+                rows_per_item = ceil_div(row_grain(problem), at_a_time * problem.classes) * at_a_time;
+  for_each_independent_item(executor, ceil_div(rows, rows_per_item), [&](int64_t item, std::byte*) {
     const int64_t first = item * rows_per_item;
     kernel.rows(first, first + rows_per_item < rows ? first + rows_per_item : rows);
   });
