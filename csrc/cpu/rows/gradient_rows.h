@@ -7,11 +7,6 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// A unit is as many elements as fill a vector register, widened: one vector, or two of 16-bit elements.
-template <class R>
-constexpr int kParts = sizeof(R) == 2 ? 2 : 1;
-template <class R>
-constexpr int64_t kUnit = kParts<R> * kLanes<Accumulator<R>>;
 template <class R>
 struct Unit {
   Vector<Accumulator<R>> part[kParts<R>];
@@ -72,11 +67,8 @@ struct GradientRow {
   }
 };
 
-// Calls f(slot, i, at_end) for all units of `count` elements: the unit at i, and whether it may be the one at the end. Its sums
-// go to slot number i / kUnit % kSlots, so that additions do not wait for one another. With kUnits, there are that many units,
-// at most kSlots.
-template <class R>
-constexpr int kSlots = 4 / kParts<R>;
+// Calls f(slot, i, at_end) for all units of `count` elements: the slot of the unit at i, and whether it may be the one at the
+// end. With kUnits, there are that many units, at most kSlots.
 template <int kSlot, class R, class F>
 FLASH_ONLINE_INLINE void for_last_units(int64_t i, int64_t count, const F& f) {
   if (i + kUnit<R> <= count) {
@@ -163,6 +155,10 @@ FLASH_ONLINE_INLINE Vector<float> magnitude(Vector<float> x) {
 }
 struct MeanLanes {
   Vector<float> product, magnitude, weight;  // sums of grad * y, |grad| y and y
+
+  FLASH_ONLINE_INLINE void operator+=(const MeanLanes& other) {
+    product += other.product, magnitude += other.magnitude, weight += other.weight;
+  }
 };
 template <int kUnits, bool kMagnitudes>
 FLASH_ONLINE_INLINE MeanLanes mean_lanes(const GradientRow<float>& row) {

@@ -303,6 +303,15 @@ FLASH_ONLINE_INLINE void transpose(const E* from, int64_t from_pitch, int64_t ro
                      columns - c < kWidth ? columns - c : kWidth, to + c * to_pitch + r, to_pitch);
 }
 
+// A unit is as many elements as fill a vector register, widened: one vector, or two of 16-bit elements. A row is added up in
+// four sums per lane, so that additions do not wait for one another: unit number u goes to slot u % kSlots.
+template <class R>
+constexpr int kParts = sizeof(R) == 2 ? 2 : 1;
+template <class R>
+constexpr int64_t kUnit = kParts<R> * kLanes<Accumulator<R>>;
+template <class R>
+constexpr int kSlots = 4 / kParts<R>;
+
 // Sums in double, of vectors of float or of double.
 struct DoubleSum {
   Vector<double> low = {}, high = {};
@@ -327,6 +336,50 @@ struct DoubleSum {
     return __builtin_convertvector(lanes_from<kHalf * kLanes<double>>(x, lanes), Vector<double>);
   }
 };
+
+// log(2^n m) = n log 2 + 2 atanh((m - 1) / (m + 1)) with m from sqrt(1/2) to sqrt(2), within 1e-11, for finite x >= 1.
+FLASH_ONLINE_INLINE Vector<double> log_of_sum(Vector<double> x) {
+  using Words = Vector<uint64_t>;
+  constexpr uint64_t kRootOfHalf = 0x3fe6a09e667f3bcd, kTwoTo52 = 0x4330000000000000;  // as the bits of a double
+  const Words bits = reinterpret_cast<Words>(x), n = (bits - kRootOfHalf) >> 52;
+  const Vector<double> m = reinterpret_cast<Vector<double>>(bits - (n << 52)), s = (m - 1) / (m + 1), z = s * s;
+  Vector<double> p = z * (2. / 13) + 2. / 11;
+  p = p * z + 2. / 9;
+  p = p * z + 2. / 7;
+  p = p * z + 2. / 5;
+  p = p * z + 2. / 3;
+  p = p * z + 2.;
+  return (reinterpret_cast<Vector<double>>(n | kTwoTo52) - 0x1p52) * 0.69314718055994530942 + p * s;
+}
+
+// The logarithms of sums of weights, of which the largest is 1. Each has the same bits in any vector.
+template <class T>
+FLASH_ONLINE_INLINE void log_sums(Vector<T> sum, double* logs) {
+  if constexpr (std::is_same_v<T, float>) {
+    store_vector(logs, log_of_sum(DoubleSum::widened_half<0>(sum)));
+    store_vector(logs + kLanes<double>, log_of_sum(DoubleSum::widened_half<1>(sum)));
+    const auto joined = (sum >= 1.f) & (sum < std::numeric_limits<float>::infinity());
+    if (reduce(joined, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) != 0) return;
+    for (int l = 0; l < kLanes<T>; ++l)
+      if (joined[l] == 0) logs[l] = FastNatural::log(static_cast<double>(sum[l]));
+  } else {
+    for (int l = 0; l < kLanes<T>; ++l) logs[l] = FastNatural::log(static_cast<double>(sum[l]));
+  }
+}
+template <class T>
+FLASH_ONLINE_INLINE double log_sum(T sum) {
+  if constexpr (std::is_same_v<T, float>)
+    if (sum >= 1.f && sum < std::numeric_limits<float>::infinity()) return log_of_sum(broadcast(static_cast<double>(sum)))[0];
+  return FastNatural::log(static_cast<double>(sum));
+}
+template <class T>
+FLASH_ONLINE_INLINE Vector<T> log_sums(Vector<T> sum) {
+  double logs[kLanes<T>];
+  log_sums<T>(sum, logs);
+  Vector<T> narrow;
+  for (int l = 0; l < kLanes<T>; ++l) narrow[l] = static_cast<T>(logs[l]);
+  return narrow;
+}
 
 // The value x, which a compiler would otherwise not have rounded where it contracts x, a product, with an addition to one
 // operation. Where two equal products cancel, their difference is to be 0 and not what the rounding of one of them dropped.

@@ -184,7 +184,13 @@ FLASH_ONLINE_INLINE Accumulator<E> exp_scores(const E* x, int64_t count, const W
     for (int p = 0; p < kPairs; ++p) take(p, i + p * kPair<E>, load_pair(x + i + p * kPair<E>));
   }
   for (; i + kPair<E> <= count; i += kPair<E>) take(0, i, load_pair(x + i));
-  if (i < count) take(1, i, load_pair(x + i, count - i, lowest<T>()));
+  if (i < count) {
+    const Pair<T> last = load_pair(x + i, count - i, lowest<T>());
+    if (kPairs == 2 && i / kPair<E> % 2 == 0)
+      take(0, i, last);  // where a whole pair would be added, as in sum_of_classes
+    else
+      take(1, i, last);
+  }
   for (int width = kPairs; width > 0; width /= 2)
     for (int v = 0; v < width; ++v) sum[v] += sum[v + width];
   return sum_of_lanes<T>(sum[0]);

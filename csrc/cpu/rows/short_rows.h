@@ -87,35 +87,6 @@ FLASH_ONLINE_INLINE auto absorb_block(int64_t classes, Vector<Accumulator<E>>* x
   return state;
 }
 
-// log(2^n m) = n log 2 + 2 atanh((m - 1) / (m + 1)) with m from sqrt(1/2) to sqrt(2), within 1e-11, for finite x >= 1.
-FLASH_ONLINE_INLINE Vector<double> log_of_sum(Vector<double> x) {
-  using Words = Vector<uint64_t>;
-  constexpr uint64_t kRootOfHalf = 0x3fe6a09e667f3bcd, kTwoTo52 = 0x4330000000000000;  // as the bits of a double
-  const Words bits = reinterpret_cast<Words>(x), n = (bits - kRootOfHalf) >> 52;
-  const Vector<double> m = reinterpret_cast<Vector<double>>(bits - (n << 52)), s = (m - 1) / (m + 1), z = s * s;
-  Vector<double> p = z * (2. / 13) + 2. / 11;
-  p = p * z + 2. / 9;
-  p = p * z + 2. / 7;
-  p = p * z + 2. / 5;
-  p = p * z + 2. / 3;
-  p = p * z + 2.;
-  return (reinterpret_cast<Vector<double>>(n | kTwoTo52) - 0x1p52) * 0.69314718055994530942 + p * s;
-}
-
-// The logarithms of the rows' sums.
-template <class T>
-FLASH_ONLINE_INLINE void log_sums(Vector<T> sum, double* logs) {
-  if constexpr (std::is_same_v<T, float>) {
-    const auto joined = (sum >= 1.f) & (sum < std::numeric_limits<float>::infinity());
-    if (reduce(joined, [](auto a, auto b) __attribute__((always_inline)) { return a & b; }) != 0) {
-      store_vector(logs, log_of_sum(DoubleSum::widened_half<0>(sum)));
-      store_vector(logs + kLanes<double>, log_of_sum(DoubleSum::widened_half<1>(sum)));
-      return;
-    }
-  }
-  for (int l = 0; l < kLanes<T>; ++l) logs[l] = FastNatural::log(static_cast<double>(sum[l]));
-}
-
 // max + log(sum), or infinity where a row holds +inf and no NaN.
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> lse_of(int64_t classes, const Vector<T>* x, Vector<T> max, const double* log_sum) {

@@ -2,18 +2,26 @@
 // first two has a file of its own. Each kernel reads a row once for its maximum and sum (online softmax,
 // core/online_softmax.h), and once more for its result.
 #include "../kernels.h"
+#include "row_strips.h"
 #include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 namespace {
 
+// Whether softmax is computed in strips: where a vector has eight lanes or more, as exp_scores has four sums there.
+bool softmax_in_strips(const RowProblem& problem) {
+  const int lanes = kVectorBytes / (problem.dtype == DType::kFloat64 ? 8 : 4);
+  return lanes >= 8 && problem.classes > kMaxShortClasses && lie_in_strips(problem, problem.input, problem.result);
+}
+
 int64_t scratch(const RowProblem& problem) {
   const RowPartition partition(problem, 1);
   if (problem.input.data == nullptr && problem.grad.data == nullptr) {  // no tensors: the caller asks for the upper bound
     const int64_t buffer = kCacheLineBytes * (kChunk + kPitchExtra);  // as many rows as share a cache line
-    return partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem)) + 2 * buffer +
-           kMaxStoredWeightBytes + ScratchAllocator::bytes_of<double>(kMaxStoredWeightBytes / 4 / kChunk + kMaxTileRows);
+    return strip_tile_bytes(kChunk) + partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem)) +
+           2 * buffer + kMaxStoredWeightBytes +
+           ScratchAllocator::bytes_of<double>(kMaxStoredWeightBytes / 4 / kChunk + kMaxTileRows);
   }
   int64_t bytes = split_scratch_bytes(problem, topk_row_bytes(problem)) +
                   partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem));
@@ -33,6 +41,9 @@ int64_t scratch(const RowProblem& problem) {
   }
   // Weights that the first pass stores for the second.
   const bool softmax_backward = problem.input.data == nullptr;
+  if (softmax_backward && problem.k == 0 && lie_in_strips(problem, problem.grad, problem.output, problem.grad_input))
+    return strip_tile_bytes(problem.classes);
+  if (problem.result.data != nullptr && problem.k == 0 && softmax_in_strips(problem)) return strip_tile_bytes(problem.classes);
   const bool softmax = problem.result.data != nullptr && problem.k == 0 && !problem.log;
   if (softmax || (problem.grad_input.data != nullptr && !softmax_backward)) {
     int64_t rows = partition.rows_per_tile;  // tiles have fewer rows where there are many threads
@@ -111,10 +122,10 @@ struct LogSoftmaxOp : RowOp {
         // x - max is exact where it matters, near the maximum; the logarithm of the sum is small beside a large maximum.
         const auto& state = partial[r].state;
         const Vector<T> max = broadcast(static_cast<T>(pivot(state.max)));
-        const Vector<T> log_sum = broadcast(static_cast<T>(FastNatural::log(static_cast<double>(state.sum))));
+        const Vector<T> log_of_row = broadcast(static_cast<T>(log_sum<T>(state.sum)));
         write_chunk<E>(count, result.row(r), [=](int64_t i, int64_t n) __attribute__((always_inline)) {
           const Pair<T> pair = load_partial(x + i, n, T(0));
-          return Pair<T>{(pair.a - max) - log_sum, (pair.b - max) - log_sum};
+          return Pair<T>{(pair.a - max) - log_of_row, (pair.b - max) - log_of_row};
         });
       }
       result.finish_write(count);
@@ -187,17 +198,50 @@ void short_softmax(const RowProblem& problem, const Executor& executor) {
     if (problem.log) {
       const auto state = absorb_block<E, ExpAccuracy::kSum, false>(problem.classes, x);
       const Vector<T> max = pivot(state.max);
-      double logs[kLanes<T>];
-      log_sums<T>(state.sum, logs);
-      Vector<T> log_sum;
-      for (int l = 0; l < kLanes<T>; ++l) log_sum[l] = static_cast<T>(logs[l]);
-      for (int64_t c = 0; c < problem.classes; ++c) x[c] = (x[c] - max) - log_sum;
+      const Vector<T> logs = log_sums<T>(state.sum);
+      for (int64_t c = 0; c < problem.classes; ++c) x[c] = (x[c] - max) - logs;
     } else {
       constexpr ExpAccuracy kAccuracy = sizeof(R) == 2 ? ExpAccuracy::kRounded : ExpAccuracy::kExact;
       const Vector<T> scale = absorb_block<E, kAccuracy, true>(problem.classes, x).inverse_sum();
       for (int64_t c = 0; c < problem.classes; ++c) x[c] *= scale;
     }
     store_block<R>(problem, problem.result, block, x);
+  });
+}
+
+// Turns x[classes] into the results of the rows in its lanes, as SoftmaxOp and LogSoftmaxOp do with a chunk.
+template <class E, class R>
+FLASH_ONLINE_INLINE void softmax_of_lanes(int64_t classes, bool log, Vector<Accumulator<E>>* x) {
+  using T = Accumulator<E>;
+  Vector<T> max = lowest<Vector<T>>();
+  for (int64_t c = 0; c < classes; ++c) max = vector_max(x[c], max);
+  const auto sum = [&](const auto& term)
+                       FLASH_ONLINE_LAMBDA_INLINE { return sum_of_classes<E, T, kChunk, false>(classes, term); };
+  if (log) {
+    const OnlineSoftmax<Vector<T>, BaseFor<T, E, ExpAccuracy::kSum>> state{.max = max};
+    const Vector<T> total = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return state.weight(x[c]); });
+    const Vector<T> logs = log_sums<T>(total);
+    max = pivot(max);
+    for (int64_t c = 0; c < classes; ++c) x[c] = (x[c] - max) - logs;
+  } else {
+    constexpr ExpAccuracy kAccuracy = sizeof(R) == 2 ? ExpAccuracy::kRounded : ExpAccuracy::kExact;
+    const OnlineSoftmax<Vector<T>, BaseFor<T, E, kAccuracy>> state{.max = max};
+    for (int64_t c = 0; c < classes; ++c) x[c] = state.weight(x[c]);
+    const Vector<T> scale = 1 / sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return x[c]; });
+    for (int64_t c = 0; c < classes; ++c) x[c] *= scale;
+  }
+}
+
+template <class E, class R>
+void strip_softmax(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  const int64_t classes = problem.classes;
+  for_each_row_strip<T>(problem, executor, [&](const RowStrip& strip, std::byte* scratch) {
+    Vector<T>* const x = reinterpret_cast<Vector<T>*>(scratch);
+    load_strip<E>(problem, problem.input, strip, x);
+    for (int64_t at = 0; at * kLanes<T> < strip.rows * classes; at += classes)
+      softmax_of_lanes<E, R>(classes, problem.log, x + at);
+    store_strip<R>(problem, problem.result, strip, x);
   });
 }
 
@@ -219,6 +263,8 @@ void softmax(const RowProblem& problem, const Executor& executor) {
     using E = decltype(e);
     using R = decltype(r);
     if (is_short(problem)) return short_softmax<E, R>(problem, executor);
+    if constexpr (kLanes<Accumulator<E>> >= 8)
+      if (softmax_in_strips(problem)) return strip_softmax<E, R>(problem, executor);
     if (problem.log)
       run_rows<LogSoftmaxOp<E, R>>(problem, executor);
     else

@@ -1,7 +1,8 @@
 // The gradients of softmax and log-softmax on the CPU. Rows of contiguous classes that fill at most a chunk are computed in
-// batches, from one end to the other; longer rows, rows that threads share and rows of other strides by tiles (row_tile.h);
-// very short rows of other strides one per lane (short_rows.h).
+// batches, from one end to the other; rows that lie side by side in strips, one per lane (row_strips.h); longer rows, rows that
+// threads share and rows of other strides by tiles (row_tile.h), very short ones of them one per lane (short_rows.h).
 #include "gradient_rows.h"
+#include "row_strips.h"
 #include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
@@ -228,81 +229,65 @@ void contiguous_softmax_backward(const RowProblem& problem, const Executor& exec
   });
 }
 
-// The sum over all classes of term(c), which has a row in each lane, in the order in which ContiguousRows adds up a row. What a
-// row has no class for is left out: there a 0 is added, which changes no bit of a sum that began with 0.
-template <class R, class S, class Term>
-FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
-  using T = Accumulator<R>;
-  constexpr int64_t kWidth = kLanes<T>, kGroup = kSlots<R> * kUnit<R>;
-  constexpr bool kInDouble = !std::is_same_v<S, T>;
-  constexpr bool kOneTerm = kInDouble || kGroup >= kMaxShortClasses;  // in each slot of a lane
-  if (classes < 1 || classes > kMaxShortClasses) __builtin_unreachable();
-  std::conditional_t<kInDouble, DoubleSum, Vector<T>> lanes[kWidth] = {};
-  const int64_t in_use = kInterleaved<R> ? ceil_div(classes, 2) : classes;
-  int64_t count = in_use < kWidth ? in_use : kWidth;
-  for (int64_t l = 0; l < count; ++l)
-    for (int64_t first = 0; first + l < classes; first += kInDouble ? kGroup : classes) {
-      const auto begin = [&](int i) FLASH_ONLINE_LAMBDA_INLINE {
-        const int part = i % kParts<R>;
-        return first + i / kParts<R> * kUnit<R> + (kInterleaved<R> ? 2 * l + part : part * kWidth + l);
-      };
-      const auto sum = [&](int i) FLASH_ONLINE_LAMBDA_INLINE {
-        Vector<T> sum = {};
-        sum += term(begin(i));
-        if constexpr (!kOneTerm)
-          for (int64_t c = begin(i) + kGroup; c < classes; c += kGroup) sum += term(c);
-        return sum;
-      };
-      Vector<T> total = sum(0);
-      if (begin(1) < classes) total += sum(1);
-      if (begin(2) < classes) total += begin(3) < classes ? sum(2) + sum(3) : sum(2);
-      if constexpr (kInDouble)
-        lanes[l].add(total);
-      else
-        lanes[l] = total;
+// Turns g[classes] into the gradients of the rows in its lanes; y is the output.
+template <class E, class R, bool kLog, int64_t kMost, class T = Accumulator<E>>
+FLASH_ONLINE_INLINE void gradients_of_lanes(int64_t classes, Vector<T>* g, const Vector<T>* y) {
+  const auto sum = [&](const auto& term)
+                       __attribute__((always_inline)) { return sum_of_classes<R, SumOf<R, kLog>, kMost, true>(classes, term); };
+  if constexpr (kTakesMean<R, kLog>) {
+    const auto mean_lanes = [&](auto magnitudes) FLASH_ONLINE_LAMBDA_INLINE {
+      return sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE {
+        return MeanLanes{g[c] * y[c], magnitudes ? magnitude(g[c]) * y[c] : Vector<float>{}, y[c]};
+      });
+    };
+    const bool asks = kMost > kFewClasses && classes > kFewClasses;
+    const Pivots pivots(asks ? mean_lanes(std::bool_constant<(kMost > kFewClasses)>()) : mean_lanes(std::false_type()),
+                        classes);
+    Vector<float> deviations = pivots.product, pivot = {};
+    if (!asks || !pivots.are_zero()) {
+      pivot = pivots.pivots();
+      deviations = pivots.deviations(sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return (g[c] - pivot) * y[c]; }));
     }
-  for (int64_t step = kWidth / 2; step > 0; step /= 2) {
-    for (int64_t l = 0; l + step < count; ++l)
-      if constexpr (kInDouble)
-        lanes[l].low += lanes[l + step].low, lanes[l].high += lanes[l + step].high;
-      else
-        lanes[l] += lanes[l + step];
-    count = count < step ? count : step;
+    const Vector<float> rest = deviations / pivots.divisor;
+    for (int64_t c = 0; c < classes; ++c) g[c] = ((g[c] - pivot) - rest) * y[c];
+  } else if constexpr (kLog) {
+    const auto sums = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c]; });
+    Vector<T> total;
+    if constexpr (std::is_same_v<R, float>)
+      for (int l = 0; l < kLanes<T>; ++l) total[l] = static_cast<T>(sums.lane(l));
+    else
+      total = sums;
+    for (int64_t c = 0; c < classes; ++c) g[c] = minus_product(g[c], exp_rounded_to<E>(y[c]), total);
+  } else {
+    const Vector<T> total = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c] * y[c]; });
+    for (int64_t c = 0; c < classes; ++c) g[c] = (g[c] - total) * y[c];
   }
-  return lanes[0];
 }
 
 template <class E, class R, bool kLog>
 void short_softmax_backward(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
   for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
-    const int64_t classes = problem.classes;
     Vector<T> g[kMaxShortClasses], y[kMaxShortClasses];
     load_block<R>(problem, problem.grad, block, g);
     load_block<R>(problem, problem.output, block, y);
-    const auto sum = [&](const auto& term)
-                         __attribute__((always_inline)) { return sum_of_classes<R, SumOf<R, kLog>>(classes, term); };
-    if constexpr (kTakesMean<R, kLog>) {
-      const Pivots pivots({sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c] * y[c]; }), Vector<float>{},
-                           sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return y[c]; })},
-                          classes);
-      const Vector<float> pivot = pivots.pivots(),
-                          deviation = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return (g[c] - pivot) * y[c]; }),
-                          rest = deviation / pivots.divisor;
-      for (int64_t c = 0; c < classes; ++c) g[c] = ((g[c] - pivot) - rest) * y[c];
-    } else if constexpr (kLog) {
-      const auto sums = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c]; });
-      Vector<T> total;
-      if constexpr (std::is_same_v<R, float>)
-        for (int l = 0; l < kLanes<T>; ++l) total[l] = static_cast<T>(sums.lane(l));
-      else
-        total = sums;
-      for (int64_t c = 0; c < classes; ++c) g[c] = minus_product(g[c], exp_rounded_to<E>(y[c]), total);
-    } else {
-      const Vector<T> total = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c] * y[c]; });
-      for (int64_t c = 0; c < classes; ++c) g[c] = (g[c] - total) * y[c];
-    }
+    gradients_of_lanes<E, R, kLog, kMaxShortClasses>(problem.classes, g, y);
     store_block<E>(problem, problem.grad_input, block, g);
+  });
+}
+
+template <class E, class R, bool kLog>
+void strip_softmax_backward(const RowProblem& problem, const Executor& executor) {
+  using T = Accumulator<E>;
+  const int64_t classes = problem.classes;
+  for_each_row_strip<T>(problem, executor, [&](const RowStrip& strip, std::byte* scratch) {
+    Vector<T>* const g = reinterpret_cast<Vector<T>*>(scratch);
+    Vector<T>* const y = g + strip_vectors(classes) * classes;
+    load_strip<R>(problem, problem.grad, strip, g);
+    load_strip<R>(problem, problem.output, strip, y);
+    for (int64_t at = 0; at * kLanes<T> < strip.rows * classes; at += classes)
+      gradients_of_lanes<E, R, kLog, kChunk>(classes, g + at, y + at);
+    store_strip<E>(problem, problem.grad_input, strip, g);
   });
 }
 
@@ -321,6 +306,8 @@ void softmax_backward(const RowProblem& problem, const Executor& executor) {
       constexpr bool kLog = decltype(log)::value;
       if (problem.classes > 1 && problem.classes <= kChunk && has_contiguous_rows(problem))
         contiguous_softmax_backward<E, R, kLog>(problem, executor);
+      else if (lie_in_strips(problem, problem.grad, problem.output, problem.grad_input))
+        strip_softmax_backward<E, R, kLog>(problem, executor);
       else if (is_short(problem, kMaxShortClasses * 3 / 4))
         short_softmax_backward<E, R, kLog>(problem, executor);
       else
