@@ -13,20 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .attention_pages import attention_page, decode_page, distributed_page, family_page, models_page, training_page
 from .machine import RESULTS, ROOT
+from .readme import readme_page
+from .row_pages import case_page, odd_page, paper_page
 from .summary import SCHEMA
-from .tables import (
-    attention_page,
-    case_page,
-    decode_page,
-    distributed_page,
-    family_page,
-    models_page,
-    odd_page,
-    paper_page,
-    readme_page,
-    training_page,
-)
 
 BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
 

@@ -25,8 +25,8 @@ from flash_online import _linear_cross_entropy_ops, testing
 from . import harness
 from .case import Case
 from .peers import PEER_TOLERANCE
+from .row_pages import linear_table
 from .summary import OURS
-from .tables import linear_table
 from .timing import call_timer, interleave
 
 MIB = 1 << 20

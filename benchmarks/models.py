@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from flash_online.testing import peak_extra_bytes
 
 from . import harness
+from .attention_pages import models_page
 from .case import Case
 from .summary import OURS
-from .tables import models_page
 from .timing import call_timer, interleave
 
 LENGTHS, CHECKED_LENGTH = (8192, 32768), 1024

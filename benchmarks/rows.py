@@ -31,8 +31,8 @@ from .cases import CPU, CUDA, QUICK, RowCase
 from .cuda_peers import CUDA_PEERS
 from .machine import fix_malloc_thresholds
 from .peers import PEER_TOLERANCE, PEERS, Unavailable
+from .row_pages import terminal_summary
 from .summary import CONTEXT, DIRECTIONS, OURS, cuda_targets, noise, over_best, ratio, summarize, targets
-from .tables import terminal_summary
 from .timing import GraphTimer, Timer, call_timer, graph_timer, interleave, matmul
 
 MATMUL_SIZE = 2048

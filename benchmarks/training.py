@@ -24,9 +24,9 @@ from flash_online.integrations import torch_sdpa
 from . import harness
 from .attention.peers import FA3_VARIABLE, FA3Attention, load_fa3
 from .attention.summary import FA3
+from .attention_pages import training_page
 from .case import Case
 from .summary import BY_REGISTRY, OURS
-from .tables import training_page
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
 TORCH = "torch's default"

@@ -22,9 +22,9 @@ from torch import Tensor
 from flash_online import reference, testing
 
 from .. import harness
+from ..attention_pages import attention_terminal_summary
 from ..peers import PEER_TOLERANCE, Unavailable
 from ..summary import DIRECTIONS, FLASH, MATH, OURS
-from ..tables import attention_terminal_summary
 from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
 from .cases import CELLS, QUICK, Cell, Problem
 from .peers import Call, providers

@@ -22,9 +22,9 @@ from flash_online import reference, testing
 
 from .. import harness
 from ..attention.measure import reason
+from ..attention_pages import decode_terminal_summary
 from ..peers import PEER_TOLERANCE, Unavailable
 from ..summary import OURS
-from ..tables import decode_terminal_summary
 from ..timing import GRAPH_SECONDS, MAX_NODES, EventTimer, Timer, call_timer, interleave
 from .cases import CELLS, QUICK, Cell, Problem
 from .peers import Call, providers

@@ -25,10 +25,10 @@ from ..attention.measure import BASELINE_SIZE, reason
 from ..attention.peers import PROVIDERS as PEERS
 from ..attention.peers import Call, sdpa
 from ..attention.summary import EFFICIENT, FA3, FLEX
+from ..attention_pages import family_page
 from ..nvcc import Missing
 from ..peers import Unavailable
 from ..summary import FLASH, MATH, OURS
-from ..tables import family_page
 from ..timing import EventTimer, interleave, matmul
 from . import traffic
 from .build import Kernels

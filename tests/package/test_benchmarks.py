@@ -37,6 +37,9 @@ def modules(monkeypatch):
         "cuda_peers",
         "rows",
         "tables",
+        "row_pages",
+        "attention_pages",
+        "readme",
         "docs",
         "training",
         "models",
@@ -160,7 +163,7 @@ def test_the_fastest_peer_may_be_another_in_each_direction(modules):
     (entry,) = summary.summarize([r | {"over_best": best} for r in with_ratio(summary, result)])
     assert entry["over_best"]["step"]["worst_case"] == "a" and entry["over_best"]["backward"]["peer"] == "Liger"
     record = {"device": "", "torch": "", "commit": "", "date": "", "summary": [entry]}
-    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["tables"].best_table(record))
+    assert any("1.25 / 0.03 / 0.92" in line and "Liger" in line for line in modules["row_pages"].best_table(record))
 
 
 def test_noise_is_the_baselines_median_over_its_least(modules):
@@ -224,7 +227,7 @@ def test_rows_of_any_width_have_a_line_per_width(modules, quick_record):
         results.append(result)
     facts = {name: quick_record[name] for name in ("device", "torch", "commit", "date", "seconds", "rounds")}
     record = facts | {"results": results, "targets": summary.odd_targets(results)}
-    lines = [line for line in modules["tables"].odd_page(record) if line.startswith(("| 1 |", "| 77 |", "| 151936 |"))]
+    lines = [line for line in modules["row_pages"].odd_page(record) if line.startswith(("| 1 |", "| 77 |", "| 151936 |"))]
     assert len(lines) == 3 and all(line.count("1.50 / 1.00 (50 / 25)") == 8 for line in lines)
     met = {target["target"]: target["met"] for target in record["targets"]}
     assert met["x the fastest peer, forward"] and not met["x the fastest peer, backward"]
@@ -367,7 +370,7 @@ def test_a_quick_run_records_everything(quick_record):
 
 
 def test_report_makes_tables_of_it(modules, quick_record):
-    report = modules["tables"]
+    report = modules["row_pages"]
     lines = report.case_page(quick_record)
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) > 10 and not any("None" in line or "nan" in line for line in rows)
@@ -397,7 +400,7 @@ def paper_record(modules):
 
 
 def test_the_papers_tables_count_passes(modules):
-    lines = modules["tables"].paper_page(paper_record(modules))
+    lines = modules["row_pages"].paper_page(paper_record(modules))
     assert (
         "| softmax, online over safe | up to 1.3 | 1.33 (V 1000) to 1.33 (V 1000) | 1.33 (V 1000) to 1.33 (V 1000) |" in lines
     )
@@ -546,7 +549,7 @@ def test_the_familys_tables(modules):
         {"case": cell.label, "kind": cell.kind, "providers": {"v1": counted, "flash_online": counted}}
         for cell in modules["family.measure"].profiled_cells(False)
     ]
-    lines = modules["tables"].family_page(family_record(modules, {"command": "ncu", "results": profiled}))
+    lines = modules["attention_pages"].family_page(family_record(modules, {"command": "ncu", "results": profiled}))
     assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
     (head,) = (line for line in lines if line.startswith("| forward, TFLOP/s"))
     assert "at L 1024 / 4096 / 16384 | E 64, full | E 64, causal | E 128, full | E 128, causal |" in head
@@ -554,7 +557,7 @@ def test_the_familys_tables(modules):
     assert "| v1 | 6.51 / 4.29 | 7 / 1 | 2 / 0.1 | 1 |" in lines and "| v2 | 8.66 / 0.0671 | - | - | - |" in lines
     assert sum(line.endswith("| kernels |") for line in lines) == 2
     assert any(line.startswith("FA3, ") and line.endswith(": no binary.") for line in lines)
-    lines = modules["tables"].family_page(family_record(modules, {"command": "ncu", "unavailable": "no counters"}))
+    lines = modules["attention_pages"].family_page(family_record(modules, {"command": "ncu", "unavailable": "no counters"}))
     assert aligned(lines) and lines[-1] == "The profiler counted nothing: no counters."
     assert "| v1 | 6.51 / 4.29 |" in lines and not any("kernels" in line for line in lines)
 
@@ -823,7 +826,7 @@ def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_p
         assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0 and ours["error"] < 0.02
         assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
         assert "error" not in result["providers"].get("FA3", ()) and result["unavailable"]["FA3"]
-    report = modules["tables"]
+    report = modules["attention_pages"]
     lines = report.attention_page(record)
     assert aligned(lines) and not any("None" in line or "nan" in line for line in lines)
     assert any(line.startswith("- FA3 (2)") for line in lines)
@@ -1022,7 +1025,7 @@ def test_the_targets_and_means_of_cached_keys(modules):
     assert [found[r["case"]]["met"] for r in results[:2]] == [False, True]
     record = {"summary": summary.summarize(results), "targets": summary.targets(results), "results": results, "wrong": 0}
     record |= {"device": "a chip", "torch": "2", "commit": "c", "date": "d", "took_seconds": 1, "seconds": 1, "rounds": 1}
-    lines = modules["tables"].decode_page(record)
+    lines = modules["attention_pages"].decode_page(record)
     assert aligned(lines) and "- FlashInfer (2): not there." in lines and not any("None" in line for line in lines)
     assert any(line.startswith("| Contiguous caches | 2 | 50 | 1.00 | 1.20 | - | 0.77 | 0.50 (") for line in lines)
 
@@ -1036,7 +1039,7 @@ def test_a_quick_run_of_cached_keys_and_its_page(modules, decode_record, tmp_pat
         assert ours["us"] > 0 and ours["error"] < 0.02 and result["sets"] >= 1
         assert ours["share"] == pytest.approx(ours["gb_per_s"] / result["read"]["gb_per_s"])
         assert ours["gb_per_s"] == pytest.approx(1e-3 * cell.bytes_read() / ours["us"])
-    lines = modules["tables"].decode_page(decode_record)
+    lines = modules["attention_pages"].decode_page(decode_record)
     text = "\n".join(lines).replace("num_splits None", "")
     assert aligned(lines) and "None" not in text and "nan" not in text
     assert all(f"### {title}" in lines for title in modules["decode.summary"].FAMILIES.values())
@@ -1097,7 +1100,7 @@ def test_a_cell_of_cached_keys_on_a_gpu(modules, kind):
 
 
 def test_the_tables_say_who_was_not_replayed(modules, quick_record):
-    report, record = modules["tables"], json.loads(json.dumps(quick_record))
+    report, record = modules["row_pages"], json.loads(json.dumps(quick_record))
     assert not any("CUDA graph" in line for line in report.case_tables(record))
     for result in record["results"]:
         for name, entry in result["providers"].items():
@@ -1145,7 +1148,7 @@ def test_training_step(tmp_path, modules):
         "torch's default": {"attention_ms": 9.0, "step_ms": 30.0},
         "flash_online": {"attention_ms": 6.0, "step_ms": 25.0},
     }
-    assert modules["tables"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"
+    assert modules["attention_pages"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"
 
 
 def test_models_of_transformers(tmp_path, modules):
@@ -1166,7 +1169,7 @@ def test_models_of_transformers(tmp_path, modules):
         "eager": {"prefill_ms": 9.0, "prefill_bytes": 3 << 30},
         "flash_online": {"prefill_ms": 6.0, "prefill_bytes": 1 << 30, "step_ms": 20.0, "step_bytes": 2 << 30},
     }
-    lines = modules["tables"].models_page(record)
+    lines = modules["attention_pages"].models_page(record)
     assert "| gpt-oss | 64 | prefill | 9 / 3 | refused by transformers | 6 / 1 | 1.50 | - |" in lines
     assert "| gpt-oss | 64 | step | out of memory | refused by transformers | 20 / 2 | - | - |" in lines
 
@@ -1195,12 +1198,12 @@ def test_a_page_behind_the_records_is_noticed(modules, monkeypatch, tmp_path, ca
 
 def test_the_readme_shows_every_chosen_number(modules):
     """One row per chosen kind, from the committed records; a peer that is not in a record leaves its cell empty."""
-    docs, tables = modules["docs"], modules["tables"]
+    docs, readme = modules["docs"], modules["readme"]
     names = ("attention", "decode", "cuda", "cpu", "training")
-    lines = tables.readme_page(*(docs.read(docs.RESULTS / f"{name}.json") for name in names))
-    chosen = len(tables.OF_ATTENTION) + len(tables.OF_DECODE) + len(tables.OF_ROWS) + len(tables.OF_CPU) + 2
+    lines = readme.readme_page(*(docs.read(docs.RESULTS / f"{name}.json") for name in names))
+    chosen = len(readme.OF_ATTENTION) + len(readme.OF_DECODE) + len(readme.OF_ROWS) + len(readme.OF_CPU) + 2
     assert aligned(lines) and sum(line.startswith("|") for line in lines) == 2 + chosen
-    assert max(map(len, lines)) <= 128 and {names: tables.readme_page} in docs.PAGES.values()
+    assert max(map(len, lines)) <= 128 and {names: readme.readme_page} in docs.PAGES.values()
 
 
 def test_one_command_draws_every_figure(modules, tmp_path):
@@ -1219,7 +1222,7 @@ def test_the_linear_loss_is_checked_and_measured(modules, tmp_path, monkeypatch)
     (result,) = record["results"]
     assert record["wrong"] == 0 and list(result["providers"]) == ["flash_online", "torch"]
     assert all(e["forward_ms"] > 0 and e["step_ms"] > 0 and e["error"] < 0.1 for e in result["providers"].values())
-    assert result["parts"]["logits"]["ms"] > 0 and aligned(modules["tables"].linear_table(result))
+    assert result["parts"]["logits"]["ms"] > 0 and aligned(modules["row_pages"].linear_table(result))
     linear = modules["linear"]
     (case,) = linear.cases([], 0, 0, "float32", True)
     monkeypatch.setattr(linear, "plain", lambda x, w, t: 1.01 * torch.nn.functional.cross_entropy(x @ w.t(), t))

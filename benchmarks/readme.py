@@ -1,0 +1,124 @@
+"""This file makes the table of the README, which shows a few rows of five records: ours beside torch, cuDNN, FA3 and the
+fastest peer of all."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+
+from .attention.summary import CUDNN, EFFICIENT, FA3, VARLEN
+from .summary import DIRECTIONS, FLASH, OURS
+from .tables import heading, pair, table, times
+
+# What of each record the README shows, and what it calls it
+OF_ATTENTION = {
+    ("plain", "E 64, causal"): "causal, head dim 64",
+    ("plain", "E 128, causal"): "causal, head dim 128",
+    ("plain", "E 256, causal"): "causal, head dim 256",
+    ("features", "bool mask"): "bool mask",
+    ("features", "bias with gradient"): "bias with gradient",
+    ("features", "window"): "window",
+    ("features", "E 512"): "head dim 512",
+    ("features", "float32"): "float32",
+    ("packed", "128 to 4096"): "packed sequences",
+}
+OF_ROWS = (
+    ("softmax", "short rows", "bfloat16"),
+    ("softmax", "long rows", "bfloat16"),
+    ("cross_entropy", "long rows", "bfloat16"),
+    ("topk_softmax", "long rows", "float32"),
+)
+OF_CPU = (
+    ("attention", "full", "float32"),
+    ("attention", "causal", "bfloat16"),
+    ("softmax", "long rows", "float32"),
+    ("cross_entropy", "long rows", "float32"),
+)
+
+
+OF_DECODE = {
+    "plain": "decoding, contiguous caches",
+    "paged": "decoding, pages",
+    "options": "decoding, windows, sinks, lengths, head dims",
+    "prefill": "prefill in chunks over cached keys",
+}
+
+
+def readme_page(attention: dict, decode: dict, cuda: dict, cpu: dict, training: dict) -> list[str]:
+    """One table from five records: ours beside torch, cuDNN, FA3 and the fastest peer of all."""
+    records = {
+        "attention": attention,
+        "decode": decode,
+        "rows --device cuda": cuda,
+        "rows --device cpu": cpu,
+        "training": training,
+    }
+    facts = [
+        line
+        for command, record in records.items()
+        for line in wrap(f"- `python -m flash_online bench {command}`: {_in_a_sentence(record)}", 128, subsequent_indent="  ")
+    ]
+    head = ["times faster: forward / backward", "than torch", "than cuDNN", "than FA3", "than the fastest peer", "`bench`"]
+    rows = [
+        *_of_attention(attention),
+        *_of_decode(decode),
+        *_of_functions(cuda, OF_ROWS, "rows, GPU"),
+        *_of_functions(cpu, OF_CPU, "rows, CPU"),
+        *_of_training(training),
+    ]
+    return [*facts, "", *table(head, rows)]
+
+
+def _in_a_sentence(record: dict) -> str:
+    return ". ".join(line.strip("*.") for line in heading(record) if line) + "."
+
+
+def _of_attention(record: dict) -> list[list[str]]:
+    entries = {(e["family"], e["kind"]): e for e in record["summary"]}
+    rows = []
+    for kind, label in OF_ATTENTION.items():
+        if entry := entries.get(kind):
+            sides = [entry[d] for d in DIRECTIONS]
+            of_torch = next((name for name in (FLASH, EFFICIENT, VARLEN) if sides[0]["over"].get(name)), None)
+            columns = [[side["over"].get(name) for side in sides] for name in (of_torch, CUDNN, FA3)]
+            columns.append([side["over_best"] for side in sides])
+            cells = [pair((side["mean"] for side in column), times) if all(column) else "-" for column in columns]
+            rows.append([f"attention, {label}", *cells, "attention"])
+    return rows
+
+
+def _of_decode(record: dict) -> list[list[str]]:
+    entries, rows = {e["family"]: e for e in record["summary"]}, []
+    for family, label in OF_DECODE.items():
+        if entry := entries.get(family):
+            # A peer that takes few of a family's cells has no mean over it.
+            sides = [entry["over"].get(name) for name in (FLASH, CUDNN, FA3)]
+            cells = [times(side["mean"]) if side and 2 * side["cases"] > entry["cases"] else "-" for side in sides]
+            rows.append([label, *cells, times(entry["over_best"]["mean"]), "decode"])
+    return rows
+
+
+def _of_functions(record: dict, chosen: tuple[tuple[str, str, str], ...], command: str) -> list[list[str]]:
+    entries = {(e["family"], e["kind"], e["dtype"]): e for e in record["summary"]}
+    rows = []
+    for family, kind, dtype in chosen:
+        if entry := entries.get((family, kind, dtype)):
+            best = entry.get("over_best")
+            cells = [pair((side[d]["mean"] for d in DIRECTIONS), times) if side else "-" for side in (entry, best)]
+            rows.append([f"{family}, {kind}, {dtype}", cells[0], "-", "-", cells[1], command])
+    return rows
+
+
+def _of_training(record: dict) -> list[list[str]]:
+    """The shortest and the longest sequences: the attention of a step, and all of the step."""
+    keys, rows = ("attention_ms", "step_ms"), []
+    for result in record["results"][:: max(1, len(record["results"]) - 1)]:
+        ours, default, fa3 = (
+            [result["providers"].get(name, {}).get(key) for key in keys] for name in (OURS, "torch's default", FA3)
+        )
+        cells = [
+            pair((theirs / own for theirs, own in zip(peer, ours, strict=True)), times) if all([*ours, *peer]) else "-"
+            for peer in (default, fa3)
+        ]
+        label = f"training step, L {result['sizes']['L']}: attention / all of it"
+        rows.append([label, cells[0], "-", cells[1], "-", "training"])
+    return rows
