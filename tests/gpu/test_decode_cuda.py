@@ -1,20 +1,16 @@
-"""Steps of decoding on CUDA: the kernel for few queries over cached keys, at the sizes at which something in it changes: a tile
-of 16 or 32 keys or rows, a step of eight tiles, a share of a CTA, a chunk of 32 sequences. More rows run on Hopper in tiles
-whose keys the shares of CTAs cut. Whatever no query sees is NaN."""
+"""These tests compare steps of decoding on CUDA with float64, at the sizes at which something in a kernel changes: for few
+queries a tile of 16 or 32 keys or rows, a step of eight tiles, a share of a CTA, a chunk of 32 sequences; for more rows, on
+Hopper, tiles whose keys the shares of CTAs cut. Whatever no query sees is NaN."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from cache_cases import CachedProblem
+from decode_calls import BFLOAT16, DEVICE, E4M3, E5M2, HALF, attend, integers, randn
 
 import flash_online
 from flash_online import reference
@@ -22,8 +18,6 @@ from flash_online.testing import assert_close_to_float64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 
-DEVICE = "cuda"
-HALF, BFLOAT16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 5000)  # lengths
 FEW = (0, 1, 9, 130, 700)
 
@@ -49,18 +43,6 @@ def check(**options):
     problem(**options).check(flash_online.kvcache_attention, DEVICE)
 
 
-def randn(*shape, dtype=BFLOAT16, scale=1.0):
-    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
-
-
-def integers(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
-def attend(*arguments, **options):
-    return flash_online.kvcache_attention(*arguments, **options)
-
-
 def check_close(query, caches, lengths, **options):
     """out and lse of a call on dense tensors, against float64."""
     out, lse = attend(query, *caches, lengths, **options, return_lse=True)
@@ -73,7 +55,7 @@ def check_close(query, caches, lengths, **options):
     assert_close_to_float64(lse, wide[1], truth[1], torch.float32, name="lse", magnitude=1.0)
 
 
-# --- against float64 -------------------------------------------------------------------------------------------------------
+# --- few queries -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -388,17 +370,6 @@ def test_one_item_of_latent_keys_cut_by_every_share(heads):
         check_close(query, (key, key[..., :512]), integers(length))
 
 
-def test_runs_over_latent_keys_repeat():
-    key, lengths = randn(5, 1, 9000, 576), integers(9000, 0, 777, 4096, 64)
-    for heads in (16, 128):
-        query = randn(5, heads, 1, 576)
-        out, lse = attend(query, key, key[..., :512], lengths, return_lse=True)
-        assert not out.isnan().any()
-        for _ in range(20):
-            again = attend(query, key, key[..., :512], lengths, return_lse=True)
-            assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-
-
 # --- more than 16 rows: on Hopper, tiles that shares cut --------------------------------------------------------------------
 
 BLOCKS = (0, 1, 63, 64, 65, 127, 129, 511, 513, 1500)  # lengths at the edges of blocks of keys and of the shortest share
@@ -467,236 +438,3 @@ def test_one_tile_cut_by_every_share(heads, queries, head_dim):
     query, caches = randn(1, heads, queries, head_dim), [randn(1, 1, 70000, head_dim) for _ in range(2)]
     for length in (70000, 40001, 130):
         check_close(query, caches, integers(length))
-
-
-@pytest.mark.parametrize("heads, queries", [((16, 2), 4), ((16, 2), 16), ((16, 2), 40)])
-def test_runs_of_tiles_repeat_on_two_streams(heads, queries):
-    calls = []
-    for lengths in ((9000, 0, 12345), (100, 3000, 17, 7777, 1, 5000, 640)):
-        caches = [randn(len(lengths), heads[1], max(lengths), 128) for _ in range(2)]
-        calls.append((randn(len(lengths), heads[0], queries, 128), *caches, integers(*lengths)))
-    wanted = [attend(*call, return_lse=True) for call in calls]
-    torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in calls], []
-    for _ in range(20):
-        for call, stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(attend(*call, return_lse=True))
-    torch.cuda.synchronize()
-    for n, result in enumerate(found):
-        assert all(map(torch.equal, result, wanted[n % 2]))
-    assert not any(tensor.isnan().any() for pair in wanted for tensor in pair)
-
-
-@pytest.mark.parametrize("queries", [3, 20])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_graph_of_tiles_is_replayed_at_other_lengths(packed, queries):
-    batch, entries = 9, 200
-    caches = [randn(700, 2, 16, 128) for _ in range(2)]
-    lengths, table = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in (batch, (batch, entries)))
-    query = randn(batch * queries, 16, 128) if packed else randn(batch, 16, queries, 128)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * queries
-    options = {"cu_seqlens_q": starts, "max_seqlen_q": queries} if packed else {}
-
-    def step():
-        return attend(query, *caches, lengths, block_table=table, **options)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for most in (0, 1, 3200, 64, 10**6, 700):
-        lengths.copy_(torch.randint(-3, most + 1, (batch,)))
-        table.copy_(torch.randint(0, 700, (batch, entries)))
-        if packed and most != 1:
-            starts.copy_(torch.randint(0, batch * queries + 1, (batch + 1,)).sort().values)
-        graph.replay()
-        assert torch.equal(out, step()) and not out.isnan().any(), most
-
-
-# --- bits ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("heads, queries", [((8, 2), 1), ((32, 8), 4), ((12, 1), 2), ((64, 1), 2)])
-@pytest.mark.parametrize("lengths", [(20000,), (9000, 0, 12345), (100, 3000, 17, 7777, 1, 5000, 640)], ids=str)
-def test_runs_repeat(lengths, heads, queries):
-    query = randn(len(lengths), heads[0], queries, 128)
-    caches, lengths = [randn(len(lengths), heads[1], max(lengths), 128) for _ in range(2)], integers(*lengths)
-    out, lse = attend(query, *caches, lengths, return_lse=True)
-    assert not out.isnan().any() and torch.equal(out, attend(query, *caches, lengths))
-    for _ in range(20):
-        again = attend(query, *caches, lengths, return_lse=True)
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-
-
-@pytest.mark.parametrize("options", [{}, {"window": (300, None)}, {"softcap": 5.0}], ids=str)
-@pytest.mark.parametrize("heads, queries", [((8, 2), 1), ((12, 1), 3)])
-@pytest.mark.parametrize("splits", [2, 3, 64])
-def test_a_sequence_in_pieces_has_its_bits_in_any_batch_and_pages(splits, heads, queries, options):
-    lengths, capacity, head_dim = (1, 70, 4000, 640, 0, 1337, 12000), 12288, 64
-    options = options | {"num_splits": splits, "return_lse": True}
-    query = randn(len(lengths), heads[0], queries, head_dim)
-    caches = [randn(len(lengths), heads[1], capacity, head_dim) for _ in range(2)]
-    every, lengths = attend(query, *caches, integers(*lengths), **options), integers(*lengths)
-    for n in range(len(lengths)):
-        alone = attend(*(t[n : n + 1] for t in (query, *caches, lengths)), **options)
-        assert all(torch.equal(own[0], of_all[n]) for own, of_all in zip(alone, every, strict=True)), n
-    order = torch.randperm(len(lengths), device=DEVICE)
-    moved = attend(*(t[order] for t in (query, *caches, lengths)), **options)
-    assert all(torch.equal(own, of_all[order]) for own, of_all in zip(moved, every, strict=True))
-    for page in (3, 16, 256):
-        entries = capacity // page
-        places = torch.randperm(len(lengths) * entries, device=DEVICE)
-        pools = [c.view(len(lengths), heads[1], entries, page, -1).transpose(1, 2).flatten(0, 1)[places] for c in caches]
-        table = places.argsort().view(len(lengths), entries).int()
-        found = attend(query, *pools, lengths, block_table=table, **options)
-        assert all(map(torch.equal, found, every)), page
-
-
-@pytest.mark.parametrize("splits", [None, 3])
-@pytest.mark.parametrize("cache_dtype", [BFLOAT16, E4M3], ids=str)
-def test_lse_wanted_or_not(cache_dtype, splits):
-    query, caches = randn(5, 8, 1, 128), [randn(5, 2, 3000, 128).to(cache_dtype) for _ in range(2)]
-    for options in ({}, {"window": (100, None)}, {"softcap": 3.0}, {"sinks": torch.zeros(8, device=DEVICE)}):
-        for now in ((3000, 1, 0, 2999, 64), (0, 0, 0, 0, 7)):
-            arguments, options = (query, *caches, integers(*now)), options | {"num_splits": splits}
-            assert torch.equal(attend(*arguments, **options), attend(*arguments, **options, return_lse=True)[0])
-
-
-@pytest.mark.parametrize("cache_dtype", [BFLOAT16, E5M2], ids=str)
-@pytest.mark.parametrize("heads, packed", [((40, 8), False), ((16, 1), True)])
-@pytest.mark.parametrize("splits", [None, 4])
-def test_a_graph_is_replayed_at_other_lengths(splits, heads, packed, cache_dtype):
-    """Lengths, tables and the starts of packed queries: the shares of all CTAs move with them."""
-    batch, entries, head_dim = 35, 40, 128
-    caches = [randn(700, heads[1], 16, head_dim).to(cache_dtype) for _ in range(2)]
-    lengths, table = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in (batch, (batch, entries)))
-    query = randn(batch, heads[0], head_dim) if packed else randn(batch, heads[0], 1, head_dim)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
-    options = {"cu_seqlens_q": starts, "max_seqlen_q": 3} if packed else {}
-
-    def step():
-        return attend(query, *caches, lengths, block_table=table, num_splits=splits, **options)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for most in (0, 1, 640, 16, 10**6, 300):
-        lengths.copy_(torch.randint(-3, most + 1, (batch,)))
-        table.copy_(torch.randint(0, 700, (batch, entries)))
-        if packed and most != 1:
-            starts.copy_(torch.randint(0, batch + 1, (batch + 1,)).sort().values)
-        graph.replay()
-        assert torch.equal(out, step()) and not out.isnan().any(), most
-
-
-def test_calls_chained_without_a_wait():
-    """Each kernel may start before the one in front of it has ended: the last call's results are those of a call alone."""
-    sizes = [((1, 8, 1), 30000), ((7, 8, 2), 900), ((1, 16, 2), 20000), ((3, 8, 1), 65)]
-    calls = [
-        (randn(*shape, 64), randn(shape[0], 1, keys, 64), randn(shape[0], 1, keys, 64), integers(*[keys - 1] * shape[0]))
-        for shape, keys in sizes
-    ]
-    wanted = []
-    for call in calls:
-        wanted.append(attend(*call, return_lse=True))
-        torch.cuda.synchronize()
-    for _ in range(30):
-        found = [attend(*call, return_lse=True) for call in calls]
-        for ours, expected in zip(found, wanted, strict=True):
-            assert all(map(torch.equal, ours, expected))
-
-
-# --- which calls it takes --------------------------------------------------------------------------------------------------
-
-
-def _calls():
-    """By name: a call, and words of the reason for which the family refuses it; None: it takes it."""
-
-    def call(heads=(8, 2), queries=1, width=64, keys=200, dtype=BFLOAT16, cache_dtype=None, **options):
-        query = randn(2, heads[0], queries, width, dtype=dtype)
-        caches = [randn(2, heads[1], keys, width, dtype=dtype).to(cache_dtype or dtype) for _ in range(2)]
-        return attend(query, *caches, integers(keys, 7), **options)
-
-    def packed(**options):
-        caches = [randn(2, 2, 200, 64) for _ in range(2)]
-        return attend(randn(5, 8, 64), *caches, integers(200, 7), cu_seqlens_q=integers(0, 2, 5), max_seqlen_q=3, **options)
-
-    def columns_apart():
-        caches = [randn(2, 2, 64, 200).transpose(2, 3) for _ in range(2)]
-        return attend(randn(2, 8, 1, 64), *caches, integers(200, 7))
-
-    return {
-        "a step": (call, None),
-        "float16": (lambda: call(dtype=HALF), None),
-        "float8": (lambda: call(cache_dtype=E4M3, width=128), None),
-        "128 rows": (lambda: call(heads=(32, 1), queries=4), None),
-        "pieces": (lambda: call(num_splits=7), None),
-        "packed": (packed, None),
-        "every option": (lambda: call(window=(9, None), softcap=3.0, sinks=torch.zeros(8, device=DEVICE)), None),
-        "129 rows": (lambda: call(heads=(43, 1), queries=3), "128 rows"),
-        "one piece": (lambda: call(num_splits=1), "num_splits=1"),
-        "packed, in pieces": (lambda: packed(num_splits=2), "packed"),
-        "float32": (lambda: call(dtype=torch.float32), "float32"),
-        "rows of 72 bytes": (lambda: call(width=36), "16 bytes"),
-        "rows of 24 bytes": (lambda: call(width=24, cache_dtype=E5M2), "16 bytes"),
-        "columns apart": (columns_apart, "side by side"),
-    }
-
-
-def _calls_of_tiles():
-    """The same for the Hopper kernel."""
-
-    def call(heads=(16, 2), queries=4, keys=9000, batch=1, **options):
-        caches = [randn(batch, heads[1], keys, 128) for _ in range(2)]
-        return attend(randn(batch, heads[0], queries, 128), *caches, integers(*[keys] * batch), **options)
-
-    return {
-        "a step": (lambda: call(queries=1), None),
-        "few rows": (call, None),
-        "one tile": (lambda: call(heads=(128, 1), queries=1), None),
-        "many rows, few tiles": (lambda: call(queries=64), None),
-        "a window and sinks": (lambda: call(window=(900, None), sinks=torch.zeros(16, device=DEVICE)), None),
-        "one piece": (lambda: call(num_splits=1), None),
-        "pieces": (lambda: call(num_splits=2), "num_splits"),
-        "softcap": (lambda: call(softcap=3.0), "few queries"),
-    }
-
-
-FAMILIES = {"decode": _calls, "sm90": _calls_of_tiles}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_which_calls_a_family_takes(family):
-    """A process of its own, where FLASH_ONLINE_KERNEL lets no other family run: what it refuses is an error with the reason."""
-    if family == "sm90" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs Hopper")
-    environment = os.environ | {"FLASH_ONLINE_KERNEL": family, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, __file__, family], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for name, (_, words) in FAMILIES[family]().items():
-        message = found[name]
-        if words is None:
-            assert message is None, (name, message)
-        else:
-            reason = re.search(rf"\b{family}: ([^;]*)", message or "")
-            assert reason and words in reason[1], (name, message)
-
-
-def _main():
-    """Makes every call, and prints the errors by name."""
-    errors = {}
-    for name, (call, _) in FAMILIES[sys.argv[1]]().items():
-        try:
-            call()
-            torch.cuda.synchronize()
-            errors[name] = None
-        except RuntimeError as error:
-            errors[name] = str(error)
-    print(json.dumps(errors))
-
-
-if __name__ == "__main__":
-    _main()
