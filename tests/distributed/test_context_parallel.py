@@ -12,7 +12,12 @@ import flash_online.distributed
 from flash_online.distributed import _context_parallel, _layout, _ulysses
 
 PROGRAM = Path(__file__).with_name("context_parallel_ranks.py")
-CHECKS = [line[4 : line.index("(")] for line in PROGRAM.read_text().splitlines() if line.startswith("def check_")]
+CHECKS = [
+    line[4 : line.index("(")]
+    for path in sorted(PROGRAM.parent.glob("context_parallel_*.py"))
+    for line in path.read_text().splitlines()
+    if line.startswith("def check_")
+]
 
 
 @pytest.mark.slow
