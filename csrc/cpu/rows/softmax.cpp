@@ -19,10 +19,15 @@ int64_t scratch(const RowProblem& problem) {
   const RowPartition partition(problem, 1);
   if (problem.input.data == nullptr && problem.grad.data == nullptr) {  // no tensors: the caller asks for the upper bound
     const int64_t buffer = kCacheLineBytes * (kChunk + kPitchExtra);  // as many rows as share a cache line
-    return strip_tile_bytes(kChunk) + partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem)) +
-           2 * buffer + kMaxStoredWeightBytes +
-           ScratchAllocator::bytes_of<double>(kMaxStoredWeightBytes / 4 / kChunk + kMaxTileRows);
+    const int64_t tiles = partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem)) +
+                          2 * buffer + kMaxStoredWeightBytes +
+                          ScratchAllocator::bytes_of<double>(kMaxStoredWeightBytes / 4 / kChunk + kMaxTileRows);
+    return std::max(tiles, strip_tile_bytes(kChunk));
   }
+  const bool softmax_backward = problem.input.data == nullptr;
+  const bool strips = softmax_backward ? lie_in_strips(problem, problem.grad, problem.output, problem.grad_input)
+                                       : problem.result.data != nullptr && softmax_in_strips(problem);
+  if (strips && problem.k == 0) return strip_tile_bytes(problem.classes);
   int64_t bytes = split_scratch_bytes(problem, topk_row_bytes(problem)) +
                   partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem));
   // Buffers for rows whose classes are not contiguous.
@@ -40,10 +45,6 @@ int64_t scratch(const RowProblem& problem) {
     add(problem.output, problem.result_dtype);
   }
   // Weights that the first pass stores for the second.
-  const bool softmax_backward = problem.input.data == nullptr;
-  if (softmax_backward && problem.k == 0 && lie_in_strips(problem, problem.grad, problem.output, problem.grad_input))
-    return strip_tile_bytes(problem.classes);
-  if (problem.result.data != nullptr && problem.k == 0 && softmax_in_strips(problem)) return strip_tile_bytes(problem.classes);
   const bool softmax = problem.result.data != nullptr && problem.k == 0 && !problem.log;
   if (softmax || (problem.grad_input.data != nullptr && !softmax_backward)) {
     int64_t rows = partition.rows_per_tile;  // tiles have fewer rows where there are many threads
