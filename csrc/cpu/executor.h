@@ -25,35 +25,11 @@ struct Executor {
 // Divides a worker's scratch, or the shared block, into pieces.
 using ScratchAllocator = flash_online::ScratchAllocator<64, false>;
 
-// Calls item(index, scratch) for every index below `items`, the number of work items. Each free worker takes the next index,
-// which balances items of uneven size (causal rows). An item must not depend on other items, unless on ones of lower index,
-// which have started before it: results must not depend on the number of threads. Items must not throw, as the exception would
-// cross a thread of torch's pool.
-template <class Item>
-inline __attribute__((always_inline)) void for_each_item(const Executor& executor, int64_t items, const Item& item) {
-  struct Context {
-    const Executor* executor;
-    const Item* item;
-    int64_t items;
-    std::atomic<int64_t> next{0};
-  } context{&executor, &item, items};
-  executor.run(
-      executor.workers < items ? executor.workers : items,
-      [](void* opaque, int64_t worker) {
-        Context& shared = *static_cast<Context*>(opaque);
-        std::byte* scratch = shared.executor->scratch + worker * shared.executor->scratch_bytes;
-        for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.items;) (*shared.item)(i, scratch);
-      },
-      &context);
-}
-
-// The same for items that do not wait for others, in any order. Each worker has a range of its own, and takes items from other
-// ranges when it is done: a call whose data a call before it has written or read, with as many workers, finds most of them in
-// the caches of its own core.
-template <class Item>
-inline __attribute__((always_inline)) void for_each_independent_item(const Executor& executor, int64_t items,
-                                                                     const Item& item) {
-  constexpr int64_t kMostRanges = 64;
+// Calls item(index, scratch) for every index below `items`, the number of work items. The indices are cut into as many ranges
+// as there are workers, at most kMostRanges. A worker takes the next index of its own range and, when that is done, of the
+// others.
+template <int64_t kMostRanges, class Item>
+inline __attribute__((always_inline)) void for_each_item_of_ranges(const Executor& executor, int64_t items, const Item& item) {
   struct Context {
     const Executor* executor;
     const Item* item;
@@ -77,6 +53,22 @@ inline __attribute__((always_inline)) void for_each_independent_item(const Execu
         }
       },
       &context);
+}
+
+// Each free worker takes the next index, which balances items of uneven size (causal rows). An item must not depend on other
+// items, unless on ones of lower index, which have started before it: results must not depend on the number of threads. Items
+// must not throw, as the exception would cross a thread of torch's pool.
+template <class Item>
+inline __attribute__((always_inline)) void for_each_item(const Executor& executor, int64_t items, const Item& item) {
+  for_each_item_of_ranges<1>(executor, items, item);
+}
+
+// The same for items that do not wait for others, in any order. Each worker begins with a range of its own: a call whose data a
+// call before it has written or read, with as many workers, finds most of them in the caches of its own core.
+template <class Item>
+inline __attribute__((always_inline)) void for_each_independent_item(const Executor& executor, int64_t items,
+                                                                     const Item& item) {
+  for_each_item_of_ranges<64>(executor, items, item);
 }
 
 }  // namespace flash_online::cpu

@@ -211,7 +211,17 @@ __attribute__((noinline)) void transpose_pairs(const F* from, int64_t pitch, int
 }
 
 // Stores two rows as one row of pairs.
-FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
+FLASH_ONLINE_INLINE void store_pairs(SplitFloat16* to, SplitVector first, SplitVector second) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(to);
+  store_vector(words, join_upper_halves(first.first, second.first));
+  store_vector(words + kLanes<float>, join_upper_halves(first.second, second.second));
+}
+
+// Stores two rows of sums, narrowed, as one row of pairs.
+FLASH_ONLINE_INLINE void store_narrowed_pairs(SplitFloat16* to, Vector<float> first, Vector<float> second) {
+  store_pairs(to, split_rounded(first), split_rounded(second));
+}
+FLASH_ONLINE_INLINE void store_narrowed_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
 #if defined(__AVX512BF16__)
   const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
   Vector<uint16_t> order;
@@ -220,19 +230,6 @@ FLASH_ONLINE_INLINE void store_pairs(BFloat16* to, Vector<float> first, Vector<f
 #else
   for (int l = 0; l < kLanes<float>; ++l) to[2 * l] = narrow<BFloat16>(first[l]), to[2 * l + 1] = narrow<BFloat16>(second[l]);
 #endif
-}
-FLASH_ONLINE_INLINE void store_pairs(SplitFloat16* to, SplitVector first, SplitVector second) {
-  uint32_t* const words = reinterpret_cast<uint32_t*>(to);
-  store_vector(words, join_upper_halves(first.first, second.first));
-  store_vector(words + kLanes<float>, join_upper_halves(first.second, second.second));
-}
-
-// Stores two rows of sums, narrowed, as one row of pairs.
-FLASH_ONLINE_INLINE void store_narrowed_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
-  store_pairs(to, first, second);
-}
-FLASH_ONLINE_INLINE void store_narrowed_pairs(SplitFloat16* to, Vector<float> first, Vector<float> second) {
-  store_pairs(to, split_rounded(first), split_rounded(second));
 }
 
 // Copies a matrix as to[padded_rows / 2, pitch] pairs: neighbours in a column become a pair; the padding becomes 0.

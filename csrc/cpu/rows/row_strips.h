@@ -94,9 +94,10 @@ __attribute__((noinline)) void store_strip(const RowProblem& problem, const Muta
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// The sum over all classes, at most kMost, of term(c), which has a row in each lane, in the order in which a row of contiguous
-// classes is added up: four sums per lane, of which neighbours are added first, or those two apart; then lane by lane. What a
-// row has no class for is left out: there a 0 is added, which changes no bit of a sum that began with 0. S is the type of sums.
+// The sum over all classes, at most kMost, of term(c), which has a row in each lane. It is added up in the order of a row of
+// contiguous classes: four sums (slots) per lane; then the slots, 0 and 1 first or, without kNeighboursFirst, 0 and 2 first;
+// then lane by lane. What a row has no class for is left out: there a 0 is added, which changes no bit of a sum that began with
+// 0. S is the type of sums.
 template <class R, class S, int64_t kMost, bool kNeighboursFirst, class Term>
 FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
   using T = Accumulator<R>;

@@ -352,7 +352,7 @@ FLASH_ONLINE_INLINE Vector<double> log_of_sum(Vector<double> x) {
   return (reinterpret_cast<Vector<double>>(n | kTwoTo52) - 0x1p52) * 0.69314718055994530942 + p * s;
 }
 
-// The logarithms of sums of weights, of which the largest is 1. Each has the same bits in any vector.
+// The logarithms of rows' sums of weights. A row's logarithm has the same bits whatever the other lanes hold.
 template <class T>
 FLASH_ONLINE_INLINE void log_sums(Vector<T> sum, double* logs) {
   if constexpr (std::is_same_v<T, float>) {

@@ -264,8 +264,7 @@ void softmax(const RowProblem& problem, const Executor& executor) {
     using E = decltype(e);
     using R = decltype(r);
     if (is_short(problem)) return short_softmax<E, R>(problem, executor);
-    if constexpr (kLanes<Accumulator<E>> >= 8)
-      if (softmax_in_strips(problem)) return strip_softmax<E, R>(problem, executor);
+    if (softmax_in_strips(problem)) return strip_softmax<E, R>(problem, executor);
     if (problem.log)
       run_rows<LogSoftmaxOp<E, R>>(problem, executor);
     else
