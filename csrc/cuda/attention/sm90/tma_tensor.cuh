@@ -27,11 +27,16 @@ struct TmaTensor {
   __device__ __forceinline__ TmaCoord at(int64_t batch, int head, int row, int box) const {
     return {box * kBoxColumns, row, head / q_heads_per_head, static_cast<int>(batch) * batch_step};
   }
+  // The same without a division, where the tensor has the call's heads, or one that all share.
+  __device__ __forceinline__ TmaCoord at_own_head(int batch, int head, int row, int box) const {
+    return {box * kBoxColumns, row, q_heads_per_head == 1 ? head : 0, batch * batch_step};
+  }
 };
 
 // A tensor of `heads` heads in a call of `batch` and `call_heads`. `rows` counts those of all packed sequences together.
-inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int64_t batch, int64_t call_heads, int64_t heads,
-                                 int64_t rows, int64_t width, int box_rows, int box_heads = 1) {
+template <class Pointer>
+TmaTensor make_tma_tensor(const View4<Pointer>& view, TmaElement element, int64_t batch, int64_t call_heads, int64_t heads,
+                          int64_t rows, int64_t width, int box_rows, int box_heads = 1) {
   constexpr uint64_t kAnyStride = 16, kElementBytes = 2;
   const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(view.stride[i] == 0 ? 1 : n); };
   const auto step = [&](int i, int64_t n) {
@@ -45,9 +50,9 @@ inline TmaTensor make_tma_tensor(const ConstView4& view, TmaElement element, int
 }
 
 // A problem's tensor of `heads` heads, whose rows are its keys or its queries.
-template <class T>
-TmaTensor tma_tensor_of(const AttentionProblem& problem, const ConstView4& view, bool over_keys, int64_t heads, int64_t width,
-                        int box_rows) {
+template <class T, class Pointer>
+TmaTensor tma_tensor_of(const AttentionProblem& problem, const View4<Pointer>& view, bool over_keys, int64_t heads,
+                        int64_t width, int box_rows) {
   constexpr TmaElement kElement = std::is_same_v<T, __half> ? TmaElement::kHalf : TmaElement::kBFloat16;
   const int64_t rows = over_keys ? (problem.key_starts ? problem.total_keys : problem.keys)
                                  : (problem.query_starts ? problem.total_queries : problem.queries);

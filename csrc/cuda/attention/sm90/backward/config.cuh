@@ -29,6 +29,8 @@ enum class TransposedMask { kNone, kBits, kTma };
 
 struct BackwardSm90Arguments {
   TmaTensor query, key, value, grad_out, mask;
+  TmaTensor grad_key, grad_value;  // in boxes of a warp's keys
+  bool sends_grads;  // by TMA; else from registers
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardWorkspace space;
@@ -52,7 +54,7 @@ struct BackwardSm90Arguments {
 template <class T, class Config>
 struct BackwardSm90Kernel {
   static constexpr BackwardSm90Tile kTile = Config::kTile;
-  static constexpr bool kPersistent = Config::kPersistent;
+  static constexpr bool kPersistent = kTile.persistent;
   static constexpr int kHeadDim = kTile.head_dim, kHeadDimV = kTile.head_dim_v;
   static constexpr BackwardSm90Features kFeatures = kTile.features;
   static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
@@ -65,7 +67,7 @@ struct BackwardSm90Kernel {
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  static constexpr int kWarpgroupKeys = 64;
+  static constexpr int kWarpgroupKeys = 64, kWarpKeys = 16;
   static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kMathWarps = kMathThreads / kWarpSize;
   static constexpr int box_count(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
   static constexpr int kBoxes = box_count(kHeadDim), kValueBoxes = box_count(kHeadDimV), kQueryBoxes = kQueries / kBoxColumns;
@@ -86,7 +88,10 @@ struct BackwardSm90Kernel {
   static constexpr int kDqBulkTiles = kDqPieceColumns / 8 - kTile.dq_register_tiles;
   // While a piece is on its way, the next ones go to the other slots.
   static constexpr int kDqSlots = !kPipelined ? 1 : kHeadDim <= 192 ? kDqPieces : kDqBulkTiles <= 4 ? 2 : 1;
+  // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
+  static constexpr int kKeyBuffers = kPersistent ? 2 : 1;
   static constexpr int kDsBuffers = kSingleWarpgroup || (kPipelined && kHeadDim > 192) ? 1 : 2;
+  static constexpr int kQueryBlocks = kDsBuffers == 1 ? 4 : 8;  // a power of two
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
   static constexpr int kSharedRowStats = kStatsRows * (kLseLowInStaging ? 2 : 3);
@@ -144,20 +149,24 @@ struct BackwardSm90Kernel {
     GradOutTile grad_out;
   };
   struct Shared {
-    KeyTile key;
+    KeyTile key[kKeyBuffers];
     ValueTile value;
     Stage stage[kStages];
     DsTile ds[kDsBuffers];
-    uint4 weights[kPipelined ? 4 : 1][kPipelined ? 128 : 1];  // the pipeline's, as a thread of either warpgroup holds them
-    // dQ on its way to global memory.
+    // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes. It begins at a
+    // multiple of kBoxAlignment, as all before it do.
     float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
+    uint4 weights[kPipelined ? 4 : 1][kPipelined ? 128 : 1];  // the pipeline's, as a thread of either warpgroup holds them
     alignas(16) float row_stats[kStages][kQueries / kStatsRows][kSharedRowStats];
     WorkTile tile[kPersistent ? 2 : 1];
-    QueryBlock query_block[4];  // the block at hand, the next one, and the two before, whose dQ is still on its way
+    // The block at hand, the next one, and the two before, whose dQ is still on its way; and the one after the next, which the
+    // producer announces before its stage is free. With one buffer of dS, only the last dQ is on its way then.
+    QueryBlock query_block[kQueryBlocks];
     int producer_blocks, producer_tiles;  // persistent kernels: how many the producer has sent
 
     // Barriers. "full": the producer's data have arrived; "empty": the consumers are done with them.
-    uint64_t key_full, value_full, keys_empty, query_full[kStages], grad_out_full[kStages];
+    uint64_t key_full[kKeyBuffers], key_empty[kKeyBuffers], value_full, value_empty;
+    uint64_t query_full[kStages], grad_out_full[kStages];
     uint64_t stage_empty[kStages];  // the stage; in the pipelined kernel its queries alone, and grad_out_empty for the rest
     uint64_t ds_full[2];  // all warps of the CTA have written their dS of a block
     uint64_t dq_may_add[2], dq_added[2];  // the dQ semaphore admits this CTA to a block; its warps have added their dQ

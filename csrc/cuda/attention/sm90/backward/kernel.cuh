@@ -166,9 +166,12 @@ __device__ bool BackwardSm90Kernel<T, Config>::take_work_tile(const BackwardSm90
 // By one thread.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90Arguments& a, Shared& shared) {
-  mbarrier_init(&shared.key_full, 1);
+  for (int i = 0; i < kKeyBuffers; ++i) {
+    mbarrier_init(&shared.key_full[i], 1);
+    mbarrier_init(&shared.key_empty[i], kMathWarps + (a.dq_semaphore ? 1 : 0));
+  }
   mbarrier_init(&shared.value_full, 1);
-  mbarrier_init(&shared.keys_empty, kMathWarps + (a.dq_semaphore ? 1 : 0));
+  mbarrier_init(&shared.value_empty, kMathWarps);
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(&shared.query_full[i], 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
@@ -235,12 +238,12 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
   }
 }
 
-template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kPersistent>
+template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures>
 __global__ void __launch_bounds__(backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures).threads(),
                                   backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures).ctas_per_sm)
     attention_backward_sm90(const __grid_constant__ BackwardSm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures, kPersistent>>;
+  using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures>>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Kernel::run(arguments, *reinterpret_cast<typename Kernel::Shared*>(shared_boxes));
 #endif

@@ -97,12 +97,22 @@ struct BackwardSm90Call {
   KvGradParts kv_grad_parts = {};
 };
 
-template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kPersistent>
+template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures>
 void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
-  using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures, kPersistent>>;
+  using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures>>;
   const auto& [problem, gradients, space, mask_bits, dq_semaphore, tile_counter, kv_grad_parts] = call;
   const auto tensor = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return tma_tensor_of<T>(problem, view, over_keys, heads, width, over_keys ? Kernel::kKeys : Kernel::kQueries);
+  };
+  // dK and dV of a persistent kernel leave by TMA, a warp's rows at a time, where TMA can address them.
+  const int64_t key_rows = problem.key_starts ? problem.total_keys : problem.keys;
+  const auto sendable = [&](const MutableView4& view, int64_t width) {
+    return is_tma_compatible(view.data, view.stride, problem.batch, gradients.kv_grad_heads, key_rows, width);
+  };
+  const bool sends_grads = Kernel::kPersistent && sendable(gradients.grad_key, problem.head_dim) &&
+                           sendable(gradients.grad_value, problem.head_dim_v);
+  const auto grad_tensor = [&](const MutableView4& view, int64_t width) {
+    return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
   const TileList tile_list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kKeys);
   const TransposedMask transposed_mask = Kernel::kTransposed ? transposed_mask_of(problem) : TransposedMask::kNone;
@@ -128,6 +138,9 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .value = tensor(problem.value, true, problem.value_heads, problem.head_dim_v),
       .grad_out = tensor(gradients.grad_out, false, problem.heads, problem.head_dim_v),
       .mask = transposed_mask == TransposedMask::kTma ? tensor(problem.mask, false, problem.heads, problem.keys) : TmaTensor{},
+      .grad_key = grad_tensor(gradients.grad_key, problem.head_dim),
+      .grad_value = grad_tensor(gradients.grad_value, problem.head_dim_v),
+      .sends_grads = sends_grads,
       .problem = problem,
       .gradients = gradients,
       .space = space,
@@ -145,12 +158,11 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .bias_scale = static_cast<float>(1 / problem.scale),
       .kv_grad_parts = kv_grad_parts};
   const int64_t items = Kernel::kCutsTiles ? kv_grad_parts.cuts.items() : tile_list.count(),
-                ctas = kPersistent ? std::min(items, int64_t{sm_count()}) : items;
-  launch<attention_backward_sm90<T, kHeadDim, kHeadDimV, kFeatures, kPersistent>>(
+                ctas = Kernel::kPersistent ? std::min(items, int64_t{sm_count()}) : items;
+  launch<attention_backward_sm90<T, kHeadDim, kHeadDimV, kFeatures>>(
       arguments, ctas, Kernel::kThreads, Kernel::shared_bytes(problem, transposed_mask), stream, true);
   if constexpr (Kernel::kMayUseNarrowTile && !Kernel::kSingleWarpgroup)
-    if (may_use_narrow_tile)
-      launch_backward_sm90<T, kHeadDim, kHeadDimV, BackwardSm90Features::kMasksNarrowTile, false>(call, stream);
+    if (may_use_narrow_tile) launch_backward_sm90<T, kHeadDim, kHeadDimV, BackwardSm90Features::kMasksNarrowTile>(call, stream);
 }
 
 // ---- the workspace: BackwardWorkspace, then the tile counter, the dQ semaphores, a mask's bits, and parts of dK and dV
@@ -165,7 +177,7 @@ BackwardWorkspace backward_sm90_space(const AttentionProblem& problem, const Att
   const int64_t pieces = ceil_div(problem.head_dim, kDqPieceColumnsSm90);
   int64_t width = 0;
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
-    using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features(), false>>;
+    using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
     width = Kernel::kPadsHeadDim ? pieces * kDqPieceColumnsSm90 : int64_t{head_dim()};
   });
   return BackwardWorkspace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
@@ -187,7 +199,7 @@ KvGradParts backward_sm90_kv_grad_parts(const BackwardPass& pass, void* workspac
   const AttentionProblem& problem = pass.problem;
   KvGradParts parts;
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
-    using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features(), false>>;
+    using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
     parts.list = TileList::of(problem, true, pass.gradients.kv_grad_heads, Kernel::kKeys);
     parts.reversed = pass.deterministic || problem.visible.right < 0;
     parts.keys = Kernel::kKeys;
@@ -257,16 +269,7 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
     if constexpr (features() == Features::kAllOptions) {
       AttentionBackwardOptionsSm90<head_dim()>::run(call, stream);
     } else {
-      constexpr int kPersistentMaxKeys = backward_sm90_tile(head_dim(), head_dim_v(), features()).persistent_max_keys;
-      const auto start = [&]<bool kPersistent>(std::bool_constant<kPersistent>) {
-        launch_backward_sm90<T, head_dim(), head_dim_v(), features(), kPersistent>(call, stream);
-      };
-      if constexpr (kPersistentMaxKeys >= kMaxLengthBackwardSm90)
-        start(std::true_type{});
-      else if constexpr (kPersistentMaxKeys > 0)
-        problem.query_starts || problem.keys <= kPersistentMaxKeys ? start(std::true_type{}) : start(std::false_type{});
-      else
-        start(std::false_type{});
+      launch_backward_sm90<T, head_dim(), head_dim_v(), features()>(call, stream);
     }
   });
   convert_dq_accum(problem, gradients, space, stream, call.kv_grad_parts);

@@ -9,7 +9,7 @@ namespace flash_online::cuda {
 template <int kHeadDim>
 void AttentionBackwardOptionsSm90<kHeadDim>::run(const BackwardSm90Call& call, CUstream_st* stream) {
   const auto start = [&]<class T>(Type<T>) {
-    launch_backward_sm90<T, kHeadDim, kHeadDim, BackwardSm90Features::kAllOptions, false>(call, stream);
+    launch_backward_sm90<T, kHeadDim, kHeadDim, BackwardSm90Features::kAllOptions>(call, stream);
   };
   call.problem.dtype == DType::kFloat16 ? start(Type<__half>{}) : start(Type<__nv_bfloat16>{});
 }

@@ -111,18 +111,12 @@ struct BackwardSm90Kernel<T, Config>::Producer {
       tma_load(to.box[box], from.map, from.at(tile.batch, tile.first_head, tile.first_key, box), full);
   }
   template <int kCount>
-  __device__ static void load_queries(TmaTile<kCount, kQueries>& to, const TmaTensor& from, const WorkTile& tile, int head,
-                                      int query, uint64_t* full) {
+  __device__ static void load_queries(TmaTile<kCount, kQueries>& to, const TmaTensor& from, TmaCoord at, uint64_t* full) {
 #pragma unroll
-    for (int box = 0; box < kCount; ++box)
-      tma_load(to.box[box], from.map, from.at(tile.batch, head, tile.first_query + query, box), full);
-  }
-
-  // The row statistics of kStatsRows of a head's queries. For rows past the sequence's last block, those of the last block will
-  // do: their queries are hidden.
-  __device__ __forceinline__ static const float* row_stats_of(const BackwardSm90Arguments& a, const WorkTile& tile,
-                                                              int first_row_block, int row_block) {
-    return a.space.row_stats + int64_t{first_row_block + min(row_block, (tile.queries - 1) / kStatsRows)} * kRowStats;
+    for (int box = 0; box < kCount; ++box) {
+      at.column = box * kBoxColumns;
+      tma_load(to.box[box], from.map, at, full);
+    }
   }
 
   __device__ static void load_mask_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
@@ -157,14 +151,19 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   // Announces and loads a block of queries, the CTA's `count`-th.
   __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int count, int head,
                                     int number, int mask_flags, bool last = false, bool third = false) {
-    const int stage = count % 2, query = number * kQueries;
-    // What is computed ahead of the wait delays no load. Blocks of 128 queries gain nothing by it; with masks it was not
-    // measured.
-    constexpr bool kWaitsLate = kQueries == 64 && !kHasMaskMap;
-    if constexpr (!kWaitsLate) wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
-    const int first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
-    if constexpr (kWaitsLate) wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
-    QueryBlock& block = shared.query_block[count % 4];
+    const int stage = count % 2, query = number * kQueries, row = tile.first_query + query,
+              batch = static_cast<int>(tile.batch),
+              first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
+    // Once the stage is free, the math warpgroups wait for the loads: what takes divisions and reads of shared memory, which
+    // are slow beside the products, comes before.
+    const TmaCoord query_at = a.query.at_own_head(batch, head, row, 0),
+                   grad_out_at = a.grad_out.at_own_head(batch, head, row, 0);
+    // For rows past the sequence's last block, the row statistics of the last block will do: their queries are hidden.
+    int stats_block[kQueries / kStatsRows];
+#pragma unroll
+    for (int n = 0; n < kQueries / kStatsRows; ++n)
+      stats_block[n] = first_row_block + min(query / kStatsRows + n, (tile.queries - 1) / kStatsRows);
+    QueryBlock& block = shared.query_block[count % kQueryBlocks];
     block.head = head;
     block.query = query;
     block.all_visible = all_visible(tile, query);
@@ -179,11 +178,12 @@ struct BackwardSm90Kernel<T, Config>::Producer {
                           a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
       if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
     }
+    wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
     arrive_expect_tx(&shared.query_full[stage], bytes);
-    load_queries(shared.stage[stage].query, a.query, tile, head, query, &shared.query_full[stage]);
+    load_queries(shared.stage[stage].query, a.query, query_at, &shared.query_full[stage]);
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) {
-      const float* const stats = row_stats_of(a, tile, first_row_block, query / kStatsRows + n);
+      const float* const stats = a.space.row_stats + int64_t{stats_block[n]} * kRowStats;
       constexpr int kPieces = kLseLowInStaging ? 2 : 1;  // two: lse, and delta; lse's low part stands between them
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
@@ -196,7 +196,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
     if constexpr (kPipelined) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
     arrive_expect_tx(&shared.grad_out_full[stage], sizeof(GradOutTile));
-    load_queries(shared.stage[stage].grad_out, a.grad_out, tile, head, query, &shared.grad_out_full[stage]);
+    load_queries(shared.stage[stage].grad_out, a.grad_out, grad_out_at, &shared.grad_out_full[stage]);
     if constexpr (kTransposed)
       if (a.transposed_mask == TransposedMask::kTma) load_mask_boxes(a, shared, count, head, query, mask_flags);
   }
@@ -205,7 +205,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
     const WorkTile& tile = shared.tile[0];
     const bool leads = threadIdx.x == 0;
-    if (leads) load_keys(shared.key, a.key, tile, &shared.key_full);
+    if (leads) load_keys(shared.key[0], a.key, tile, &shared.key_full[0]);
     int count = 0;
     if constexpr (kHasMaskMap) {
       count = for_each_block(a, tile, [&](int n, int head, int block, int mask_flags) {
@@ -220,7 +220,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     }
     if (leads) {
       wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
-      shared.query_block[count % 4].query = -1;
+      shared.query_block[count % kQueryBlocks].query = -1;
       arrive(&shared.query_full[count % 2]);
     }
   }
@@ -246,19 +246,21 @@ struct BackwardSm90Kernel<T, Config>::Producer {
         if (n < blocks) {
           int head = tile.first_head, number = tile.first_block;
           if (n > 0) {
-            const QueryBlock& before = shared.query_block[(count - 1) % 4];
+            const QueryBlock& before = shared.query_block[(count - 1) % kQueryBlocks];
             head = before.head, number = before.query / kQueries + 1;
             if (number == tile.end) number = tile.begin, ++head;
           }
           load_block(a, shared, tile, count++, head, number, kBothVisible, n == blocks - 1, n >= 2);
         }
         if (n == 0) {
-          wait(&shared.keys_empty, tile_count % 2 ^ 1);
+          const int buffer = tile_count % kKeyBuffers;
+          wait(&shared.key_empty[buffer], tile_count / kKeyBuffers % 2 ^ 1);
           if (!more) {
-            arrive(&shared.key_full);
+            arrive(&shared.key_full[buffer]);
             return;
           }
-          load_keys(shared.key, a.key, tile, &shared.key_full);
+          load_keys(shared.key[buffer], a.key, tile, &shared.key_full[buffer]);
+          wait(&shared.value_empty, tile_count % 2 ^ 1);
           load_keys(shared.value, a.value, tile, &shared.value_full);
         }
       } while (++n < blocks);
@@ -293,7 +295,8 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
   for (int part = 0;; ++part) {
     const int count = part / kParts, stage = count % 2;
     wait(&shared.query_full[stage], count / 2 % 2);  // by then the bits of the block before in this stage have been read
-    const int first = uniform(shared.query_block[count % 4].query), head = uniform(shared.query_block[count % 4].head);
+    const int first = uniform(shared.query_block[count % kQueryBlocks].query),
+              head = uniform(shared.query_block[count % kQueryBlocks].head);
     if (first < 0) return;
     const Philox::OfGroup group = random.of_group(batch, head, tile.key / Philox::kKeys + lane % 16);
     unsigned kept[Philox::kKeys] = {};
@@ -360,13 +363,13 @@ template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::order_dq_adds_of_all_tiles(const BackwardSm90Arguments& a, Shared& shared) {
   int count = 0;
   for (int tile_count = 0;; ++tile_count) {
-    wait(&shared.key_full, tile_count % 2);
+    wait(&shared.key_full[tile_count % kKeyBuffers], tile_count / kKeyBuffers % 2);
     const WorkTile& tile = shared.tile[tile_count % 2];
     if (tile.begin < 0) return;
     const int first = count;
     order_dq_adds(a, shared, tile, count);
     for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.dq_may_add[count % 2]);
-    arrive(&shared.keys_empty);
+    arrive(&shared.key_empty[tile_count % kKeyBuffers]);
   }
 }
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   clear_query_tail(now);
   // In registers that dP has later.
   DqAccumulator& dq = reinterpret_cast<DqAccumulator&>(dp);
-  start_scores<kHeadDim>(score, shared.key, stage.query);
+  start_scores<kHeadDim>(score, key_tile(), stage.query);
   const bool all_visible = block.all_visible;
   if constexpr (!kFirst) {
     start_dq(dq, now ^ 1);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   recompute_warp_index();
   clear(dk);
   clear(dv);
-  wait(&shared.key_full, 0);
+  wait(&shared.key_full[0], 0);
   if (wait_for_block(stage())) {
     clear_key_tail();
     ScoreAccumulator score, dp;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
   if constexpr (kTile.keys_in_registers)
     start_scores_of_fragments(score, stage.query, shift);
   else
-    start_scores<kHeadDim>(score, shared.key, stage.query, shift);
+    start_scores<kHeadDim>(score, key_tile(), stage.query, shift);
   if constexpr (kFirst) wait(&shared.value_full, tile_count % 2);
   if constexpr (!kFirst && kTile.send_dq_late)
     if ((kPersistent ? ahead.third : block_count > 1) && !a.dq_semaphore) {
@@ -198,6 +198,10 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ow
     start_dq(dq, other);
   }
   wait(&shared.ds_empty[now], parity() ^ 1);
+  if constexpr (kPersistent && kFirst) {  // TMA has read dK and dV of the work tile before
+    if (lane() == 0) tma_store_wait_read();
+    __syncwarp();
+  }
   store_ds(shared.ds[now], ds);
   start_grads<kHeadDim>(dk, ds, stage.query, shift);
 
@@ -320,6 +324,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ma
     while (step<false>(stage(), ahead)) continue;
   if constexpr (kSingleWarpgroup) return;
 
+  if constexpr (kPersistent) release(&shared.value_empty);
   recompute_warp_index();
   DqAccumulator dq;
   start_dq(dq, (block_count - 1) % 2);
@@ -331,9 +336,9 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ma
   fence_registers(dq);
   if constexpr (kPersistent) {
     release(&shared.ds_empty[(block_count - 1) % 2]);
-    release(&shared.keys_empty);
+    release(&shared.key_empty[tile_count % kKeyBuffers]);
   }
-  if (a.dq_semaphore) {
+  if (kPersistent || a.dq_semaphore) {  // dq_staging may be wanted for dV at once
     add_dq(dq_accum_of(query_block(-1)), dq, (block_count - 1) % 2);
   } else {
     stage_dq(dq);
@@ -354,7 +359,8 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
   } else {
     // Else the next work tile's values would be asked for while these are on their way.
     wait(&shared.value_full, tile_count % 2);
-    release(&shared.keys_empty);
+    release(&shared.value_empty);
+    release(&shared.key_empty[tile_count % kKeyBuffers]);
   }
   for (int n = tile().blocks; n < 2 || n % 2 != 0; ++n, ++block_count) {  // empty stages (Producer::run_persistent)
     const int stage = block_count % 2;
@@ -379,14 +385,14 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   if constexpr (kPersistent) {
 #pragma unroll 1
     for (;; ++tile_count) {
-      wait(&shared.key_full, tile_count % 2);
+      wait_for_keys();
       if (tile().begin < 0) break;
       process_work_tile();
     }
   } else {
     clear(dk);
     clear(dv);
-    wait(&shared.key_full, 0);
+    wait_for_keys();
     if (wait_for_block(0)) mainloop();
     store_dk_and_dv();
   }

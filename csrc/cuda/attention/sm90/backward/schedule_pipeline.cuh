@@ -77,7 +77,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   }
   clear_query_tail(next);
   start_grads<kHeadDimV>(dv, weight, stage.grad_out);
-  start_scores<kHeadDim>(score, shared.key, shared.stage[next].query);
+  start_scores<kHeadDim>(score, key_tile(), shared.stage[next].query);
   wgmma_wait<1>();
   release(&shared.grad_out_empty[now]);
   wgmma_wait<0>();
@@ -89,12 +89,12 @@ template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_weights_and_dv() {
   recompute_warp_index();
   clear(dv);
-  wait(&shared.key_full, 0);
+  wait(&shared.key_full[0], 0);
   if (wait_for_block(0)) {
     clear_key_tail();
     clear_query_tail(0);
     ScoreAccumulator score;
-    start_scores<kHeadDim>(score, shared.key, shared.stage[0].query);
+    start_scores<kHeadDim>(score, key_tile(), shared.stage[0].query);
     wgmma_wait<0>();
     fence_registers(flat(score));
     while (weights_and_dv_block(stage(), score)) continue;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_dq() {
   recompute_warp_index();
-  wait(&shared.key_full, 0);
+  wait(&shared.key_full[0], 0);
   while (true) {
     const int buffer = block_count % kDsBuffers;
     wait(&shared.ds_full[buffer], block_count / kDsBuffers % 2);

@@ -23,12 +23,14 @@ struct BackwardSm90Tile {
   BackwardSm90Features features;
   int keys, queries;
 
-  // These five are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
+  // These six are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
   bool prefetch_lse = false;  // a block's lse is read into registers before its scores are there
   bool ping_pong = false;  // the two warpgroups start their scores one after the other
   bool send_dq_late = false;  // dQ leaves amid the next block, and not at once
   bool keys_in_registers = false;  // the scores' left operand, loaded once per work tile
   bool ds_before_dv = false;  // dS is made beside the exponentials, ahead of dV
+  // A CTA takes one work tile after another. While it ends one, the next one's queries, keys and values are on their way.
+  bool persistent = false;
 
   // For the pipeline: of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by bulk reductions.
   int dq_register_tiles = 0;
@@ -38,7 +40,6 @@ struct BackwardSm90Tile {
   int dropout_warps = 0;  // each generates the bits for a quarter of a block
   int warpgroups = 2;  // math warpgroups with `math_registers`: all but the pipeline's third
   int ctas_per_sm = 1;
-  int persistent_max_keys = 0;  // the kernel is persistent where sequences have at most this many keys
 
   constexpr bool pipelined() const { return keys == 64 && warpgroups == 2; }
   constexpr int threads() const { return 128 * (warpgroups + 1 + pipelined()) + 32 * dropout_warps; }
@@ -47,19 +48,20 @@ struct BackwardSm90Tile {
 // clang-format off
 inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 128,
-     .send_dq_late = true, .keys_in_registers = true, .math_registers = 240, .producer_registers = 24,
-     .persistent_max_keys = kMaxLengthBackwardSm90},
+     .ping_pong = true, .send_dq_late = true, .keys_in_registers = true, .persistent = true, .math_registers = 240,
+     .producer_registers = 24},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
 
     {.head_dim = 96, .head_dim_v = 96, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .prefetch_lse = true, .ping_pong = true, .math_registers = 240, .producer_registers = 24},
+     .prefetch_lse = true, .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
+     .producer_registers = 24},
 
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .prefetch_lse = true, .ping_pong = true, .ds_before_dv = true, .math_registers = 240, .producer_registers = 24,
-     .persistent_max_keys = 1024},
+     .prefetch_lse = true, .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
+     .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 64,
      .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasksNarrowTile, .keys = 64, .queries = 64,
@@ -92,7 +94,7 @@ constexpr bool is_valid(const BackwardSm90Tile& tile) {
          tile.threads() <= 1024 && is_register_count(tile.math_registers) && is_register_count(tile.producer_registers) &&
          (aux_threads == 0 ? tile.aux_registers == 0 : is_register_count(tile.aux_registers)) &&
          tile.dropout_warps == (tile.features == BackwardSm90Features::kDropout ? 4 : 0) &&
-         (tile.persistent_max_keys == 0 || tile.features == BackwardSm90Features::kPlain) &&
+         (!tile.persistent || tile.features == BackwardSm90Features::kPlain) &&
          128 * (tile.warpgroups * tile.math_registers + tile.producer_registers) + aux_threads * tile.aux_registers <=
              launch_registers;
 }
@@ -111,12 +113,10 @@ consteval BackwardSm90Tile backward_sm90_tile(int head_dim, int head_dim_v, Back
   throw "no row in kBackwardSm90Tiles";
 }
 
-// A row, and whether the kernel is persistent: a CTA then takes one work tile after another, and while it stores dK and dV of
-// one, the next one's queries, keys and values are on their way.
-template <int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures, bool kIsPersistent>
+// A row of the table as a type.
+template <int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures>
 struct BackwardSm90Config {
   static constexpr BackwardSm90Tile kTile = backward_sm90_tile(kHeadDim, kHeadDimV, kFeatures);
-  static constexpr bool kPersistent = kIsPersistent;
 };
 
 }  // namespace flash_online::cuda

@@ -45,12 +45,13 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarpSize; }
   // This warp among the kDqWarps that have parts of the same scores, or of dQ.
   __device__ __forceinline__ int row_warp() const { return kPipelined ? warp % 4 : warp; }
-  __device__ __forceinline__ int score_row() const { return row_warp() * 16; }
+  __device__ __forceinline__ int score_row() const { return row_warp() * kWarpKeys; }
 
   __device__ __forceinline__ const WorkTile& tile() const { return shared.tile[kPersistent ? tile_count % 2 : 0]; }
+  __device__ __forceinline__ KeyTile& key_tile() const { return shared.key[tile_count % kKeyBuffers]; }
   // The block at hand, or the one `offset` after it.
   __device__ __forceinline__ const QueryBlock& query_block(int offset = 0) const {
-    return shared.query_block[(block_count + offset) % 4];
+    return shared.query_block[(block_count + offset) % kQueryBlocks];
   }
 
   // Blocks of queries take the two stages in turn. The loops have one body for both, whose addresses are made by the uniform
@@ -67,6 +68,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void sync_and_release(uint64_t* barrier) {
     __syncwarp();
     release(barrier);
+  }
+  __device__ __forceinline__ void wait_for_keys() {
+    wait(&shared.key_full[tile_count % kKeyBuffers], tile_count / kKeyBuffers % 2);
   }
   // Waits for the block `offset` after the one at hand; false: there is none.
   __device__ __forceinline__ bool wait_for_block(int stage, int offset = 0) {
@@ -118,7 +122,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     const int row = score_row() + lane() % 16;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step)
-      ldmatrix_x4(key_fragment[step], shared_address(shared.key.box[step / 4][row]) +
+      ldmatrix_x4(key_fragment[step], shared_address(key_tile().box[step / 4][row]) +
                                           ((step % 4 * 2 + lane() / 16) ^ (row % 8)) * static_cast<int>(kVectorBytes));
   }
   __device__ __forceinline__ void start_scores_of_fragments(ScoreAccumulator& d, const QueryTile& right, unsigned shift) {
@@ -156,7 +160,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0) {
     if constexpr (!kPipelined && !kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
     const uint64_t ds = k_major_descriptor(shared_address(shared.ds[buffer].box[kDqSideBySide ? 0 : warpgroup()])),
-                   keys = mn_major_descriptor(shared_address(shared.key.box[kPipelined      ? piece
+                   keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? piece
                                                                             : kDqSideBySide ? warpgroup()
                                                                                             : 0]),
                                               kKeys * kRowBytes);
@@ -261,7 +265,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     __syncwarp();
     const QueryBlock& block = query_block();
     const int n = 4 * lane() / kStatsRows, last = (tile().queries - 1) / kStatsRows - block.query / kStatsRows;
-    const int64_t row_block = block.dq_offset / (kStatsRows * kHeadDim) + min(n, last);  // as in Producer::row_stats_of
+    const int64_t row_block = block.dq_offset / (kStatsRows * kHeadDim) + min(n, last);  // as in Producer::load_block
     reinterpret_cast<float4*>(shared.dq_staging[warp][0])[lane()] =
         reinterpret_cast<const float4*>(a.space.row_stats + row_block * kRowStats + kStatsRows)[lane() % (kStatsRows / 4)];
     __syncwarp();
@@ -308,9 +312,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void clear_key_tail() {
     const WorkTile& tile = this->tile();
     if (a.problem.query_starts && tile.key + kKeys > tile.keys) {
-      wait(&shared.key_full, tile_count % 2);
+      wait_for_keys();
       wait(&shared.value_full, tile_count % 2);
-      clear_tail(shared.key, tile.keys - tile.key);
+      clear_tail(key_tile(), tile.keys - tile.key);
       clear_tail(shared.value, tile.keys - tile.key);
       publish_tail(kKeyTail);
     }
@@ -543,12 +547,55 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     if (is_part()) [[unlikely]] {
       store_part(dk, 0);
       store_part(dv, kKeys * kHeadDim);
-    } else {
-      store_dk();
-      store_dv();
+      return;
     }
+    if constexpr (kPersistent)
+      if (a.sends_grads && tile().key + score_row() + kWarpKeys <= tile().last_key) return send_dk_and_dv();
+    store_dk();
+    store_dv();
   }
   __device__ __forceinline__ bool is_part() const { return kCutsTiles && tile().slot >= 0; }
+  // Where this warp's rows of box `box` of dK or dV lie on their way to global memory, in a persistent kernel. dS is not needed
+  // any more then, and of dS and dq_staging they are parts that no other warp writes: the warp alone has to wait, before it
+  // writes there again, until TMA has read them.
+  __device__ __forceinline__ T* outgoing_rows(bool is_key, int box) {
+    if constexpr (kQueryBoxes == 2) return shared.ds[0].box[is_key ? 1 : 0][score_row()];
+    return is_key ? shared.ds[box].box[0][score_row()]
+                  : reinterpret_cast<T*>(shared.dq_staging[warp][0]) + box * kWarpKeys * kBoxColumns;
+  }
+  template <int kColumns>
+  __device__ __forceinline__ void stage_grad(const GradAccumulator<kColumns>& d, float scale, bool is_key) {
+#pragma unroll
+    for (int t = 0; t < kColumns / 16; ++t) {
+      unsigned words[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* const x = &d[0][2 * t + n / 2][n % 2 * 2];
+        words[n] = pair(scale * x[0], scale * x[1]);
+      }
+      stmatrix_x4(words, shared_address(outgoing_rows(is_key, t / 4)) + swizzle128(lane() % 16, t % 4 * 2 + lane() / 16));
+    }
+  }
+  __device__ __forceinline__ void send_dk_and_dv() {
+    if (lane() == 0) tma_store_wait_read();
+    __syncwarp();
+    for (int n = 0; n < kDsBuffers; ++n)
+      wait(&shared.ds_empty[(block_count + n) % 2], (block_count + n) / 2 % 2 ^ 1);  // all have made the last dQ of it
+    stage_grad<kHeadDimV>(dv, 1.0f, false);
+    stage_grad<kHeadDim>(dk, static_cast<float>(a.problem.scale), true);
+    publish();
+    if (lane() == 0) {
+      const WorkTile& tile = this->tile();
+      const int row = tile.first_key + score_row();
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box)
+        tma_store(a.grad_key.map, a.grad_key.at(tile.batch, tile.first_head, row, box), outgoing_rows(true, box));
+#pragma unroll
+      for (int box = 0; box < kValueBoxes; ++box)
+        tma_store(a.grad_value.map, a.grad_value.at(tile.batch, tile.first_head, row, box), outgoing_rows(false, box));
+      tma_store_commit();
+    }
+  }
   // Leaves the sums of a part of a work tile to convert_dq_accum. `first`: of the matrix in the part's slot.
   template <int kCount>
   __device__ __forceinline__ void store_part(const Accumulator<1, kCount>& d, int first) const {
