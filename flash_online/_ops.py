@@ -498,12 +498,12 @@ def _without(sizes, dim: int) -> list[int]:
     return [size for i, size in enumerate(sizes) if i != dim]
 
 
-def _logsumexp_forward_fake(input, dim):
-    return _accumulator(input, _without(input.shape, dim))
+def _logsumexp_forward_fake(input, dim, dtype=None):
+    return input.new_empty(_without(input.shape, dim), dtype=dtype or accumulator_of(input.dtype))
 
 
-def _logsumexp_forward_vmap(info, in_dims, input, dim):
-    return ops.logsumexp_forward.default(_front(input, in_dims[0], info.batch_size), dim + 1), 0
+def _logsumexp_forward_vmap(info, in_dims, input, dim, dtype=None):
+    return ops.logsumexp_forward.default(_front(input, in_dims[0], info.batch_size), dim + 1, dtype), 0
 
 
 _register("logsumexp_forward", _logsumexp_forward_fake, _logsumexp_forward_vmap, _no_flops)
@@ -574,10 +574,16 @@ def _cross_entropy_backward_vmap(
 _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy_backward_vmap, _no_flops)
 
 
+_FEW_LOSSES = 8192  # kFewLosses in csrc/cuda/rows/rows.h
+
+
 def _cross_entropy_loss_fake(input, target, weight, ignore_index, label_smoothing, mean, dtype):
-    numbers = 3 if input.device.type == "cpu" else 2  # of a row: its loss, its weight and, on the CPU, its lse
     rows = math.prod(_without(input.shape, 1))
-    return input.new_empty([], dtype=dtype), _accumulator(input, [numbers * rows + 1])
+    if input.device.type == "cpu":
+        kept = 3 * rows  # of a row: its loss, its weight and its lse
+    else:
+        kept = 2 * rows if rows <= _FEW_LOSSES else 0
+    return input.new_empty([], dtype=dtype), _accumulator(input, [kept + 1])
 
 
 def _cross_entropy_loss_vmap(info, in_dims, *args):

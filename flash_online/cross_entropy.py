@@ -261,7 +261,7 @@ def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
     uniform = label_smoothing / input.shape[1] if input.shape[1] else 0.0
     a = (target.to(dtype) * (1 - label_smoothing) + uniform) * weight.to(dtype).reshape(column)
     loss = -(a * softmax_rows(input, 1, True, dtype)).sum(1)
-    return loss, logsumexp_rows(input, 1), torch.ones_like(loss)
+    return loss, logsumexp_rows(input, 1, dtype), torch.ones_like(loss)
 
 
 def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:

@@ -229,27 +229,28 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
 
 
 class LogSumExp:
-    """(input, dim >= 0) -> log(sum(exp(input))) along dim, which the result lacks, in the accumulator's dtype."""
+    """(input, dim >= 0, dtype) -> log(sum(exp(input))) along dim, which the result lacks, in dtype: the accumulator's, or the
+    input's."""
 
     @staticmethod
-    def run(input, dim):
-        return ops.logsumexp_forward.default(input, dim)
+    def run(input, dim, dtype):
+        return ops.logsumexp_forward.default(input, dim, dtype)
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        input, ctx.dim = inputs
+        input, ctx.dim, ctx.dtype = inputs
         return (input,)
 
     @staticmethod
     def backward(ctx, grad):
         (input,) = ctx.saved_tensors
-        return _logsumexp_backward(grad, input, ctx.dim), None
+        return _logsumexp_backward(grad, input, ctx.dim), None, None
 
     @staticmethod
-    def jvp(ctx, d_input, _):
+    def jvp(ctx, d_input, *_):
         (input,) = ctx.saved_tensors
         p = _accumulated_softmax(input, ctx.dim)
-        return (p * d_input.to(p.dtype)).sum(ctx.dim)
+        return (p * d_input.to(p.dtype)).sum(ctx.dim).to(ctx.dtype)
 
 
 class LogSumExpBackward:
@@ -270,7 +271,7 @@ class LogSumExpBackward:
         p = _accumulated_softmax(input, ctx.dim)
         v = v.to(p.dtype)
         mean = inner_product(p, v, ctx.dim)
-        return mean.squeeze(ctx.dim), (grad.unsqueeze(ctx.dim) * p * (v - mean)).to(input.dtype), None
+        return mean.squeeze(ctx.dim).to(grad.dtype), (grad.unsqueeze(ctx.dim) * p * (v - mean)).to(input.dtype), None
 
     @staticmethod
     def jvp(ctx, d_grad, d_input, _):
@@ -325,13 +326,12 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     if not dims or len(set(dims)) != len(dims):
         raise InvalidArgument(f"dim: {dim}, expected one dimension or several different ones")
     if rank == 0:
-        return logsumexp_rows(input.unsqueeze(0), 0).to(input.dtype)
+        return logsumexp_rows(input.unsqueeze(0), 0, input.dtype)
     if len(dims) == 1:
-        result = logsumexp_rows(input, dims[0])
+        result = logsumexp_rows(input, dims[0], input.dtype)
     else:
         last = range(rank - len(dims), rank)
-        result = logsumexp_rows(input.movedim(dims, tuple(last)).flatten(rank - len(dims)), rank - len(dims))
-    result = result.to(input.dtype)
+        result = logsumexp_rows(input.movedim(dims, tuple(last)).flatten(rank - len(dims)), rank - len(dims), input.dtype)
     if keepdim:
         for d in sorted(dims):
             result = result.unsqueeze(d)

@@ -17,7 +17,8 @@ struct View3 {
 using ConstView3 = View3<const void*>;
 using MutableView3 = View3<void*>;
 
-// "One number per row" is an array [outer, inner], contiguous, in the accumulator type.
+// "One number per row" is an array [outer, inner], contiguous, in the accumulator type. Beside a 16-bit dtype the kernels of
+// logsumexp on CUDA have lse and grad_lse in result_dtype.
 struct RowProblem {
   DType dtype = DType::kFloat32;         // of input, grad_input, target_probabilities and grad_target
   DType result_dtype = DType::kFloat32;  // of result, grad and output: dtype, or float32 beside a 16-bit dtype
@@ -60,6 +61,12 @@ struct RowProblem {
   int64_t* bad_row = nullptr;
 
   void* workspace = nullptr;  // on CUDA: as much as cuda::<operator>_workspace(problem) says, aligned to 16 bytes
+
+  // CUDA only, of cross-entropy: if not null, the numbers of rows are wanted as sums alone. Kernels that have a block of rows
+  // then write a pair of floats per block here, the sums of loss and row_weight, instead of those; the launch sets
+  // *loss_sum_count to the number of blocks. All other kernels write loss and row_weight. The three may share memory.
+  void* loss_sums = nullptr;
+  int64_t* loss_sum_count = nullptr;
 };
 
 // The number of elements from which a work item on the CPU, and a further thread, is worthwhile. Small tensors have smaller

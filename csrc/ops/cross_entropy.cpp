@@ -166,9 +166,9 @@ void copy_to(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
 // ---- One loss for all rows -------------------------------------------------------------------------------------------------
 
-// The arguments of a reduced loss, and its results. `numbers` has what the problem's loss, row_weight and lse point to, and
-// last the divisor, what the sum is divided by. It is one tensor, since an allocation costs as much as a row; the backward
-// pass, which wants the divisor, then keeps a few bytes per row.
+// The arguments of a reduced loss, and its results. `numbers` has what the problem's loss, row_weight and lse point to, unless
+// the device has a place of its own for them, and last the divisor, what the sum is divided by. It is one tensor, since an
+// allocation costs as much as a row; the backward pass, which wants the divisor, then keeps a few bytes per row.
 struct ReducedLoss {
   RowProblem problem;
   Tensor result, numbers;
@@ -181,19 +181,25 @@ void* divisor_in(const Tensor& numbers) {
   return static_cast<std::byte*>(numbers.data_ptr()) + (numbers.numel() - 1) * size_of(dtype_of(numbers));
 }
 
+// Lays the arrays of one number per row into a tensor.
+template <class Device>
+void set_loss_arrays(RowProblem& problem, const Tensor& memory) {
+  std::byte* const begin = static_cast<std::byte*>(memory.data_ptr());
+  const int64_t bytes = problem.outer * problem.inner * (problem.dtype == DType::kFloat64 ? 8 : 4);
+  problem.loss = begin;
+  problem.row_weight = begin + bytes;
+  if constexpr (Device::kLossArrays == 3) problem.lse = begin + 2 * bytes;
+}
+
 template <class Device>
 ReducedLoss prepare_loss(Arguments& arguments, ScalarType dtype) {
   RowProblem problem = prepare<Device>(arguments);
   const Tensor& input = arguments.input;
   check_result_dtype("dtype", dtype, input.scalar_type());
   const ScalarType type = accumulator_of(input.scalar_type());
-  const int64_t rows = problem.outer * problem.inner;
-  ReducedLoss reduced{problem, empty({}, dtype, input), empty({Device::kLossArrays * rows + 1}, type, input)};
-  std::byte* const numbers = static_cast<std::byte*>(reduced.numbers.data_ptr());
-  const int64_t bytes = rows * size_of(dtype_of(type));
-  reduced.problem.loss = numbers;
-  reduced.problem.row_weight = numbers + bytes;
-  if constexpr (Device::kLossArrays == 3) reduced.problem.lse = numbers + 2 * bytes;
+  const int64_t rows = problem.outer * problem.inner, kept = Device::keeps_losses(rows) ? rows : 0;
+  ReducedLoss reduced{problem, empty({}, dtype, input), empty({Device::kLossArrays * kept + 1}, type, input)};
+  if (kept != 0) set_loss_arrays<Device>(reduced.problem, reduced.numbers);
   reduced.problem.result_dtype = dtype_of(dtype);
   return reduced;
 }
@@ -246,6 +252,7 @@ Tensor row_grads(const Tensor& grad, const Tensor& numbers, int64_t rows) {
 // returns the tensor that the problem then points into, backward_in_place() overwrites the input by its gradient.
 struct LossOnCpu : RowsOnCpu {
   static constexpr int kLossArrays = 3;  // that the kernel writes: loss, row_weight, lse
+  static bool keeps_losses(int64_t) { return true; }  // whether they are in ReducedLoss::numbers
 
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
     run_checked<RowsOnCpu>(kernels().cross_entropy, reduced.problem, input);
@@ -297,15 +304,27 @@ struct LossOnCpu : RowsOnCpu {
 
 struct LossOnCuda : RowsOnCuda {
   static constexpr int kLossArrays = 2;  // no lse
+  static bool keeps_losses(int64_t rows) { return rows <= cuda::kFewLosses; }
 
   static void run_loss(ReducedLoss& reduced, bool mean, const Tensor& input) {
     void* const result = reduced.result.data_ptr();
     void* const divisor = divisor_in(reduced.numbers);
     CudaCall call(input);
+    const int64_t rows = reduced.rows();
+    std::optional<Tensor> memory;  // of many losses, and then of their reduction
+    void* workspace = nullptr;
+    int64_t sums = 0;
+    if (!keeps_losses(rows)) {
+      const int64_t bytes = kLossArrays * rows * size_of(dtype_of(reduced.numbers));
+      memory = empty({bytes + cuda::reduce_losses_workspace(rows)}, ScalarType::Byte, input);
+      set_loss_arrays<LossOnCuda>(reduced.problem, *memory);
+      workspace = static_cast<std::byte*>(memory->data_ptr()) + bytes;
+      reduced.problem.loss_sums = reduced.problem.loss;  // sums are fewer than losses, and take their place
+      reduced.problem.loss_sum_count = &sums;
+    }
     run(kernels().cross_entropy, reduced.problem, call);  // a target out of range is a device assert
     if (reduced.problem.dtype == DType::kFloat64)
       return cuda::float64::reduce_losses(reduced.problem, mean, result, divisor, call.stream());
-    void* const workspace = call.workspace(cuda::reduce_losses_workspace(reduced.rows()));
     cuda::reduce_losses(reduced.problem, mean, result, divisor, workspace, call.stream());
   }
 

@@ -98,8 +98,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   // softmax or its logarithm along dim (0 <= dim < input.dim), contiguous, in dtype: the input's, or float32 for a 16-bit one.
   m.def("softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
   m.def("softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");
-  // log(sum(exp(input))) along dim, which the result lacks, in the accumulator type.
-  m.def("logsumexp_forward(Tensor input, int dim) -> Tensor");
+  // log(sum(exp(input))) along dim, which the result lacks, in dtype: the accumulator type (None), or the input's. The gradient
+  // is in either of them.
+  m.def("logsumexp_forward(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
   m.def("logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
   // One loss per row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
   // accumulator type. -> loss, lse and the row's weight (weight[target]; 0 for an ignored row, 1 for probabilities), each
@@ -111,8 +112,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
-  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: those of the rows, and last what the sum was
-  // divided by (1 without `mean`), which alone the backward pass reads.
+  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: those of the rows, if they are kept (on CUDA,
+  // those of few), and last what the sum was divided by (1 without `mean`), which alone the backward pass reads.
   m.def(
       "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
       "ScalarType dtype) -> (Tensor loss, Tensor numbers)");

@@ -53,17 +53,27 @@ Tensor softmax_backward(Tensor grad, Tensor output, int64_t dim, bool log, Scala
   return call.result;
 }
 
+// The tensor in a dtype; a copy only where it has another.
+Tensor as_type(const Tensor& tensor, ScalarType type) {
+  if (tensor.scalar_type() == type) return tensor;
+  Tensor converted = empty(sizes_of(tensor), type, tensor);
+  torch::stable::copy_(converted, tensor);
+  return converted;
+}
+
 template <class Device>
-Tensor logsumexp_forward(Tensor input, int64_t dim) {
+Tensor logsumexp_forward(Tensor input, int64_t dim, std::optional<ScalarType> dtype) {
   check_floating(input, "input");
   check_dim(input, dim);
-  const ScalarType type = input.scalar_type();
-  Tensor lse = empty(without_dim(sizes_of(input), dim), accumulator_of(type), input);
-  RowProblem problem = row_problem(sizes_of(input), dim, type, type);
+  const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type), wanted = dtype.value_or(accumulator);
+  check_result_dtype("dtype", wanted, type);
+  const ScalarType computed = Device::kNarrowRowNumbers ? wanted : accumulator;
+  Tensor lse = empty(without_dim(sizes_of(input), dim), computed, input);
+  RowProblem problem = row_problem(sizes_of(input), dim, type, computed);
   problem.input = view_of(input, dim);
   problem.lse = lse.data_ptr();
   Device::run(Device::kernels().logsumexp, problem, input);
-  return lse;
+  return as_type(lse, wanted);
 }
 
 template <class Device>
@@ -71,10 +81,11 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   check_floating(input, "input");
   check_dim(input, dim);
   const ScalarType type = input.scalar_type();
-  check_like(grad, "grad", without_dim(sizes_of(input), dim), accumulator_of(type), input);
-  grad = as_contiguous(grad);
+  check_result_dtype("grad", grad.scalar_type(), type);
+  check_like(grad, "grad", without_dim(sizes_of(input), dim), grad.scalar_type(), input);
+  grad = as_contiguous(Device::kNarrowRowNumbers ? grad : as_type(grad, accumulator_of(type)));
   Tensor grad_input = Device::empty_rows(sizes_of(input), type, input);
-  RowProblem problem = row_problem(sizes_of(input), dim, type, type);
+  RowProblem problem = row_problem(sizes_of(input), dim, type, grad.scalar_type());
   problem.input = view_of(input, dim);
   problem.grad_lse = grad.data_ptr();
   problem.grad_input = view_of<MutableView3>(grad_input, dim);

@@ -28,6 +28,8 @@ def all_results(x, target):
     for smoothing in (0.0, 0.1):
         results += torch.ops.flash_online.cross_entropy_forward(x, target, None, -100, smoothing)
         results.append(torch.ops.flash_online.cross_entropy_backward(ones, None, x, target, None, -100, smoothing, False)[0])
+    results.append(torch.ops.flash_online.logsumexp_forward(x, 1, x.dtype))
+    results.append(torch.ops.flash_online.logsumexp_backward(torch.ones_like(ones).to(x.dtype) * 3, x, 1))
     return results
 
 
@@ -57,7 +59,7 @@ def test_same_bits_wherever_a_row_lies(classes, dtype):
         assert_same_bits(all_results(x[part].clone(), target[part].clone()), all_results(x[part], target[part]), f"{part}")
         only = [r[part] for r in all_results(x, target)]
         # grad_loss follows a row's index, so that only results without it are compared across batches
-        keep = [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12]
+        keep = [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15]
         alone = all_results(x[part].clone(), target[part].clone())
         assert_same_bits([alone[i] for i in keep], [only[i] for i in keep], f"rows {part} alone")
     for offset in range(1, 16 // dtype.itemsize):
@@ -89,6 +91,43 @@ def test_infinities_and_nan_stay_in_their_rows(classes, dtype):
         (flash_online.logsumexp(x, 1), torch.logsumexp(y, 1)),
     ):
         assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.isinf(), theirs.to(mine.dtype).isinf())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [1, 2, 3, 4, 7, 16, 77, 577, 1000, 8191])
+@pytest.mark.parametrize("rows", [1, 130, 40_003])
+def test_sums_of_losses(rows, classes, dtype):
+    """A mean or sum of losses is summed in blocks of rows where rows are short, and is the same in every call."""
+    if rows * classes > 1 << 24:
+        pytest.skip("as many blocks as of shorter rows")
+    x, weight = gpu(rows, classes, dtype=dtype), torch.rand(classes, device="cuda") + 0.5
+    target = torch.randint(0, classes, (rows,), device="cuda")
+    target[1::5] = -100
+    for options in ({}, {"weight": weight}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
+        y, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+        loss = flash_online.cross_entropy(y, target, dtype=torch.float32, **options)
+        wanted = options | ({"weight": weight.double()} if "weight" in options else {})
+        expected = torch.nn.functional.cross_entropy(wide, target, **wanted)
+        torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=1e-6)
+        assert torch.equal(loss, flash_online.cross_entropy(y, target, dtype=torch.float32, **options))
+        grad, expected_grad = torch.autograd.grad(loss, y)[0], torch.autograd.grad(expected, wide)[0]
+        largest = max(expected_grad.abs().max().item(), 1 / rows)
+        assert (grad.double() - expected_grad).abs().max() <= 2 * torch.finfo(dtype).eps * largest + 2e-6 * largest
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_gradients_of_one_class(offset, dtype):
+    """They are 0, and NaN where a number is not finite, unless the row is ignored."""
+    x = torch.empty(1003 + offset, device="cuda", dtype=dtype)[offset:].view(1003, 1).copy_(gpu(1003, 1, dtype=dtype))
+    target = torch.zeros(1003, dtype=torch.int64, device="cuda")
+    x[5], x[6], x[7], x[1001], target[6], target[1001] = torch.nan, torch.nan, -torch.inf, torch.inf, -100, -100
+    for grad_loss, nan in ((1.0, [5, 7]), (torch.nan, [i for i in range(1003) if i not in (6, 1001)])):
+        grads = torch.full((1003,), grad_loss, device="cuda")
+        grad, _ = torch.ops.flash_online.cross_entropy_backward(grads, None, x, target, None, -100, 0.0, False)
+        wanted = torch.zeros(1003, 1, device="cuda", dtype=dtype)
+        wanted[nan] = torch.nan
+        assert torch.equal(grad.isnan(), wanted.isnan()) and torch.equal(grad.nan_to_num(), wanted.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -108,12 +108,14 @@ def test_cuda_graph(function, classes):
         assert all(torch.equal(a, b) for a, b in zip([*outputs, grad], expected, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(4, 9), (3, 2000)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 9), (3, 2000), (9000, 3)], ids=str)
 def test_opcheck(shape):
     ops, x = torch.ops.flash_online, gpu(*shape, dtype=torch.bfloat16)
     target = random_targets(x)
     torch.library.opcheck(ops.logsumexp_forward.default, (x, 1))
+    torch.library.opcheck(ops.logsumexp_forward.default, (x, 1, x.dtype))
     torch.library.opcheck(ops.logsumexp_backward.default, (torch.randn(shape[0], device="cuda"), x, 1))
+    torch.library.opcheck(ops.logsumexp_backward.default, (torch.randn(shape[0], device="cuda", dtype=x.dtype), x, 1))
     torch.library.opcheck(ops.cross_entropy_forward.default, (x, target, None, -100, 0.1))
     grads = torch.randn(shape[0], device="cuda")
     torch.library.opcheck(ops.cross_entropy_backward.default, (grads, grads, x, target, None, -100, 0.1, False))

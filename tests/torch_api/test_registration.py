@@ -106,7 +106,9 @@ def row_calls(dtype, layout):
             yield RAW.softmax_forward, (x, dim, log, dtype)
             yield RAW.softmax_backward, (torch.rand_like(x), probabilities, dim, log, dtype)
         yield RAW.logsumexp_forward, (x, dim)
-        yield RAW.logsumexp_backward, (x.select(dim, 0).to(accumulator), x, dim)
+        for lse_dtype in (accumulator, dtype):
+            yield RAW.logsumexp_forward, (x, dim, lse_dtype)
+            yield RAW.logsumexp_backward, (x.select(dim, 0).to(lse_dtype), x, dim)
         for renormalize in (False, True):
             y, indices = RAW.topk_softmax_forward(x, 2, dim, renormalize, accumulator)
             yield RAW.topk_softmax_forward, (x, 2, dim, renormalize, accumulator)

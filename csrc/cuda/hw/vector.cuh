@@ -104,22 +104,50 @@ __device__ __forceinline__ float element(const uint4& v, int e) {
     return widen(__builtin_bit_cast(T, static_cast<unsigned short>(e % 2 == 0 ? word : word >> 16)));
 }
 
+// Two floats as a word of 16-bit elements.
+template <class T>
+__device__ __forceinline__ unsigned pair_of(float a, float b) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const unsigned&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return reinterpret_cast<const unsigned&>(pair);
+  }
+}
+
 template <class T>
 __device__ __forceinline__ uint4 pack(const float* x) {
   unsigned w[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-      w[i] = reinterpret_cast<const unsigned&>(pair);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-      w[i] = reinterpret_cast<const unsigned&>(pair);
-    } else {
+    if constexpr (sizeof(T) == 2)
+      w[i] = pair_of<T>(x[2 * i], x[2 * i + 1]);
+    else
       w[i] = __float_as_uint(x[i]);
-    }
   }
   return {w[0], w[1], w[2], w[3]};
+}
+
+// Stores up to a vector of neighbouring elements, by one access where their address allows it.
+template <class T, int kElements>
+__device__ __forceinline__ void store_together(T* to, const float (&x)[kElements]) {
+  constexpr int kBytes = kElements * static_cast<int>(sizeof(T));
+  static_assert(kBytes <= kVectorBytes);
+  if constexpr (kBytes > static_cast<int>(sizeof(T)) && kBytes % 4 == 0 && (kBytes & (kBytes - 1)) == 0) {
+    if (misalignment(to) % kBytes == 0) {
+      float padded[kPerVector<T>] = {};
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) padded[e] = x[e];
+      const uint4 v = pack<T>(padded);
+      if constexpr (kBytes == 4) *reinterpret_cast<unsigned*>(to) = v.x;
+      if constexpr (kBytes == 8) *reinterpret_cast<uint2*>(to) = {v.x, v.y};
+      if constexpr (kBytes == 16) *reinterpret_cast<uint4*>(to) = v;
+      return;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) to[e] = narrow<T>(x[e]);
 }
 
 // A vector whose elements are all -infinity.

@@ -9,6 +9,7 @@
 // whose terms are a_c * -log p_c. dispatch.cuh chooses how rows of a length and strides are read.
 #include "../hw/check.cuh"
 #include "dispatch.cuh"
+#include "one_class.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {
@@ -36,9 +37,11 @@ struct ClassCoefficients {
 constexpr int64_t kIgnored = -1;
 
 // A row's target as the caller gave it, and the class it means: kIgnored, or an index that has been checked.
-__device__ __forceinline__ int64_t read_target(const RowProblem& problem, const RowCoord& coord) {
-  return coord.exists ? problem.target[coord.index] : problem.ignore_index;
+template <class Reader>
+__device__ __forceinline__ int64_t read_target(const RowProblem& problem, const Reader& reader) {
+  return reader.coord.exists ? row_number<int64_t>(reader, problem.target) : problem.ignore_index;
 }
+RowNumbers target_numbers(const RowProblem& problem) { return {problem.target, sizeof(int64_t)}; }
 __device__ __forceinline__ int64_t checked_class(const RowProblem& problem, int64_t target) {
   if (target == problem.ignore_index) return kIgnored;
   assert(target >= 0 && target < problem.classes && "cross_entropy: target is out of bounds");
@@ -61,9 +64,17 @@ struct NegativeLogProb {
 
 // ---- forward
 
-// Writes the results of a row. `resolved`: the row's state after resolve_infinity, for lse.
-__device__ __forceinline__ void write_loss(const RowProblem& problem, int64_t row, float loss, float weight,
-                                           RowState resolved) {
+// Writes the results of a row, or adds them to the reader's sums. `resolved`: the row's state after resolve_infinity, for lse.
+template <class Reader>
+__device__ __forceinline__ void write_loss(const RowProblem& problem, const Reader& reader, int64_t row, float loss,
+                                           float weight, RowState resolved) {
+  if constexpr (requires { reader.losses; }) {
+    if (problem.loss_sums != nullptr) {
+      reader.losses.loss.add(loss);
+      reader.losses.weight.add(weight);
+      return;
+    }
+  }
   static_cast<float*>(problem.loss)[row] = loss;
   static_cast<float*>(problem.row_weight)[row] = weight;
   if (problem.lse != nullptr) static_cast<float*>(problem.lse)[row] = resolved.lse();
@@ -71,8 +82,10 @@ __device__ __forceinline__ void write_loss(const RowProblem& problem, int64_t ro
 
 // Writes the results of a row with an index target. `score`: the target class's. `smooth_sum`: the sum over c of
 // weight_c * -log p_c.
-__device__ __forceinline__ void write_index_loss(const RowProblem& problem, int64_t row, int64_t target, float score,
-                                                 const RowState& state, const RowState& resolved, float smooth_sum) {
+template <class Reader>
+__device__ __forceinline__ void write_index_loss(const RowProblem& problem, const Reader& reader, int64_t row, int64_t target,
+                                                 float score, const RowState& state, const RowState& resolved,
+                                                 float smooth_sum) {
   const ClassCoefficients coefficients(problem);
   float loss = 0, weight = 0;
   if (target != kIgnored) {
@@ -80,16 +93,17 @@ __device__ __forceinline__ void write_index_loss(const RowProblem& problem, int6
     loss = coefficients.confidence * (weight * -state.log_probability(score));
     if (coefficients.smoothing != 0) loss += coefficients.smoothing * smooth_sum;
   }
-  write_loss(problem, row, loss, weight, resolved);
+  write_loss(problem, reader, row, loss, weight, resolved);
 }
 
 // All threads of the row call this; the one that holds the target's score writes.
-template <class Row>
-__device__ __forceinline__ void write_index_loss_by_owner(const RowProblem& problem, const Row& row, int64_t target,
-                                                          const RowState& state, float smooth_sum) {
-  const RowState resolved = resolve_infinity(row, state);
+template <class Reader, class Row>
+__device__ __forceinline__ void write_index_loss_by_owner(const RowProblem& problem, const Reader& reader, const Row& row,
+                                                          int64_t target, const RowState& state, float smooth_sum) {
+  const RowState resolved = problem.lse == nullptr ? state : resolve_infinity(row, state);
   if (row.owns(target == kIgnored ? 0 : target))
-    write_index_loss(problem, row.coord().index, target, target == kIgnored ? 0.0f : row[target], state, resolved, smooth_sum);
+    write_index_loss(problem, reader, row.coord().index, target, target == kIgnored ? 0.0f : row[target], state, resolved,
+                     smooth_sum);
 }
 
 // Stores a split row's second sum, of term(class, element), after the Partials of all rows' first sums.
@@ -99,14 +113,21 @@ __device__ __forceinline__ void store_second_sum(const RowProblem& problem, cons
                 [&](int64_t c, float x, float) { return term(c, x); });
 }
 
+// A row that is read no more.
+struct FinishedRow {
+  RowCoord coord;
+};
+
 template <bool kSmooth>
 struct IndexLoss : OneTensorOp {
-  static constexpr bool kReduces = true, kSecondSum = kSmooth, kRare = kSmooth;
+  static constexpr bool kReduces = true, kSecondSum = kSmooth, kRare = kSmooth, kNumbers = true, kTargets = true,
+                        kSumsLosses = true;
+  static RowNumbers numbers(const RowProblem& problem) { return target_numbers(problem); }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
     // Loaded after the row: loading it first was measured to cost 10 %, and it is not needed before the state is known.
-    const int64_t given = read_target(problem, reader.coord);
+    const int64_t given = read_target(problem, reader);
     const RowState state = row.state();
     const int64_t target = checked_class(problem, given);
     float smooth_sum = 0;
@@ -121,19 +142,19 @@ struct IndexLoss : OneTensorOp {
         smooth_sum = row.sum(term);
       }
     }
-    write_index_loss_by_owner(problem, row, target, state, smooth_sum);
+    write_index_loss_by_owner(problem, reader, row, target, state, smooth_sum);
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float sum) {
-    const int64_t target = checked_class(problem, read_target(problem, coord));
+    const FinishedRow row{coord};
+    const int64_t target = checked_class(problem, read_target(problem, row));
     const float score = target == kIgnored ? 0.0f : row_of<const T>(problem.input, coord)[target];
-    write_index_loss(problem, coord.index, target, score, merged.state, merged.resolve_infinity(), sum);
+    write_index_loss(problem, row, coord.index, target, score, merged.state, merged.resolve_infinity(), sum);
   }
 };
 
 struct ProbabilityLoss : OneTensorOp {
-  static constexpr bool kRare = true;
-  static constexpr bool kReduces = true, kSecondSum = true;
+  static constexpr bool kReduces = true, kSecondSum = true, kRare = true, kSumsLosses = true;
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
@@ -152,12 +173,12 @@ struct ProbabilityLoss : OneTensorOp {
       else
         loss = row.sum(term);
       const RowState resolved = resolve_infinity(row, state);
-      if (row.is_leader()) write_loss(problem, row.coord().index, loss, 1, resolved);
+      if (row.is_leader()) write_loss(problem, reader, row.coord().index, loss, 1, resolved);
     }
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float sum) {
-    write_loss(problem, coord.index, sum, 1, merged.resolve_infinity());
+    write_loss(problem, FinishedRow{coord}, coord.index, sum, 1, merged.resolve_infinity());
   }
 };
 
@@ -172,17 +193,28 @@ __device__ __forceinline__ float read_scalar(const void* scalar, DType dtype) {
   if (dtype == DType::kBFloat16) return widen(*static_cast<const __nv_bfloat16*>(scalar));
   return *static_cast<const float*>(scalar);
 }
-// The gradient of a row's loss: the row's own, or that of the reduced loss, divided by what the reduction divided by.
-__device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const RowCoord& coord) {
-  if (problem.divisor == nullptr) return row_value(problem.grad_loss, coord);
+// The gradient of a row's loss if all rows have the same: that of the reduced loss, divided by what the reduction divided by.
+__device__ __forceinline__ float grad_of_losses(const RowProblem& problem) {
+  if (problem.divisor == nullptr) return 0;
   return read_scalar(problem.grad_loss, problem.result_dtype) / *static_cast<const float*>(problem.divisor);
+}
+// The gradient of a row's loss.
+template <class Reader>
+__device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const Reader& reader) {
+  if (problem.divisor == nullptr) return row_value(problem.grad_loss, reader.coord);
+  if constexpr (requires { reader.once; })
+    return reader.once;
+  else
+    return grad_of_losses(problem);
 }
 
 // Without smoothing and with problem.loss this also writes what IndexLoss writes, in the same pass; the gradient may then
 // overwrite the row.
 template <bool kSmooth>
 struct IndexLossBackward : OneTensorOp {
-  static constexpr bool kRare = kSmooth;
+  static constexpr bool kRare = kSmooth, kNumbers = true, kTargets = true;
+  static RowNumbers numbers(const RowProblem& problem) { return target_numbers(problem); }
+  __device__ static float once(const RowProblem& problem) { return grad_of_losses(problem); }
   // Whether A, the sum of a_c, has to be summed: else it follows from the target class, or from the number of classes.
   __device__ static bool sums_weights(const RowProblem& problem) { return kSmooth && problem.weight != nullptr; }
   template <class Reader>
@@ -199,13 +231,13 @@ struct IndexLossBackward : OneTensorOp {
     const RowCoord coord = reader.coord;
     const ClassCoefficients coefficients(problem);
     // Loaded before the row: after it, these loads would have to wait until the row has arrived.
-    const int64_t given = read_target(problem, coord);
-    const float grad_lse = row_value(problem.grad_lse, coord), grad_loss = grad_loss_of(problem, coord);
+    const int64_t given = read_target(problem, reader);
+    const float grad_lse = row_value(problem.grad_lse, coord), grad_loss = grad_loss_of(problem, reader);
     auto row = reader.read(problem.input);
     const int64_t target = checked_class(problem, given);
     const RowState state = row.state();
     if constexpr (!kSmooth)
-      if (problem.loss != nullptr) write_index_loss_by_owner(problem, row, target, state, 0);
+      if (problem.loss != nullptr) write_index_loss_by_owner(problem, reader, row, target, state, 0);
     // grad_input_c = scale p_c - (uniform_grad weight_c + target_grad in the target class). The scale is the sum of what is in
     // parentheses over all classes, and of grad_lse. The loss of one class is 0 whatever the logit: what is left is lse's.
     float scale = grad_lse, target_grad = 0, uniform_grad = 0;
@@ -245,6 +277,7 @@ struct IndexLossBackward : OneTensorOp {
 
 struct ProbabilityLossBackward : OneTensorOp {
   static constexpr bool kRare = true;
+  __device__ static float once(const RowProblem& problem) { return grad_of_losses(problem); }
   // a_c of a row.
   template <class T>
   struct RowCoefficients {
@@ -265,7 +298,7 @@ struct ProbabilityLossBackward : OneTensorOp {
     const RowCoefficients<T> a{ClassCoefficients(problem), row_of<const T>(problem.target_probabilities, coord)};
     const RowState state = row.state();
     const float a_sum = row.sum(a);
-    const float grad_loss = grad_loss_of(problem, coord);
+    const float grad_loss = grad_loss_of(problem, reader);
     const float loss_part = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // as for one target
     const float scale = loss_part * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
     if (problem.grad_target.data != nullptr) {
@@ -282,16 +315,64 @@ struct ProbabilityLossBackward : OneTensorOp {
   }
 };
 
+// Rows of one class: the loss is 0 whatever the logit, and so is the gradient, unless a number is not finite. Only then does
+// it matter whether the row is ignored.
+struct OneClassLossBackward {
+  RowProblem problem;
+  __device__ __forceinline__ float operator()(int64_t row, float x, float) const {
+    const FinishedRow finished{{row, 0, row, true}};
+    const float grad_loss = grad_loss_of(problem, finished), grad = (grad_loss - grad_loss) + (x - x);
+    return grad == 0 || checked_class(problem, problem.target[row]) == kIgnored ? 0.0f : grad;
+  }
+};
+
+// The sums of losses and weights of rows of one class, which take no more than their targets.
+constexpr int kOneClassRows = 8;  // of a thread
+template <class T>
+__global__ void __launch_bounds__(kOneClassThreads) one_class_loss_kernel(const __grid_constant__ RowProblem problem) {
+  launch_dependents();
+  grid_dependency_wait();
+  const ClassCoefficients coefficients(problem);
+  const int64_t first = int64_t{blockIdx.x} * kOneClassRows * kOneClassThreads + threadIdx.x;
+  const T* const x = static_cast<const T*>(problem.input.data);
+  int64_t target[kOneClassRows];
+  float score[kOneClassRows];
+#pragma unroll
+  for (int i = 0; i < kOneClassRows; ++i) {
+    const int64_t row = first + i * kOneClassThreads;
+    target[i] = row < problem.outer ? problem.target[row] : problem.ignore_index;
+    score[i] = row < problem.outer ? widen(x[row * problem.input.stride[0]]) : 0.0f;
+  }
+  LossSums losses;
+#pragma unroll
+  for (int i = 0; i < kOneClassRows; ++i) {
+    if (checked_class(problem, target[i]) == kIgnored) continue;
+    const float weight = coefficients.weight_of(0);
+    losses.loss.add(weight * (score[i] - score[i]));
+    losses.weight.add(weight);
+  }
+  store_loss_sums<kOneClassThreads / kWarpSize>(losses, static_cast<LossAndWeight*>(problem.loss_sums) + blockIdx.x);
+}
+
+// Queues that kernel; false if it is not what is wanted.
+template <class T>
+bool launch_one_class_loss(const RowProblem& problem, cudaStream_t stream) {
+  const int64_t ctas = ceil_div(problem.outer, int64_t{kOneClassRows} * kOneClassThreads);
+  if (problem.classes != 1 || problem.inner != 1 || problem.target == nullptr || ctas > 0x7fffffff) return false;
+  if (problem.loss_sums == nullptr) return false;
+  *problem.loss_sum_count = ctas;
+  launch_dependent(one_class_loss_kernel<T>, problem, static_cast<unsigned>(ctas), kOneClassThreads, stream);
+  return true;
+}
+
 // ---- the reduction of the losses to one number
 
 constexpr int kReduceThreads = 512;
-// The least rows that are worth a CTA, and the most CTAs: the second launch reduces one result per CTA. Below kReduceOneCta
-// rows one CTA takes them all: a second launch costs the host more than the rows cost the CTA.
-constexpr int64_t kReduceRowsPerCta = 2048, kReduceMaxCtas = kReduceThreads, kReduceOneCta = 8192;
+constexpr int64_t kPairStride = sizeof(LossAndWeight) / sizeof(float);
+// The least rows that are worth a CTA, and the most CTAs: the second launch reduces one result per CTA. Up to kFewLosses one
+// CTA takes them all: a second launch costs the host more than the rows cost the CTA.
+constexpr int64_t kReduceRowsPerCta = 2048, kReduceMaxCtas = kReduceThreads;
 
-struct LossAndWeight {
-  float loss, weight;
-};
 struct LossReduction {
   const float *loss, *weight;
   int64_t stride, rows, rows_per_cta;
@@ -338,7 +419,13 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
 }
 
 int64_t reduce_ctas(int64_t rows) {
-  return rows <= kReduceOneCta ? 1 : std::min(ceil_div(rows, kReduceRowsPerCta), kReduceMaxCtas);
+  return rows <= kFewLosses ? 1 : std::min(ceil_div(rows, kReduceRowsPerCta), kReduceMaxCtas);
+}
+
+bool has_loss_sums(const RowProblem& problem) { return problem.loss_sums != nullptr && *problem.loss_sum_count != 0; }
+// How many losses there are, of rows or of blocks of them.
+int64_t reduced_numbers(const RowProblem& problem) {
+  return has_loss_sums(problem) ? *problem.loss_sum_count : problem.outer * problem.inner;
 }
 
 template <template <bool> class IndexOp, class ProbabilityOp, class T>
@@ -356,8 +443,10 @@ void launch(const RowProblem& problem, bool contiguous, cudaStream_t stream, con
 void cross_entropy(const RowProblem& problem, CUstream_st* stream) {
   if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a loss
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_type(problem, "cross_entropy",
-             [&]<class T>(Type<T>) { launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy"); });
+  visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
+    if (!launch_one_class_loss<T>(problem, stream))
+      launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy");
+  });
 }
 
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
@@ -366,6 +455,10 @@ void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
       classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1],
                                        problem.grad_target.data == nullptr ? 1 : problem.grad_target.stride[1]});
   visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
+    const bool plain =
+        problem.target != nullptr && problem.label_smoothing == 0 && problem.loss == nullptr && problem.grad_lse == nullptr;
+    const auto x = rows_of<T>(problem.input);
+    if (plain && launch_one_class(problem, x, x, rows_of<T>(problem.grad_input), OneClassLossBackward{problem}, stream)) return;
     launch<IndexLossBackward, ProbabilityLossBackward, T>(problem, contiguous, stream, "cross_entropy_backward");
   });
 }
@@ -376,12 +469,13 @@ int64_t reduce_losses_workspace(int64_t rows) {
 }
 
 void reduce_losses(const RowProblem& problem, bool mean, void* result, void* divisor, void* workspace, CUstream_st* stream) {
-  const int64_t rows = problem.outer * problem.inner, ctas = reduce_ctas(rows);
-  LossReduction reduction{.loss = static_cast<const float*>(problem.loss),
-                          .weight = static_cast<const float*>(problem.row_weight),
-                          .stride = 1,
-                          .rows = rows,
-                          .rows_per_cta = ceil_div(rows, ctas),
+  const int64_t numbers = reduced_numbers(problem), ctas = reduce_ctas(numbers);
+  const LossAndWeight* const sums = has_loss_sums(problem) ? static_cast<const LossAndWeight*>(problem.loss_sums) : nullptr;
+  LossReduction reduction{.loss = sums != nullptr ? &sums->loss : static_cast<const float*>(problem.loss),
+                          .weight = sums != nullptr ? &sums->weight : static_cast<const float*>(problem.row_weight),
+                          .stride = sums != nullptr ? kPairStride : 1,
+                          .rows = numbers,
+                          .rows_per_cta = ceil_div(numbers, ctas),
                           .partial = ctas > 1 ? static_cast<LossAndWeight*>(workspace) : nullptr,
                           .dtype = problem.result_dtype,
                           .mean = mean,
@@ -393,7 +487,7 @@ void reduce_losses(const RowProblem& problem, bool mean, void* result, void* div
   const LossAndWeight* partial = reduction.partial;
   reduction.loss = &partial->loss;
   reduction.weight = &partial->weight;
-  reduction.stride = sizeof(LossAndWeight) / sizeof(float);
+  reduction.stride = kPairStride;
   reduction.rows = reduction.rows_per_cta = ctas;
   reduction.partial = nullptr;
   launch_dependent(reduce_kernel, reduction, 1, kReduceThreads, stream);

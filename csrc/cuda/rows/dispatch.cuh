@@ -5,6 +5,11 @@
 //   kTensors                 how many tensors it reads whole rows of
 //   tensor(problem, i)       tensor number i of them
 //   result(problem)          the tensor whose rows it writes; an operator that reduces has none
+//   kNumbers, numbers(problem)   whether it reads an array of one number per row (row_number) that is worth a copy beside the
+//                            rows, and which
+//   kTargets                 whether these numbers are int64 targets, as long as a short row: blocks are larger then
+//   once(problem)            a number that it computes of the problem alone: reader.once, where readers have that. Optional
+//   kSumsLosses              whether it adds to the losses of its reader, if problem.loss_sums says so
 //   kReduces                 whether it writes only single numbers per row, so that a row may be forgotten once it is summed
 //   kRare                    whether it is seldom called: block_row.cuh then has no kernels for words of 16-bit elements alone
 //   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results
@@ -23,13 +28,15 @@
 #include "loops/shared_row.cuh"
 #include "loops/split_row.cuh"
 #include "loops/strided_row.cuh"
+#include "loops/vector_rows.cuh"
 
 namespace flash_online::cuda {
 
 // What operators have in common that read rows of the input alone: a base to derive from.
 struct OneTensorOp {
   static constexpr int kTensors = 1;
-  static constexpr bool kReduces = false, kSecondSum = false, kRare = false;
+  static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kNumbers = false;
+  static constexpr bool kTargets = false, kSumsLosses = false;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   __host__ __device__ static const MutableView3& result(const RowProblem& problem) { return problem.grad_input; }
   template <class Reader>
@@ -258,6 +265,7 @@ template <class Op, class T, class R>
 void launch_rows(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
   if (contiguous) {
     const int64_t vectors = ceil_div(problem.classes, kPerVector<T>);
+    if (launch_vector_rows<Op, T, R>(problem, stream)) return check_launch(name);
     if (launch_block<Op, T, R>(problem, stream)) return check_launch(name);
     if (launch_on_chip<Op, T, R>(problem, vectors, stream)) return check_launch(name);
     if (launch_pipelined<Op, T>(problem, stream)) return check_launch(name);

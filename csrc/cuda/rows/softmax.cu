@@ -1,6 +1,7 @@
 // Softmax, log-softmax and logsumexp on CUDA, forward and backward. Each operator says what it computes of one row;
 // dispatch.cuh chooses how rows of a length and strides are read.
 #include "dispatch.cuh"
+#include "one_class.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {
@@ -29,7 +30,8 @@ struct Softmax : OneTensorOp {
 // digits: there s is a mean in two floats.
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;
-  static constexpr bool kReduces = false, kSecondSum = false, kRare = false;
+  static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kNumbers = false;
+  static constexpr bool kTargets = false, kSumsLosses = false;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int i) {
     return i == 0 ? problem.grad : problem.output;
   }
@@ -67,82 +69,95 @@ struct SoftmaxBackward {
   }
 };
 
-// ---- rows of one class: 1, or 0 as a logarithm, and NaN where a number is not finite. Where they are 16-bit elements side by
-// side, they are vectors of independent elements; a lane per row would spend too many instructions per byte.
-
-struct OneClass {
-  bool log;
-  __device__ __forceinline__ float operator()(float x, float) const { return (x - x) + (log ? 0.0f : 1.0f); }
-};
-struct OneClassBackward {
-  bool log;
-  __device__ __forceinline__ float operator()(float grad, float y) const {
-    const float sum = 0.0f + (log ? grad : __fmul_rn(grad, y));
-    return log ? grad - FastNatural::exp(y) * sum : (grad - sum) * y;
-  }
-};
-
-constexpr int kOneClassThreads = 256;
-
-template <class F, class T>
-__global__ void __launch_bounds__(kOneClassThreads) one_class_kernel(const T* a, const T* b, T* result, int64_t count, F f) {
-  constexpr int kElements = kPerVector<T>;
-  const int64_t first = (int64_t{blockIdx.x} * kOneClassThreads + threadIdx.x) * kElements;
-  if (first >= count) return;
-  if (first + kElements > count) {
-    for (int64_t i = first; i < count; ++i) result[i] = narrow<T>(f(widen(a[i]), widen(b[i])));
-    return;
-  }
-  float x[kElements], y[kElements];
-  unpack<T>(load_streaming(a + first), x);
-  unpack<T>(load_streaming(b + first), y);
-#pragma unroll
-  for (int e = 0; e < kElements; ++e) x[e] = f(x[e], y[e]);
-  store_streaming(result + first, pack<T>(x));
-}
-
-// Queues the kernel for rows of one class; false if they are not 16-bit elements side by side that begin at 16 bytes.
-template <class T, class R, class F>
-bool launch_one_class(const RowProblem& problem, const ConstView3& a, const ConstView3& b, const MutableView3& result, F f,
-                      cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, R>) {
-    const auto is_plain = [](const auto& view) { return view.stride[0] == 1 && misalignment(view.data) == 0; };
-    const int64_t ctas = ceil_div(problem.outer, int64_t{kOneClassThreads} * kPerVector<T>);
-    if (problem.classes != 1 || problem.inner != 1 || ctas > 0x7fffffff) return false;
-    if (!is_plain(a) || !is_plain(b) || !is_plain(result)) return false;
-    one_class_kernel<F, T><<<static_cast<unsigned>(ctas), kOneClassThreads, 0, stream>>>(
-        static_cast<const T*>(a.data), static_cast<const T*>(b.data), static_cast<T*>(result.data), problem.outer, f);
-    check_launch("softmax");
-    return true;
-  }
-  return false;
-}
+constexpr float kLn2 = 0.693147181f;
 
 // max + log(sum).
 struct LogSumExp : OneTensorOp {
   static constexpr bool kReduces = true;
+  // Whether lse is in float, and not in T.
+  template <class T>
+  __device__ __forceinline__ static bool is_wide(const RowProblem& problem) {
+    return sizeof(T) == sizeof(float) || problem.result_dtype == DType::kFloat32;
+  }
+  // Sixteen bits are within reach of the hardware's logarithm.
+  template <class T>
+  __device__ __forceinline__ static float lse_of(const RowProblem& problem, const RowState& state) {
+    return is_wide<T>(problem) ? state.lse() : fmaf(log2_flushed(state.sum), kLn2, state.max);
+  }
+  // Writes the numbers of kRows rows from `row` on.
+  template <class T, int kRows>
+  __device__ __forceinline__ static void write_numbers(const RowProblem& problem, int64_t row, const float (&lse)[kRows]) {
+    if (is_wide<T>(problem))
+      store_together(static_cast<float*>(problem.lse) + row, lse);
+    else
+      store_together(static_cast<T*>(problem.lse) + row, lse);
+  }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
     const RowState state = resolve_infinity(row, row.state());
-    if (row.is_leader()) static_cast<float*>(problem.lse)[row.coord().index] = state.lse();
+    using T = typename Reader::Element;
+    const float lse[1] = {lse_of<T>(problem, state)};
+    if constexpr (requires { reader.set_number(lse[0]); })
+      reader.set_number(lse[0]);
+    else if (row.is_leader())
+      write_numbers<T>(problem, row.coord().index, lse);
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float) {
-    static_cast<float*>(problem.lse)[coord.index] = merged.resolve_infinity().lse();
+    const float lse[1] = {lse_of<T>(problem, merged.resolve_infinity())};
+    write_numbers<T>(problem, coord.index, lse);
   }
 };
 
 // grad_input = grad_lse * softmax(x).
 struct LogSumExpBackward : OneTensorOp {
+  static constexpr bool kNumbers = true;
+  static RowNumbers numbers(const RowProblem& problem) {
+    return {problem.grad_lse, static_cast<unsigned>(size_of(problem.result_dtype))};
+  }
+  // The gradient of lse, in float or in T as result_dtype says.
+  template <class T, class Reader>
+  __device__ __forceinline__ static float grad_of(const RowProblem& problem, const Reader& reader) {
+    if (!reader.coord.exists) return 0;
+    if (sizeof(T) == sizeof(float) || problem.result_dtype == DType::kFloat32)
+      return row_number<float>(reader, problem.grad_lse);
+    return widen(row_number<T>(reader, problem.grad_lse));
+  }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
+    // Loaded before the row: after it, the load would have to wait until the row has arrived.
+    const float grad = grad_of<typename Reader::Element>(problem, reader);
     auto row = reader.read(problem.input);
-    const RowState state = resolve_infinity(row, row.state());
-    const float grad = row.coord().exists ? static_cast<const float*>(problem.grad_lse)[row.coord().index] : 0.0f;
-    const float factor = grad * state.inverse_sum();
-    row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return state.weight(x) * factor; });
+    const RowState state = resolve_infinity(row, row.template state<Result>());
+    visit_weights<Result>(state, grad * state.inverse_sum(), [&](const auto& w) {
+      row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return w(x); });
+    });
   }
+};
+
+// ---- rows of one class, by their elements (one_class.cuh). Softmax of one class is 1, or 0 as a logarithm, logsumexp the
+// element; and NaN where a number is not finite.
+
+struct OneClass {
+  bool log;
+  __device__ __forceinline__ float operator()(int64_t, float x, float) const { return (x - x) + (log ? 0.0f : 1.0f); }
+};
+// In float32 the mean is grad itself, unless its weight is 0.
+template <bool kTakesMean>
+struct OneClassBackward {
+  bool log;
+  __device__ __forceinline__ float operator()(int64_t, float grad, float y) const {
+    if (!log && kTakesMean) return (y == 0 ? grad : grad - grad) * y;
+    const float sum = 0.0f + (log ? grad : __fmul_rn(grad, y));
+    return log ? grad - FastNatural::exp(y) * sum : (grad - sum) * y;
+  }
+};
+struct OneClassLogSumExp {
+  __device__ __forceinline__ float operator()(int64_t, float x, float) const { return x + 0.0f; }
+};
+struct OneClassLogSumExpBackward {
+  __device__ __forceinline__ float operator()(int64_t, float x, float grad) const { return ((x - x) + 1.0f) * grad; }
 };
 
 // Bytes of workspace for split rows of `tensors` tensors of a dtype; 0 for rows that stay on the chip.
@@ -159,8 +174,8 @@ void softmax(const RowProblem& problem, CUstream_st* stream) {
   if (is_empty(problem)) return;
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1], problem.result.stride[1]});
   visit_types(problem, "softmax", [&]<class Input, class Result>(Type<Input>, Type<Result>) {
-    const OneClass one_class{problem.log};
-    if (!launch_one_class<Input, Result>(problem, problem.input, problem.input, problem.result, one_class, stream))
+    const auto x = rows_of<Input>(problem.input);
+    if (!launch_one_class(problem, x, x, rows_of<Result>(problem.result), OneClass{problem.log}, stream))
       launch_rows<Softmax, Input, Result>(problem, contiguous, stream, "softmax");
   });
 }
@@ -170,8 +185,9 @@ void softmax_backward(const RowProblem& problem, CUstream_st* stream) {
   const bool contiguous =
       classes_are_contiguous(problem, {problem.grad.stride[1], problem.output.stride[1], problem.grad_input.stride[1]});
   visit_types(problem, "softmax", [&]<class Input, class Result>(Type<Input>, Type<Result>) {
-    const OneClassBackward one_class{problem.log};
-    if (!launch_one_class<Result, Input>(problem, problem.grad, problem.output, problem.grad_input, one_class, stream))
+    const OneClassBackward<std::is_same_v<Result, float>> one_class{problem.log};
+    if (!launch_one_class(problem, rows_of<Result>(problem.grad), rows_of<Result>(problem.output),
+                          rows_of<Input>(problem.grad_input), one_class, stream))
       launch_rows<SoftmaxBackward, Result, Input>(problem, contiguous, stream, "softmax_backward");
   });
 }
@@ -179,15 +195,21 @@ void softmax_backward(const RowProblem& problem, CUstream_st* stream) {
 void logsumexp(const RowProblem& problem, CUstream_st* stream) {
   if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a result: -inf
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_type(problem, "logsumexp",
-             [&]<class T>(Type<T>) { launch_rows<LogSumExp, T, T>(problem, contiguous, stream, "logsumexp"); });
+  visit_types(problem, "logsumexp", [&]<class T, class Lse>(Type<T>, Type<Lse>) {
+    const auto x = rows_of<T>(problem.input);
+    if (!launch_one_class(problem, x, x, OneClassRows<Lse>{static_cast<Lse*>(problem.lse)}, OneClassLogSumExp{}, stream))
+      launch_rows<LogSumExp, T, T>(problem, contiguous, stream, "logsumexp");
+  });
 }
 
 void logsumexp_backward(const RowProblem& problem, CUstream_st* stream) {
   if (is_empty(problem)) return;
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1]});
-  visit_type(problem, "logsumexp", [&]<class T>(Type<T>) {
-    launch_rows<LogSumExpBackward, T, T>(problem, contiguous, stream, "logsumexp_backward");
+  visit_types(problem, "logsumexp", [&]<class T, class Lse>(Type<T>, Type<Lse>) {
+    const OneClassRows<const Lse> grad{static_cast<const Lse*>(problem.grad_lse)};
+    if (!launch_one_class(problem, rows_of<T>(problem.input), grad, rows_of<T>(problem.grad_input), OneClassLogSumExpBackward{},
+                          stream))
+      launch_rows<LogSumExpBackward, T, T>(problem, contiguous, stream, "logsumexp_backward");
   });
 }
 

@@ -4,24 +4,27 @@
 #pragma once
 
 #include "../../hw/pdl.cuh"
+#include "few_classes_row.cuh"
 #include "staged_vectors.cuh"
 
 namespace flash_online::cuda {
 
-// kLanes lanes of a warp share a row. A lane has up to kVectors vectors of kWords words.
-template <int kLanes, int kVectors_, int kWords_ = 4>
+// kLanes lanes of a warp share a row. A lane has up to kVectors vectors; or rows have kClasses classes, and a lane has a row.
+template <int kLanes, int kVectors_, int kClasses_ = 0>
 struct BlockRowGroup {
   static constexpr int kThreads = 128, kWarps = kThreads / kWarpSize, kCtasPerSm = 8;
-  static constexpr int kLanesPerRow = kLanes, kVectors = kVectors_, kWords = kWords_;
+  static constexpr int kLanesPerRow = kLanes, kVectors = kVectors_, kClasses = kClasses_;
   static constexpr int kRowsPerWarp = kWarpSize / kLanes, kRows = kWarps * kRowsPerWarp;  // at a time
   __device__ __forceinline__ static int thread_in_row() { return threadIdx.x % kLanes; }
 };
+template <int kClasses>
+using FewClassesGroup = BlockRowGroup<1, 1, kClasses>;
 
 // Where a lane's part of a row is (see StagedVectors).
 template <class Group_>
 struct BlockSegments {
   using Group = Group_;
-  static constexpr int kThreads = Group::kLanesPerRow, kVectors = Group::kVectors, kWords = Group::kWords, kUnroll = kVectors;
+  static constexpr int kThreads = Group::kLanesPerRow, kVectors = Group::kVectors, kWords = 4, kUnroll = kVectors;
   static constexpr bool kStagesOtherSizes = true;
   __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
   __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
@@ -49,6 +52,7 @@ struct BlockTensor {
 // those rows are taken from all over the block instead. No two warps have elements in one word: a warp takes rows by the pair.
 struct BlockOrder {
   int of_lane, of_warp, of_step;
+  bool has_conflicts;  // lanes meet in banks all the same
 };
 
 constexpr int kMaxBlockTensors = 2;
@@ -60,6 +64,13 @@ struct BlockProblem {
   unsigned shared_bytes;
   bool odd_words;  // rows may begin off a multiple of 4 bytes
   BlockTensor input[kMaxBlockTensors], result;  // the result may be in the place of input[0]
+  RowNumbers numbers;  // copied beside the rows
+  unsigned numbers_offset;  // where the block's first number is in shared memory
+
+  // The numbers of rows [first, first + count).
+  __device__ __forceinline__ Run<const char> numbers_of(char* shared, int64_t first, int count) const {
+    return {static_cast<const char*>(numbers.data) + first * numbers.bytes, shared + numbers_offset, count * numbers.bytes};
+  }
 };
 
 // Rows [first, first + count) of a tensor, in shared memory at `shared`.
@@ -127,6 +138,23 @@ __device__ __noinline__ void store_block(const BlockRows<T> rows) {
 
 // ---- the kernel
 
+// Stores the sum over a CTA of what its threads have.
+template <int kWarps>
+__device__ __forceinline__ void store_loss_sums(const LossSums& mine, LossAndWeight* to) {
+  __shared__ LossAndWeight of_warp[kWarps];
+  const LossAndWeight sums{lanes_sum<kWarpSize>(mine.loss.value), lanes_sum<kWarpSize>(mine.weight.value)};
+  if (threadIdx.x % kWarpSize == 0) of_warp[threadIdx.x / kWarpSize] = sums;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  LossAndWeight all = of_warp[0];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) {
+    all.loss += of_warp[warp].loss;
+    all.weight += of_warp[warp].weight;
+  }
+  *to = all;
+}
+
 // How many vectors of all its tensors a lane keeps in registers at most. Gradients of float32 rows sum in double, which leaves
 // fewer registers.
 template <class T>
@@ -142,18 +170,29 @@ struct BlockRowReader {
   char* shared;
   int row;  // of the block
   RowCoord coord;
+  LossSums& losses;  // of this thread's rows
+  float once;  // what the operator computes once
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3&) const {
-    using Vectors = StagedVectors<BlockSegments<Group>, T, kDeal, kHeld>;
-    const int longest = static_cast<int>(block.problem.classes), classes = coord.exists ? longest : 0;
     const MutableView3* of_result = nullptr;
     char* result = nullptr;
     if constexpr (!Op::kReduces) {
       of_result = &Op::result(block.problem);
       result = row_in(block.result);
     }
-    return OnChipRow<Vectors, T>(coord, classes,
-                                 Vectors({}, row_in(block.input[kTensor]), classes, longest, of_result, result));
+    const char* const row_here = row_in(block.input[kTensor]);
+    if constexpr (Group::kClasses != 0) {
+      using Place = PlaceInBlock<T, Group::kClasses, kDeal != Deal::kOddWords>;
+      return FewClassesRow<T, Group::kClasses, Place>(coord, Place{row_here, of_result, result});
+    } else {
+      using Vectors = StagedVectors<BlockSegments<Group>, T, kDeal, kHeld>;
+      const int longest = static_cast<int>(block.problem.classes), classes = coord.exists ? longest : 0;
+      return OnChipRow<Vectors, T>(coord, classes, Vectors({}, row_here, classes, longest, of_result, result));
+    }
+  }
+  template <class V>
+  __device__ __forceinline__ V staged_number() const {
+    return *reinterpret_cast<const V*>(shared + block.numbers_offset + row * static_cast<int>(sizeof(V)));
   }
 
  private:
@@ -166,7 +205,8 @@ template <class Op, class Group, class T, class R, Deal kDeal>
 __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kernel(const __grid_constant__ BlockProblem block) {
   extern __shared__ __align__(128) uint4 all_shared[];
   __shared__ uint64_t full;
-  if constexpr (Op::kReduces) launch_dependents();  // reduce_losses may follow
+  launch_dependents();
+  grid_dependency_wait();
   const RowProblem& problem = block.problem;
   char* const shared = reinterpret_cast<char*>(all_shared);
   const int64_t first = int64_t{blockIdx.x} * block.rows_per_block, left = problem.outer * problem.inner - first;
@@ -186,27 +226,36 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kern
 #pragma unroll
       for (int i = 0; i < Op::kTensors; ++i)
         if (!block.input[i].shifted) bytes += load_block<T>(inputs(i), &full);
+      if constexpr (Op::kNumbers)
+        if (lane == 0) bytes += block.numbers_of(shared, first, rows).load(&full);
       arrive_expect_tx(&full, bytes);
     }
   }
 #pragma unroll
   for (int i = 0; i < Op::kTensors; ++i)
     if (!kHasBulkCopy || block.input[i].shifted) load_block_by_threads<T, Group::kThreads>(inputs(i));
+  if constexpr (Op::kNumbers && !kHasBulkCopy)
+    block.numbers_of(shared, first, rows).load_by_threads(threadIdx.x, Group::kThreads);
+  const float once = value_of_once<Op>(problem);
   cp_async_commit();
   cp_async_wait();
   __syncthreads();
   if constexpr (kHasBulkCopy) wait(&full, 0);
   const int begin = block.order.of_lane * (lane / Group::kLanesPerRow) + block.order.of_warp * warp;
   const int steps = block.rows_per_block / Group::kRows;
+  LossSums losses;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int row = begin + block.order.of_step * step;
     RowCoord coord = row_coord(problem, first + row);
     coord.exists = row < rows;
     if (!__any_sync(~0u, coord.exists)) break;
-    Op::template run<R>(problem, BlockRowReader<Op, Group, T, R, kDeal>{block, shared, row, coord});
+    Op::template run<R>(problem, BlockRowReader<Op, Group, T, R, kDeal>{block, shared, row, coord, losses, once});
     __syncwarp();
   }
+  if constexpr (Op::kSumsLosses)
+    if (problem.loss_sums != nullptr)
+      store_loss_sums<Group::kWarps>(losses, static_cast<LossAndWeight*>(problem.loss_sums) + blockIdx.x);
   if constexpr (!Op::kReduces) {
     if constexpr (kHasBulkCopy) fence_async_proxy();
     __syncthreads();
@@ -216,15 +265,26 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kern
 
 // ---- launches
 
-// Bytes of a tensor's rows per block, and rows per thread, at most (but a warp has a row in any case).
-constexpr int64_t kBlockBytes = 20 << 10, kMostRowsPerThread = 16;
+// Bytes of a tensor's rows per block, and rows per thread, at most (but a warp has a row in any case). Small blocks are better,
+// since the last ones run beside few others; large ones where a block costs more beside its bytes: targets, rows that take a
+// warp each, and, in between, those shorter than a vector. Large ones also leave more choice of rows that meet in no banks.
+constexpr int64_t kBlockBytes = 12 << 10, kMediumBlockBytes = 16 << 10, kLargeBlockBytes = 20 << 10, kMostRowsPerThread = 16;
 
-// Calls f.operator()<Group>() with the group for rows of so many bytes; does nothing if they are too long.
-template <class F>
-void visit_block_group(int64_t row_bytes, const F& f) {
-  const int64_t vectors = ceil_div(row_bytes, int64_t{kVectorBytes});
-  if (row_bytes <= 4) return f.template operator()<BlockRowGroup<1, 1, 1>>();
-  if (row_bytes <= 8) return f.template operator()<BlockRowGroup<1, 1, 2>>();
+template <class Op, class Group>
+int64_t block_bytes(int64_t row_bytes) {
+  if (Group::kLanesPerRow == kWarpSize || Op::kTargets) return kLargeBlockBytes;
+  return Group::kClasses == 0 && row_bytes < kVectorBytes ? kMediumBlockBytes : kBlockBytes;
+}
+
+// Calls f.operator()<Group>() with the group for rows of so many classes; does nothing if they are too long.
+template <class T, class F>
+void visit_block_group(int64_t classes, const F& f) {
+  static_assert(kMostFewClasses == 4);
+  const int64_t vectors = ceil_div(classes, kPerVector<T>);
+  if (classes == 1) return f.template operator()<FewClassesGroup<1>>();
+  if (classes == 2) return f.template operator()<FewClassesGroup<2>>();
+  if (classes == 3) return f.template operator()<FewClassesGroup<3>>();
+  if (classes == 4) return f.template operator()<FewClassesGroup<4>>();
   if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4>>();
   if (vectors <= 8) return f.template operator()<BlockRowGroup<2, 4>>();
   if (vectors <= 16) return f.template operator()<BlockRowGroup<4, 4>>();
@@ -276,10 +336,19 @@ BlockProblem block_problem(const RowProblem& problem, int64_t rows) {
   return block;
 }
 
+// Gives the numbers that are copied beside the rows their place, behind all else. It lies past a multiple of 16 bytes as in
+// global memory.
+inline void place_numbers(BlockProblem& block, const RowNumbers& numbers) {
+  constexpr unsigned kSpareBytes = 2 * kVectorBytes;
+  block.numbers = numbers;
+  block.numbers_offset = block.shared_bytes + misalignment(numbers.data);
+  block.shared_bytes += round_up(block.rows_per_block * numbers.bytes + kSpareBytes, 128u);
+}
+
 // Rows per block: a multiple of `step`. Few rows are spread over the device.
-inline int64_t rows_per_block(int64_t rows, int64_t row_bytes, int64_t step, int64_t most) {
+inline int64_t rows_per_block(int64_t rows, int64_t row_bytes, int64_t step, int64_t most, int64_t bytes) {
   constexpr int64_t kBlocksPerSm = 4;
-  const int64_t fitting = std::min(kBlockBytes / row_bytes, most);
+  const int64_t fitting = std::min(bytes / row_bytes, most);
   const int64_t wanted = std::min(fitting, ceil_div(rows, kBlocksPerSm * sm_count()));
   return std::max(wanted / step * step, step);
 }
@@ -296,7 +365,7 @@ inline int bank_conflicts(int64_t bytes, int lanes) {
 template <class Group>
 BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
   constexpr int kNone = 2;  // lanes per bank that cost nothing to speak of
-  BlockOrder order{1, static_cast<int>(rows) / Group::kWarps, Group::kRowsPerWarp};
+  BlockOrder order{1, static_cast<int>(rows) / Group::kWarps, Group::kRowsPerWarp, false};
   if constexpr (Group::kRowsPerWarp > 1) {
     constexpr int64_t kPairs = 2 * Group::kRows;  // a pair of rows for every lane that has rows of its own
     int least = row_bytes % kVectorBytes == 0 ? kNone : bank_conflicts(row_bytes, Group::kLanesPerRow);
@@ -304,8 +373,9 @@ BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
     for (int64_t fewer = most / kPairs * kPairs; least > kNone && fewer > 0 && 2 * fewer >= most; fewer -= kPairs) {
       const int apart = static_cast<int>(fewer) / Group::kRowsPerWarp;
       const int conflicts = bank_conflicts(apart * row_bytes, Group::kLanesPerRow);
-      if (conflicts < least) least = conflicts, rows = fewer, order = {apart, apart / Group::kWarps, 1};
+      if (conflicts < least) least = conflicts, rows = fewer, order = {apart, apart / Group::kWarps, 1, false};
     }
+    order.has_conflicts = least > kNone;
   }
   return order;
 }
@@ -316,22 +386,39 @@ bool launch_block(const RowProblem& problem, cudaStream_t stream) {
   const int64_t row_bytes = problem.classes * static_cast<int64_t>(sizeof(T)), rows = problem.outer * problem.inner;
   if (row_bytes == 0) return false;
   bool launched = false;
-  visit_block_group(row_bytes, [&]<class Group>() {
+  RowNumbers numbers{};
+  if constexpr (Op::kNumbers) numbers = Op::numbers(problem);
+  visit_block_group<T>(problem.classes, [&]<class Group>() {
     // Where a warp reads a row of whole vectors and writes one number, registers are faster: it waits for less.
     constexpr bool kInRegisters = Op::kReduces && Group::kLanesPerRow == kWarpSize;
     if (kInRegisters && is_dealt_by_vectors<T>(problem.classes)) return;
     // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
     constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
-    int64_t per_block = rows_per_block(rows, row_bytes, kStep, kMostRowsPerThread * Group::kRows);
-    const BlockOrder order = block_order<Group>(row_bytes, per_block);
+    int64_t per_block = 0;
+    const auto order_in = [&](int64_t bytes) {
+      const int64_t beside = Op::kTargets ? numbers.bytes : 0;
+      per_block = rows_per_block(rows, row_bytes + beside, kStep, kMostRowsPerThread * Group::kRows, bytes);
+      return block_order<Group>(row_bytes, per_block);
+    };
+    BlockOrder order = order_in(block_bytes<Op, Group>(row_bytes));
+    if (order.has_conflicts) order = order_in(kLargeBlockBytes);
     BlockProblem block = block_problem<Op, T, R>(problem, per_block);
     block.order = order;
+    if constexpr (Op::kNumbers) place_numbers(block, numbers);
+    if constexpr (Op::kSumsLosses)
+      if (problem.loss_sums != nullptr) *problem.loss_sum_count = ceil_div(rows, per_block);
     const auto launch_as = [&]<Deal kDeal>() {
       launch<block_kernel<Op, Group, T, R, kDeal>>(block, ceil_div(rows, per_block), Group::kThreads,
-                                                   static_cast<int>(block.shared_bytes), stream);
+                                                   static_cast<int>(block.shared_bytes), stream, true);
     };
-    if (is_dealt_by_vectors<T>(problem.classes)) {
-      if constexpr (Group::kWords == 4 && !kInRegisters) launch_as.template operator()<Deal::kVectors>();
+    if constexpr (Group::kClasses != 0) {
+      constexpr bool kWords = sizeof(T) == 4 || (Group::kClasses % 2 == 0 && !Op::kRare);
+      if constexpr (kWords)
+        if (sizeof(T) == 4 || !block.odd_words) launch_as.template operator()<Deal::kWords>();
+      if constexpr (sizeof(T) == 2)
+        if (!kWords || block.odd_words) launch_as.template operator()<Deal::kOddWords>();
+    } else if (is_dealt_by_vectors<T>(problem.classes)) {
+      if constexpr (!kInRegisters) launch_as.template operator()<Deal::kVectors>();
     } else if (sizeof(T) == 2 && (block.odd_words || Op::kRare)) {
       if constexpr (sizeof(T) == 2) launch_as.template operator()<Deal::kOddWords>();
     } else {

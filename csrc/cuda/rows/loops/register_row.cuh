@@ -188,6 +188,14 @@ class OnChipRow {
   __device__ __forceinline__ void write_except(const MutableView3& view, int64_t at, const F& f, const Exact& exact,
                                                const Special& special) const {
     const int except = static_cast<int>(at);
+    if constexpr (requires { vectors_.template write_element<Result>(view, coord_, except, 0.0f); }) {
+      // In shared memory an element is easily replaced. A branch would make a warp wait for all lanes' special elements.
+      const bool special_here = at >= 0 && owns(at);
+      const float z = special_here ? special((*this)[at]) : 0.0f;  // before the element is overwritten
+      write<Result>(view, f);
+      if (special_here) vectors_.template write_element<Result>(view, coord_, except, z);
+      return;
+    }
     write_vectors<Result>(*this, view,
                           [&](const auto& c, const float (&x)[kElements], const float (&)[kElements], float (&z)[kElements]) {
                             if (c.contain(except)) {  // one comparison per vector instead of one per element

@@ -6,6 +6,7 @@
 //
 //   kind           file               where the row stays              chosen for
 //   StridedRow     strided_row.cuh    global memory, read twice        rows whose classes are not contiguous
+//   (in vectors)   vector_rows.cuh    registers, beside others         2 classes, side by side
 //   block row      block_row.cuh      shared memory, beside others     up to 256 vectors (4 KiB); up to 64 if the operator only
 //                                                                      reduces rows of whole vectors
 //   RegisterRow    register_row.cuh   registers                        up to 512 vectors; 2048 if the operator only reduces
@@ -147,6 +148,30 @@ __device__ __forceinline__ Row<T> row_of(const View3<Pointer>& view, const RowCo
   return {static_cast<T*>(view.data) + coord.outer * view.stride[0] + coord.inner * view.stride[2], view.stride[1]};
 }
 
+// An array of one number per row, and the bytes of a number.
+struct RowNumbers {
+  const void* data;
+  unsigned bytes;
+};
+
+// The row's number in the array that the operator names (dispatch.cuh); the row must exist. A reader may have it at hand.
+template <class V, class Reader>
+__device__ __forceinline__ V row_number(const Reader& reader, const void* array) {
+  if constexpr (requires { reader.template staged_number<V>(); })
+    return reader.template staged_number<V>();
+  else
+    return static_cast<const V*>(array)[reader.coord.index];
+}
+
+// What an operator computes once of the problem, for all rows (dispatch.cuh); else 0.
+template <class Op>
+__device__ __forceinline__ float value_of_once(const RowProblem& problem) {
+  if constexpr (requires { Op::once(problem); })
+    return Op::once(problem);
+  else
+    return 0;
+}
+
 // ---- sums
 
 // A thread's share of a sum, merged with other threads' shares like a RowState.
@@ -154,6 +179,15 @@ struct Sum {
   float value = 0;
   __device__ __forceinline__ void add(float x) { value += x; }
   __device__ __forceinline__ void merge(const Sum& other) { value += other.value; }
+};
+
+// The sums of a thread's rows' losses and weights.
+struct LossSums {
+  Sum loss, weight;
+};
+// The same of a block of rows, in memory.
+struct LossAndWeight {
+  float loss, weight;
 };
 
 // A sum in two floats, which has twice the digits of one.

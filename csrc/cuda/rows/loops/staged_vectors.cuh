@@ -167,9 +167,8 @@ class StagedVectors {
   }
   template <class Result>
   __device__ __forceinline__ auto writer(const MutableView3& view, const RowCoord& coord, int) const {
-    const bool here = sizeof(Result) == sizeof(T) && &view == of_result_;
-    Result* const global = here ? nullptr : row_of<Result>(view, coord).data;
-    Result* const elsewhere = Segments::kStagesOtherSizes && &view == of_result_ ? reinterpret_cast<Result*>(result_) : global;
+    const bool here = is_here<Result>(view);
+    Result* const elsewhere = here ? nullptr : row_elsewhere<Result>(view, coord);
     return [=, this](const Classes& c, int i, const float (&z)[kElements]) {
       if (here)
         write<Result>(i, z);
@@ -178,7 +177,26 @@ class StagedVectors {
     };
   }
 
+  // Writes the element of a class that this thread has, after the writer has written its vector.
+  template <class Result>
+  __device__ __forceinline__ void write_element(const MutableView3& view, const RowCoord& coord, int c, float z) const {
+    if (is_here<Result>(view))
+      *reinterpret_cast<Result*>(result_ + segments_.offset_of(c / kPerWord) + c % kPerWord * sizeof(T)) = narrow<Result>(z);
+    else
+      row_elsewhere<Result>(view, coord)[c] = narrow<Result>(z);
+  }
+
  private:
+  // Whether results take the elements' places.
+  template <class Result>
+  __device__ __forceinline__ bool is_here(const MutableView3& view) const {
+    return sizeof(Result) == sizeof(T) && &view == of_result_;
+  }
+  template <class Result>
+  __device__ __forceinline__ Result* row_elsewhere(const MutableView3& view, const RowCoord& coord) const {
+    if (Segments::kStagesOtherSizes && &view == of_result_) return reinterpret_cast<Result*>(result_);
+    return row_of<Result>(view, coord).data;
+  }
   // The begin of this thread's word j of segment i, in a row of words: in bytes from the row's begin.
   __device__ __forceinline__ int offset_of(int i, int j) const {
     return segments_.offset(i) + (segments_.thread() + j * kThreads) * 4;
