@@ -104,7 +104,7 @@ __device__ __forceinline__ float element(const uint4& v, int e) {
     return widen(__builtin_bit_cast(T, static_cast<unsigned short>(e % 2 == 0 ? word : word >> 16)));
 }
 
-// Two floats as a word of 16-bit elements.
+// Two floats as a word of 16-bit elements, the first in the lower half.
 template <class T>
 __device__ __forceinline__ unsigned pair_of(float a, float b) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

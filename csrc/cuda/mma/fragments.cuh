@@ -3,6 +3,7 @@
 
 #include "../hw/matrix_copy.cuh"
 #include "../hw/mma.cuh"
+#include "../hw/vector.cuh"
 #include "shared_tile.cuh"
 
 namespace flash_online::cuda {
@@ -105,15 +106,7 @@ struct Fragments {
   }
 
   // Two elements in a word, the first in the lower half.
-  __device__ static unsigned pair(float x, float y) {
-    if constexpr (std::is_same_v<Piece, __half>) {
-      const __half2 both = __floats2half2_rn(x, y);
-      return reinterpret_cast<const unsigned&>(both);
-    } else {
-      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-      return reinterpret_cast<const unsigned&>(both);
-    }
-  }
+  __device__ static unsigned pair(float x, float y) { return pair_of<Piece>(x, y); }
   // The pieces of two numbers. What is left of a number once a piece is taken away is exact; of an infinity it is NaN.
   __device__ static void split(unsigned (&words)[kPieces], float x, float y) {
 #pragma unroll

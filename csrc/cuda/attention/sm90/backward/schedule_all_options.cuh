@@ -128,7 +128,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   recompute_warp_index();
   clear(dk);
   clear(dv);
-  wait(&shared.key_full[0], 0);
+  wait_for_keys();
   if (wait_for_block(stage())) {
     clear_key_tail();
     ScoreAccumulator score, dp;

@@ -89,7 +89,7 @@ template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_weights_and_dv() {
   recompute_warp_index();
   clear(dv);
-  wait(&shared.key_full[0], 0);
+  wait_for_keys();
   if (wait_for_block(0)) {
     clear_key_tail();
     clear_query_tail(0);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_dq() {
   recompute_warp_index();
-  wait(&shared.key_full[0], 0);
+  wait_for_keys();
   while (true) {
     const int buffer = block_count % kDsBuffers;
     wait(&shared.ds_full[buffer], block_count / kDsBuffers % 2);
