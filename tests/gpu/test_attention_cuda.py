@@ -179,19 +179,20 @@ CUT = {  # work tiles of keys that the backward pass on Hopper cuts into parts, 
 
 
 @pytest.mark.parametrize("made", CUT.values(), ids=CUT)
-@pytest.mark.parametrize("head_dims", [(64, 64), (72, 96), (128, 104), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 96), (128, 104), (160, 160), (192, 128), (184, 192), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_work_tiles_in_parts(dtype, head_dims, made):
     Attention(dtype=dtype, head_dims=head_dims, **made, wanted="qkv").check("cuda")
 
 
-# Tiles of 128 keys, or of 64 over head dim 128: 64; and 200, of which 132 SMs leave 68, too many for two parts of each.
+# Tiles of 128 keys, of 96 over head dim 128, or of 64 over 192: 64 tiles; and 200, of which 132 SMs leave 68, too many for two
+# parts of each.
 @pytest.mark.parametrize("heads, queries, tiles", [(4, 2048, 16), (25, 3072, 8)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_parts_of_work_tiles_are_added_in_order(head_dim, heads, queries, tiles):
     """So that dK and dV repeat bit for bit. Those of `deterministic`, whose tiles are never cut, are sums in another order: the
     same bits would mean that no tile was cut."""
-    keys = tiles * (128 if head_dim <= 128 else 64)
+    keys = tiles * (128 if head_dim <= 128 else 96 if head_dim <= 192 else 64)
     lengths = (queries, keys, keys, queries)
     *inputs, grad = (gpu(1, heads, n, head_dim, dtype=torch.float16, grad=i < 3) for i, n in enumerate(lengths))
 

@@ -252,7 +252,7 @@ int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool determinis
   constexpr int64_t kTooMany = 96 << 20, kFew = 40 << 20, kLeastKeys = 1024;
   const bool one_sided = (problem.visible.left < 0) != (problem.visible.right < 0);
   if (one_sided && !problem.query_starts && problem.keys >= kLeastKeys && problem.dtype != DType::kFloat32 &&
-      current_gpu().major == 9 && group_bytes_under_way(problem, kv_grad_heads) > kTooMany)
+      current_gpu().major == 9 && group_bytes_under_way(problem, kv_grad_heads) >= kTooMany)
     for (int64_t more = kv_grad_heads; group_bytes_under_way(problem, kv_grad_heads) > kFew && more <= problem.heads;
          more += least)
       if (problem.heads % more == 0) kv_grad_heads = more;

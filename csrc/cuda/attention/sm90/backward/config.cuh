@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "../../../../core/mask.h"
 #include "../../../../core/problem.h"
@@ -59,24 +60,28 @@ struct BackwardSm90Kernel {
   static constexpr BackwardSm90Features kFeatures = kTile.features;
   static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
                         kHasDropout = kFeatures == BackwardSm90Features::kDropout;
-  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
+  static constexpr bool kHasMaskMap = !is_plain(kFeatures);  // a mask map may hide whole blocks
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
-  static constexpr bool kCutsTiles = kFeatures == BackwardSm90Features::kPlain;  // work tiles may come in parts
-  static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
+  static constexpr bool kCutsTiles = is_plain(kFeatures);  // work tiles may come in parts
+  static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1,
+                        kSharesKeys = kTile.shares_keys();
   // Takes the head dims of narrower rows as well.
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
   static constexpr int kWarpgroupKeys = 64, kWarpKeys = 16;
-  static constexpr int kThreads = kTile.threads(), kMathThreads = 128 * kTile.warpgroups, kMathWarps = kMathThreads / kWarpSize;
+  static constexpr int kScoreKeys = 32;  // of a warpgroup's scores, where warpgroups share keys
+  static constexpr int kWarpgroupThreads = 128, kThreads = kTile.threads(), kMathThreads = kWarpgroupThreads * kTile.warpgroups,
+                       kMathWarps = kMathThreads / kWarpSize;
   static constexpr int box_count(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
   static constexpr int kBoxes = box_count(kHeadDim), kValueBoxes = box_count(kHeadDimV), kQueryBoxes = kQueries / kBoxColumns;
   static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;  // of the products that sum over them
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
 
   // dQ of a block is cut into pieces of 64 x 64. Two warpgroups take one piece each, side by side where a block has 64 queries
-  // and one above the other where it has 128; of the last piece in a row there may be half. The pipeline's third warpgroup
-  // takes one piece after another, and a single warpgroup takes all columns at once.
+  // and one above the other where it has 128; of the last piece in a row there may be half. Warpgroups that share keys take
+  // three side by side. The pipeline's third warpgroup takes one piece after another, and a single warpgroup takes all columns
+  // at once.
   static constexpr bool kDqSideBySide = kQueries == 64;
   static constexpr int kDqPieces = kPipelined ? kBoxes : 1;
   static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90;
@@ -91,12 +96,13 @@ struct BackwardSm90Kernel {
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
   static constexpr int kKeyBuffers = kPersistent ? 2 : 1;
   static constexpr int kDsBuffers = kSingleWarpgroup || (kPipelined && kHeadDim > 192) ? 1 : 2;
-  static constexpr int kQueryBlocks = kDsBuffers == 1 ? 4 : 8;  // a power of two
+  static constexpr int kWeights = 1;  // the buffer that has weights instead, where warpgroups share keys
+  static constexpr int kQueryBlocks = kDsBuffers == 1 || kSharesKeys ? 4 : 8;  // a power of two
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
   static constexpr int kSharedRowStats = kStatsRows * (kLseLowInStaging ? 2 : 3);
 
-  static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
+  static_assert(kDqSideBySide ? kPipelined || kBoxes == (kSharesKeys ? 3 : 2) : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
   static_assert(!kPipelined || (!kAllOptions && kDqSideBySide && kHeadDim % kBoxColumns == 0));
   static_assert(!kPersistent || (kStagesDq && !kHasMaskMap && !kPipelined));
@@ -141,17 +147,27 @@ struct BackwardSm90Kernel {
   using ValueTile = TmaTile<kValueBoxes, kKeys>;
   using QueryTile = TmaTile<kBoxes, kQueries>;
   using GradOutTile = TmaTile<kValueBoxes, kQueries>;
-  struct alignas(kBoxAlignment) DsTile {
-    T box[kQueryBoxes][kKeys][kBoxColumns];  // [key][query]
-  };
-  struct Stage {
+  // [key][query]; [query][key] where warpgroups share keys.
+  using DsTile = std::conditional_t<kSharesKeys, TmaTile<box_count(kKeys), kQueries>, TmaTile<kQueryBoxes, kKeys>>;
+  struct StageOfBoth {
     QueryTile query;
     GradOutTile grad_out;
   };
+  struct StageOfQueries {
+    QueryTile query;
+  };
+  // Warpgroups that share keys have one buffer for grad_out: they need it again only once the next block's scores are made.
+  using Stage = std::conditional_t<kSharesKeys, StageOfQueries, StageOfBoth>;
+  struct DqBarriers {  // per warpgroup: its dQ is in dq_staging; it has been read
+    uint64_t full[3], empty[3];
+  };
+  template <class Member>
+  struct Without {};  // takes no room in Shared
   struct Shared {
     KeyTile key[kKeyBuffers];
     ValueTile value;
     Stage stage[kStages];
+    [[no_unique_address]] std::conditional_t<kSharesKeys, GradOutTile, Without<GradOutTile>> grad_out;
     DsTile ds[kDsBuffers];
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes. It begins at a
     // multiple of kBoxAlignment, as all before it do.
@@ -167,11 +183,12 @@ struct BackwardSm90Kernel {
     // Barriers. "full": the producer's data have arrived; "empty": the consumers are done with them.
     uint64_t key_full[kKeyBuffers], key_empty[kKeyBuffers], value_full, value_empty;
     uint64_t query_full[kStages], grad_out_full[kStages];
-    uint64_t stage_empty[kStages];  // the stage; in the pipelined kernel its queries alone, and grad_out_empty for the rest
+    uint64_t stage_empty[kStages];  // the stage; of the pipeline and of shared keys its queries alone, as grad_out_empty exists
     uint64_t ds_full[2];  // all warps of the CTA have written their dS of a block
     uint64_t dq_may_add[2], dq_added[2];  // the dQ semaphore admits this CTA to a block; its warps have added their dQ
     uint64_t ds_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
     uint64_t mask_full, mask_empty, dropout_full[kStages];
+    [[no_unique_address]] std::conditional_t<kSharesKeys, DqBarriers, Without<DqBarriers>> dq;
   };
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
@@ -203,6 +220,14 @@ struct BackwardSm90Kernel {
   // An SM has 228 KiB; the system reserves 1 KiB of it per CTA.
   static_assert((kMaxSharedBytes + 1024) * kTile.ctas_per_sm <= 228 << 10);
 
+  __device__ __forceinline__ static GradOutTile& grad_out_tile(Shared& shared, int stage) {
+    if constexpr (kSharesKeys)
+      return shared.grad_out;
+    else
+      return shared.stage[stage].grad_out;
+  }
+  static constexpr int grad_out_stage(int stage) { return kSharesKeys ? 0 : stage; }
+
   __device__ __forceinline__ static MaskBox& mask_box(Shared& shared, int warpgroup) {
     return reinterpret_cast<MaskBox*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[warpgroup];
   }
@@ -213,8 +238,8 @@ struct BackwardSm90Kernel {
     return mask_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
   }
 
-  // Named barriers; kPingPongBarrier + warpgroup, kMeetingBarrier + 2 * Meeting + warpgroup.
-  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kMeetingBarrier = 4;
+  // Named barriers; kPingPongBarrier + warpgroup, kMeetingBarrier + 2 * Meeting + warpgroup, kWarpgroupBarrier + warpgroup.
+  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kMeetingBarrier = 4, kWarpgroupBarrier = 2;
   // Where all math threads wait for each other.
   enum Meeting { kQueryTail, kKeyTail = 2, kEnd };  // kQueryTail + stage
   static_assert(kMeetingBarrier + 2 * kEnd + 2 <= 16);
@@ -229,9 +254,13 @@ struct BackwardSm90Kernel {
 
   template <int kColumns>
   using GradAccumulator = Accumulator<1, kColumns / 8>;  // of dK or dV: [this warpgroup's keys][columns]
-  using ScoreAccumulator = Accumulator<1, kQueries / 8>;  // S or dP: [this warpgroup's keys][the block's queries]
+  // Of warpgroups that share keys, dK or dV: [this warpgroup's columns][key].
+  using TransposedGrads = Accumulator<1, kKeys / 8>;
+  // S or dP: [this warpgroup's keys][the block's queries]; of shared keys [the block's queries][this warpgroup's keys].
+  static constexpr int kScoreColumns = kSharesKeys ? kScoreKeys : kQueries;
+  using ScoreAccumulator = Accumulator<1, kScoreColumns / 8>;
   using DqAccumulator = float[kDqPieceColumns / 2];  // a piece of dQ
-  using PackedScores = unsigned[kQueries / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
+  using PackedScores = unsigned[kScoreColumns / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
   using Mask = MaskTile<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kHeadDim>;
   static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kPipelined ? 1 : kStages) * sizeof(Stage)));
@@ -258,12 +287,13 @@ struct BackwardSm90Kernel {
   __device__ static void init_barriers(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared);
 
-  // The producer warp, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
+  // The producer warp, the dropout warps, and the warp that waits for the dQ semaphore or sends dQ (producer.cuh).
   class MaskedBlockIterator;
   struct Producer;
   __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
   __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int& count);
   __device__ static void order_dq_adds_of_all_tiles(const BackwardSm90Arguments& a, Shared& shared);
+  __device__ static void send_dq(const BackwardSm90Arguments& a, Shared& shared);
 
   // A math warpgroup: what all schedules have in common (warpgroup.cuh), and the schedules (schedule_*.cuh).
   struct MathWarpgroup;

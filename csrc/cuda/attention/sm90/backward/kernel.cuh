@@ -10,6 +10,7 @@
 // schedule_own_keys.cuh:    these two warpgroups; or one with 64 keys, where a mask hides one half of many tiles of 128 keys
 // schedule_all_options.cuh: two warpgroups, with whatever a problem may have
 // schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128
+// schedule_shared_keys.cuh: 96 keys that three warpgroups share, over head dim 128 and up to 192
 #pragma once
 
 #include <cstdint>
@@ -22,6 +23,7 @@
 #include "schedule_all_options.cuh"
 #include "schedule_own_keys.cuh"
 #include "schedule_pipeline.cuh"
+#include "schedule_shared_keys.cuh"
 
 namespace flash_online::cuda {
 
@@ -187,13 +189,18 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
   }
   mbarrier_init(&shared.weights_full, 4);
   mbarrier_init(&shared.weights_empty, 4);
+  if constexpr (kSharesKeys)
+    for (int i = 0; i < 3; ++i) {
+      mbarrier_init(&shared.dq.full[i], 4);
+      mbarrier_init(&shared.dq.empty[i], 1);
+    }
   mbarrier_init(&shared.mask_full, 1);
   mbarrier_init(&shared.mask_empty, kMathWarps);
   fence_barrier_init();
 }
 
-// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others only give up their
-// registers. The dropout warps follow, then the math warpgroups.
+// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore or sends dQ, the others only give up
+// their registers. The dropout warps follow, then the math warpgroups.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();
@@ -215,6 +222,8 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
       if (warp == 0) Producer::run(a, shared);
       int count = 0;
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds(a, shared, shared.tile[0], count);
+      if constexpr (kSharesKeys)
+        if (!a.dq_semaphore && threadIdx.x == kWarpSize) send_dq(a, shared);
     }
   } else if (warp < 4 + kTile.dropout_warps) {
     if constexpr (kHasDropout) {
@@ -233,6 +242,8 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
       warp < 8 ? warpgroup.run_weights_and_dv() : warpgroup.run_ds_and_dk();
     else if constexpr (kAllOptions)
       warpgroup.run_all_options();
+    else if constexpr (kSharesKeys)
+      warpgroup.run_shared_keys();
     else
       warpgroup.run_own_keys();
   }

@@ -1,5 +1,5 @@
 // The warps of the Hopper backward kernel that do not compute gradients: the producer warp, which loads queries, keys, values
-// and masks; the dropout warps; and the warp that waits for the dQ semaphore.
+// and masks; the dropout warps; and the warp that waits for the dQ semaphore, or sends dQ.
 #pragma once
 
 #include <cstdint>
@@ -194,9 +194,11 @@ struct BackwardSm90Kernel<T, Config>::Producer {
       if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed))
         load_mask_bits(a, shared, stage, head, query);
     if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
+    uint64_t* const grad_out_full = &shared.grad_out_full[grad_out_stage(stage)];
     if constexpr (kPipelined) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
-    arrive_expect_tx(&shared.grad_out_full[stage], sizeof(GradOutTile));
-    load_queries(shared.stage[stage].grad_out, a.grad_out, grad_out_at, &shared.grad_out_full[stage]);
+    if constexpr (kSharesKeys) wait(&shared.grad_out_empty[0], count % 2 ^ 1);
+    arrive_expect_tx(grad_out_full, sizeof(GradOutTile));
+    load_queries(grad_out_tile(shared, stage), a.grad_out, grad_out_at, grad_out_full);
     if constexpr (kTransposed)
       if (a.transposed_mask == TransposedMask::kTma) load_mask_boxes(a, shared, count, head, query, mask_flags);
   }
@@ -370,6 +372,35 @@ __device__ void BackwardSm90Kernel<T, Config>::order_dq_adds_of_all_tiles(const 
     order_dq_adds(a, shared, tile, count);
     for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.dq_may_add[count % 2]);
     arrive(&shared.key_empty[tile_count % kKeyBuffers]);
+  }
+}
+
+// ---- the same warp where warpgroups share keys and dQ's order does not matter, one thread of it
+
+// Sends each block's dQ by bulk reductions, once a warpgroup has put its columns into shared memory.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::send_dq(const BackwardSm90Arguments& a, Shared& shared) {
+  constexpr int kTiles = kHeadDim / 8, kPieceTiles = kDqPieceColumns / 8, kLastPiece = kBoxes - 1;
+  const int blocks = shared.tile[0].blocks;
+#pragma unroll 1
+  for (int n = 0; n < blocks; ++n) {
+#pragma unroll
+    for (int piece = 0; piece < kBoxes; ++piece) {
+      wait(&shared.dq.full[piece], n % 2);
+      float* const to = a.space.dq_accum + shared.query_block[n % kQueryBlocks].dq_offset + piece * kPieceTiles * 128;
+      const int tiles = piece < kLastPiece ? kPieceTiles : kTiles - kLastPiece * kPieceTiles;
+#pragma unroll
+      for (int band = 0; band < 4; ++band)  // of 16 queries
+        bulk_reduce_add(to + band * kTiles * 128, shared.dq_staging[4 * piece + band][0],
+                        tiles * 128 * static_cast<int>(sizeof(float)));
+      tma_store_commit();
+    }
+    tma_store_wait_read<2>();
+    arrive(&shared.dq.empty[0]);
+    tma_store_wait_read<1>();
+    arrive(&shared.dq.empty[1]);
+    tma_store_wait_read<0>();
+    arrive(&shared.dq.empty[2]);
   }
 }
 

@@ -10,10 +10,11 @@
 
 namespace flash_online::cuda {
 
-constexpr int kShortBackwardRowsSm90 = 64;  // short.cuh: keys per sequence at most, and queries per block
+constexpr int kShortBackwardRowsSm90 = 64;  // short_backward.cuh: keys per sequence at most, and queries per block
 
-// Whether short.cuh takes a problem that backward_sm90 takes. `plain`: no mask, no dropout, no score modification. It sums
-// delta over the keys that it has, which must be all that a query sees: an lse without lse_low may be of more keys (a ring's).
+// Whether short_backward.cuh takes a problem that backward_sm90 takes. `plain`: no mask, no dropout, no score modification. It
+// sums delta over the keys that it has, which must be all that a query sees: an lse without lse_low may be of more keys (a
+// ring's).
 inline bool is_short_backward_sm90(const AttentionProblem& p, const AttentionGradients& g, bool plain) {
   constexpr int64_t kMaxQueries = 128;  // per sequence: one CTA takes all of them, block after block
   const bool has_all_keys = !p.lse || p.lse_low;

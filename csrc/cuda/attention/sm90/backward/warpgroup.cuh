@@ -29,8 +29,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   int warp = 0;  // among those of the math warpgroups: uniform, as far as the compiler knows
   int block_count = 0;  // blocks of queries before this one
   int tile_count = 0;   // work tiles before this one
-  GradAccumulator<kHeadDim> dk;
-  GradAccumulator<kHeadDimV> dv;
+  std::conditional_t<kSharesKeys, TransposedGrads, GradAccumulator<kHeadDim>> dk;
+  std::conditional_t<kSharesKeys, TransposedGrads, GradAccumulator<kHeadDimV>> dv;
   unsigned key_fragment[kTile.keys_in_registers ? kHeadDim / 16 : 1][4];  // this warpgroup's keys as a product's left operand
 
   // ---- where this thread stands
@@ -201,7 +201,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ int dq_piece_tiles(int piece = 0) const {
     constexpr int kTiles = kDqPieceColumns / 8;
     if constexpr (kPipelined) return min(max(static_cast<int>(a.problem.head_dim + 7) / 8 - piece * kTiles, 0), kTiles);
-    return kAllOptions || kHeadDim % kDqPieceColumns == 0 || warpgroup() == 0 ? kTiles : kHeadDim % kDqPieceColumns / 8;
+    return kAllOptions || kHeadDim % kDqPieceColumns == 0 || warpgroup() < kHeadDim / kDqPieceColumns
+               ? kTiles
+               : kHeadDim % kDqPieceColumns / 8;
   }
   // Adds from registers; in deterministic mode when the dQ semaphore admits this CTA.
   __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int piece = 0) {
@@ -220,8 +222,12 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   // Adds by bulk reductions, but for the last tiles of the piece: put into shared memory, published, and sent.
   __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int piece = 0) {
-    if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
-    __syncwarp();
+    if constexpr (kSharesKeys) {
+      wait(&shared.dq.empty[warpgroup()], block_count % 2);  // of the block before: block_count counts this one already
+    } else {
+      if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
+      __syncwarp();
+    }
     float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()][piece % kDqSlots]) + lane();
 #pragma unroll
     for (int j = 0; j < kDqBulkTiles; ++j) to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
@@ -323,9 +329,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     const WorkTile& tile = this->tile();
     const int query = query_block().query;
     if (a.problem.query_starts && query + kQueries > tile.queries) {
-      wait(&shared.grad_out_full[stage], parity());
+      wait(&shared.grad_out_full[grad_out_stage(stage)], kSharesKeys ? block_count % 2 : parity());
       clear_tail(shared.stage[stage].query, tile.queries - query);
-      clear_tail(shared.stage[stage].grad_out, tile.queries - query);
+      clear_tail(grad_out_tile(shared, stage), tile.queries - query);
       publish_tail(kQueryTail + (kPipelined ? stage : 0));
     }
   }
@@ -653,6 +659,23 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void accumulate_and_publish_ds(ScoreAccumulator& score, ScoreAccumulator& dp,
                                                             const PackedScores& weight);
   __device__ __forceinline__ void run_all_options();
+
+  // Three warpgroups share keys (schedule_shared_keys.cuh).
+  __device__ __forceinline__ bool has_values() const { return kValueBoxes == 3 || warpgroup() < kValueBoxes; }
+  template <int kColumns, int kCount>
+  __device__ __forceinline__ void start_shared_scores(ScoreAccumulator& d, const TmaTile<kCount, kQueries>& left,
+                                                      const TmaTile<kCount, kKeys>& right);
+  __device__ __forceinline__ void start_transposed_grads(TransposedGrads& d, const T (&left)[kQueries][kBoxColumns],
+                                                         const DsTile& right);
+  __device__ __forceinline__ void start_shared_dq(DqAccumulator& d);
+  __device__ __forceinline__ int score_query() const;
+  __device__ __forceinline__ void hide_shared_scores(ScoreAccumulator& score) const;
+  __device__ __forceinline__ void store_shared_scores(DsTile& to, const PackedScores& words);
+  __device__ __forceinline__ void shared_keys_block();
+  __device__ __forceinline__ void store_transposed_grad(const TransposedGrads& d, T (&box)[kKeys][kBoxColumns], float scale,
+                                                        const MutableView4& view, int64_t width);
+  __device__ __forceinline__ void store_transposed_part(const TransposedGrads& d, int first, int width) const;
+  __device__ __forceinline__ void run_shared_keys();
 
   // Three warpgroups form a pipeline (schedule_pipeline.cuh).
   __device__ __forceinline__ void make_weights_with_options(int now, ScoreAccumulator& score, const Prefetch& block,

@@ -7,17 +7,17 @@
 // compute.
 #pragma once
 
-#include "../../../hw/compiler.cuh"
-#include "../../../hw/launch.h"
-#include "../../../hw/matrix_copy.cuh"
-#include "../../../hw/mbarrier.cuh"
-#include "../../../hw/shared_memory.cuh"
-#include "../../common/scores.cuh"
-#include "../../common/store_rows.cuh"
-#include "../../common/tile_list.cuh"
-#include "../gemm.cuh"
-#include "../tma_tensor.cuh"
-#include "supported.h"
+#include "../../hw/compiler.cuh"
+#include "../../hw/launch.h"
+#include "../../hw/matrix_copy.cuh"
+#include "../../hw/mbarrier.cuh"
+#include "../../hw/shared_memory.cuh"
+#include "../common/scores.cuh"
+#include "../common/store_rows.cuh"
+#include "../common/tile_list.cuh"
+#include "backward/supported.h"
+#include "gemm.cuh"
+#include "tma_tensor.cuh"
 
 namespace flash_online::cuda {
 
