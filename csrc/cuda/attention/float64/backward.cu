@@ -1,8 +1,10 @@
 // Attention backward in float64: dQ by CTAs that own queries, dK and dV by CTAs that own keys. No sum leaves its CTA before it
-// is whole, so that results repeat bit for bit. docs/design/attention_float64.md draws it.
+// is whole, so that results repeat bit for bit. Here are the kernels for any head dim and GPU; those of backward_pairs.cuh go
+// first. docs/design/attention_float64.md draws them.
 #include "../../hw/launch.h"
 #include "../kernels.h"
 #include "backward.cuh"
+#include "backward_pairs.cuh"
 
 namespace flash_online::cuda {
 
@@ -63,6 +65,28 @@ __global__ void __launch_bounds__(kRowThreads) sink_gradient(const __grid_consta
   static_cast<double*>(arguments.gradients.grad_sinks)[blockIdx.x] = sum;
 }
 
+// ---- a tile's own rows -----------------------------------------------------------------------------------------------------
+
+// Where a CTA finds the rows of its tile: side by side from `rows` to `end`, or in each stage behind the block's chunk, where
+// they pass by in chunks.
+struct OwnRows {
+  double *rows, *end;
+  int pitch;
+  bool pass;
+  __device__ __forceinline__ OwnRows(double* from, bool pass_rows, int64_t columns)
+      : rows(from),
+        end(from + (pass_rows ? 0 : tile_rows() * row_tile_pitch(columns))),
+        pitch(pass_rows ? kPairPitch : row_tile_pitch(columns)),
+        pass(pass_rows) {}
+  // The warp's rows, columns of chunk `chunk`.
+  __device__ __forceinline__ const double* chunk(int chunk, const double* stage) const {
+    return (pass ? stage + kStageDoubles : rows + chunk * kChunk) + warp_row() * pitch;
+  }
+};
+__device__ __forceinline__ int stage_doubles(const BackwardArguments& arguments) {
+  return kStageDoubles + (arguments.pass_rows ? tile_rows() * kPairPitch : 0);
+}
+
 // ---- dQ --------------------------------------------------------------------------------------------------------------------
 
 // CTAs are an outer list of pieces of dQ's columns, with the list of tiles of queries.
@@ -89,27 +113,30 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   const int64_t key_head = tile.head / (problem.heads / problem.key_heads),
                 value_head = tile.head / (problem.heads / problem.value_heads), first_key = tile.sequence.keys.begin;
   const HeadRows<double> key_rows(problem.key, tile.batch, key_head, first_key, problem.head_dim),
-      value_rows(problem.value, tile.batch, value_head, first_key, problem.head_dim_v);
+      value_rows(problem.value, tile.batch, value_head, first_key, problem.head_dim_v),
+      query_rows(problem.query, tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim),
+      grad_rows(gradients.grad_out, tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim_v);
   const int score_chunks = chunks_of(problem.head_dim), grad_chunks = chunks_of(problem.head_dim_v),
             out_chunks = min(score_chunks - first_column / kChunk, kColumns / kChunk), steps = score_chunks + grad_chunks;
-  const auto load = [&](const KeyItems::Item& item, int step, double* stage) {
+  const auto load = [&](const KeyItems<>::Item& item, int step, double* stage) {
     const bool is_value = step >= score_chunks && step < steps;
     const int column = step < score_chunks ? step * kChunk
                        : is_value          ? (step - score_chunks) * kChunk
                                            : first_column + (step - steps) * kChunk;
     load_chunk(stage, step < steps ? kPairPitch : kColumnPitch, kBlock, is_value ? value_rows : key_rows, item.key, tile.keys,
                column);
+    if (arguments.pass_rows && step < steps)
+      load_chunk(stage + kStageDoubles, kPairPitch, rows, is_value ? grad_rows : query_rows, query, tile.queries, column);
   };
-  const int pitch = row_tile_pitch(problem.head_dim), grad_pitch = row_tile_pitch(problem.head_dim_v);
-  double *const query_tile = shared, *const grad_tile = query_tile + rows * pitch,
-                *const stages = grad_tile + rows * grad_pitch;
-  Walk walk(stages, KeyItems(arguments.space.map, tile, query, last_query), steps + out_chunks, load);
-  load_row_tile(query_tile,
-                HeadRows<double>(problem.query, tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim), query,
-                tile.queries);
-  load_row_tile(grad_tile,
-                HeadRows<double>(gradients.grad_out, tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim_v),
-                query, tile.queries);
+  const OwnRows query_tile(shared, arguments.pass_rows, problem.head_dim),
+      grad_tile(query_tile.end, arguments.pass_rows, problem.head_dim_v);
+  double* const stages = grad_tile.end;
+  Walk walk(stages, stage_doubles(arguments), KeyItems<>(arguments.space.map, tile, query, last_query), steps + out_chunks,
+            load);
+  if (!arguments.pass_rows) {
+    load_row_tile(query_tile.rows, query_rows, query, tile.queries);
+    load_row_tile(grad_tile.rows, grad_rows, query, tile.queries);
+  }
   walk.start();
 
   const ScoreMod score_mod(problem, tile.batch, tile.head);
@@ -122,7 +149,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   Outputs out;
   clear(out);
   while (walk.item().exists) {
-    const KeyItems::Item item = walk.item();
+    const KeyItems<>::Item item = walk.item();
     Scores scores, grads;
     clear(scores);
     clear(grads);
@@ -130,20 +157,21 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
     for (int step = 0; step < steps + out_chunks; ++step) {
       const double* const stage = walk.next_stage();
       if (step < score_chunks) {
-        multiply_rows(scores, query_tile + warp_row() * pitch + step * kChunk, pitch, stage);
+        multiply_rows(scores, query_tile.chunk(step, stage), query_tile.pitch, stage);
         continue;
       }
       if (step >= steps) {
         multiply_columns(out, step - steps, grads, stage);
         continue;
       }
-      multiply_rows(grads, grad_tile + warp_row() * grad_pitch + (step - score_chunks) * kChunk, grad_pitch, stage);
+      multiply_rows(grads, grad_tile.chunk(step - score_chunks, stage), grad_tile.pitch, stage);
       if (step + 1 < steps) continue;
       const ScoreBlock here{query, item.key, tile.queries, tile.keys,
                             all_see(visible, query, last_query, item.key, item.key + kBlock, tile.keys)};
-      if (dropout) drop_gradients(grads, kept_scores<false>(dropout, here), arguments.keep_scale);
+      if (dropout) drop_gradients(grads, kept_scores<false>(warp_row(), dropout, here), arguments.keep_scale);
       for_each(grads, [&](double& x, int, int, int e) { x -= stats[e / 2].delta; });
-      make_scores<false>(scores, score_mod, mask, item.clear, here, visible, &grads);
+      make_scores<false>(scores, warp_row(), score_mod, mask, item.clear, here, visible,
+                         [&](int i, int j, int e, double x) { grads[i][j][e] *= x; });
       for_each(grads, [&](double& x, int i, int j, int e) { x *= stats[e / 2].weight(scores[i][j][e]); });
     }
   }
@@ -155,43 +183,6 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
 }
 
 // ---- dK and dV -------------------------------------------------------------------------------------------------------------
-
-// The blocks of queries that may see a tile of keys, of each head that shares it.
-struct QueryItems {
-  struct Item {
-    int head;  // counts from the first
-    int query;  // the first
-    bool clear;  // the mask hides and adds nothing here
-    bool exists;
-  };
-  using Blocks = QueryBlocks<kBlock, kMostRows>;
-  const MaskMap& map;
-  int64_t batch, first_head;
-  int key, keys, begin, end, heads, head = 0;
-  Blocks blocks;
-
-  __device__ __forceinline__ QueryItems(const MaskMap& map_, const WorkTile& tile, int64_t first_head_, int heads_, int key_,
-                                        const QueryRange& range)
-      : map(map_),
-        batch(tile.batch),
-        first_head(first_head_),
-        key(key_),
-        keys(tile.keys),
-        begin(static_cast<int>(range.begin / kBlock)),
-        end(range.end > range.begin ? static_cast<int>(ceil_div(min(range.end, int64_t{tile.queries}), int64_t{kBlock})) : 0),
-        heads(heads_),
-        blocks(map, batch, first_head, key, keys, begin, end) {}
-  __device__ __forceinline__ Item next() {
-    for (;;) {
-      bool clear;
-      const int block = blocks.next(clear);
-      if (block < end) return {head, block * kBlock, clear, true};
-      if (head + 1 >= heads) return {head, 0, false, false};
-      ++head;
-      blocks = Blocks(map, batch, first_head + head, key, keys, begin, end);
-    }
-  }
-};
 
 // One of dK (kKey) and dV. CTAs are an outer list of pieces of its columns, with the list of tiles of keys. Scores are
 // transposed, [key][query].
@@ -217,11 +208,14 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
   const int key = static_cast<int>(tile.block) * rows, last_key = min(key + rows, tile.keys);
   const Visibility& visible = tile.sequence.visible;
   const int heads = static_cast<int>(problem.heads / gradients.kv_grad_heads);
-  const int64_t first_head = tile.head * heads, first_row = tile.sequence.queries.begin;
+  const int64_t first_head = tile.head * heads, first_row = tile.sequence.queries.begin, first_key = tile.sequence.keys.begin;
+  const HeadRows<double> key_rows(problem.key, tile.batch, first_head / (problem.heads / problem.key_heads), first_key,
+                                  problem.head_dim),
+      value_rows(problem.value, tile.batch, first_head / (problem.heads / problem.value_heads), first_key, problem.head_dim_v);
 
   const int score_chunks = chunks_of(problem.head_dim), grad_chunks = kKey ? chunks_of(problem.head_dim_v) : 0,
             steps = score_chunks + grad_chunks, out_chunks = min(chunks_of(columns) - first_column / kChunk, kColumns / kChunk);
-  const auto load = [&](const QueryItems::Item& item, int step, double* stage) {
+  const auto load = [&](const QueryItems<>::Item& item, int step, double* stage) {
     const bool is_grad = kKey ? step >= score_chunks && step < steps : step >= steps;
     const int column = step < score_chunks ? step * kChunk
                        : step < steps      ? (step - score_chunks) * kChunk
@@ -229,29 +223,26 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
     const HeadRows<double> from(is_grad ? gradients.grad_out : problem.query, tile.batch, first_head + item.head, first_row,
                                 is_grad ? problem.head_dim_v : problem.head_dim);
     load_chunk(stage, step < steps ? kPairPitch : kColumnPitch, kBlock, from, item.query, tile.queries, column);
+    if (arguments.pass_rows && step < steps)
+      load_chunk(stage + kStageDoubles, kPairPitch, rows, is_grad ? value_rows : key_rows, key, tile.keys, column);
   };
-  const int pitch = row_tile_pitch(problem.head_dim), value_pitch = row_tile_pitch(problem.head_dim_v);
-  double *const key_tile = shared, *const value_tile = key_tile + rows * pitch,
-                *const stages = value_tile + (kKey ? rows * value_pitch : 0);
-  Walk walk(stages,
-            QueryItems(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
-            steps + out_chunks, load);
-  const int64_t first_key = tile.sequence.keys.begin;
-  load_row_tile(
-      key_tile,
-      HeadRows<double>(problem.key, tile.batch, first_head / (problem.heads / problem.key_heads), first_key, problem.head_dim),
-      key, tile.keys);
-  if (kKey)
-    load_row_tile(value_tile,
-                  HeadRows<double>(problem.value, tile.batch, first_head / (problem.heads / problem.value_heads), first_key,
-                                   problem.head_dim_v),
-                  key, tile.keys);
+  const OwnRows key_tile(shared, arguments.pass_rows, problem.head_dim),
+      value_tile(key_tile.end, arguments.pass_rows || !kKey, problem.head_dim_v);
+  double* const stages = value_tile.end;
+  Walk walk(
+      stages, stage_doubles(arguments),
+      QueryItems<>(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
+      steps + out_chunks, load);
+  if (!arguments.pass_rows) {
+    load_row_tile(key_tile.rows, key_rows, key, tile.keys);
+    if (kKey) load_row_tile(value_tile.rows, value_rows, key, tile.keys);
+  }
   walk.start();
 
   Outputs out;
   clear(out);
   while (walk.item().exists) {
-    const QueryItems::Item item = walk.item();
+    const QueryItems<>::Item item = walk.item();
     const int64_t head = first_head + item.head;
     Scores scores, grads;
     clear(scores);
@@ -264,15 +255,15 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
         continue;
       }
       if (step < score_chunks)
-        multiply_rows(scores, key_tile + warp_row() * pitch + step * kChunk, pitch, stage);
+        multiply_rows(scores, key_tile.chunk(step, stage), key_tile.pitch, stage);
       else
-        multiply_rows(grads, value_tile + warp_row() * value_pitch + (step - score_chunks) * kChunk, value_pitch, stage);
+        multiply_rows(grads, value_tile.chunk(step - score_chunks, stage), value_tile.pitch, stage);
       if (step + 1 < steps) continue;
       const Dropout dropout(problem, tile.batch, head);
       const ScoreBlock here{
           item.query, key, tile.queries, tile.keys,
           item.query + kBlock <= tile.queries && all_see(visible, item.query, item.query + kBlock, key, last_key, tile.keys)};
-      const unsigned kept = dropout ? kept_scores<true>(dropout, here) : ~0u;
+      const unsigned kept = dropout ? kept_scores<true>(warp_row(), dropout, here) : ~0u;
       const int64_t first_query = Workspace::first_query(problem, tile.batch, head, tile.sequence) + item.query;
       const auto exists = [&](int query) { return item.query + query < tile.queries; };
       if constexpr (kKey) {
@@ -281,11 +272,13 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
           if (exists(query)) grads[i][j][e] -= arguments.space.delta[first_query + query];
         });
       }
-      make_scores<true>(scores, ScoreMod(problem, tile.batch, head), HeadMask(problem, tile.batch, head), item.clear, here,
-                        visible, kKey ? &grads : nullptr);
+      make_scores<true>(scores, warp_row(), ScoreMod(problem, tile.batch, head), HeadMask(problem, tile.batch, head),
+                        item.clear, here, visible, [&](int i, int j, int e, double x) {
+                          if constexpr (kKey) grads[i][j][e] *= x;
+                        });
       for_each_score<true>(scores, 0, [&](int i, int j, int e, int query, int) {
         const double weight = RowStats(arguments.space, first_query + query, exists(query)).weight(scores[i][j][e]);
-        scores[i][j][e] = kKey ? weight * grads[i][j][e] : is_kept(kept, j, e) ? weight : 0;
+        scores[i][j][e] = kKey ? weight * grads[i][j][e] : is_kept(kept, i, j, e) ? weight : 0;
       });
     }
   }
@@ -297,18 +290,53 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
 
 // ---- launches --------------------------------------------------------------------------------------------------------------
 
-int wide_row_bytes(const AttentionProblem& problem) {
-  return row_tile_bytes(1, problem.head_dim) + row_tile_bytes(1, problem.head_dim_v);
+// Where the rows pass by, each of the stages has a chunk of them.
+constexpr int kPassingRowBytes = kStages * kPairPitch * static_cast<int>(sizeof(double));
+
+// Launches a general kernel, whose tile takes `row_bytes` bytes per row if it stays in shared memory: as it does if that makes
+// room for as many warps.
+template <auto kKernel>
+void launch_one(BackwardArguments arguments, bool over_keys, int64_t heads, int64_t columns, int row_bytes,
+                CUstream_st* stream) {
+  const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  const int64_t rows = over_keys ? arguments.problem.keys : arguments.problem.queries;
+  arguments.pass_rows = shared_bytes_of(1, row_bytes) > shared_bytes ||
+                        warps_for(rows, kPassingRowBytes, shared_bytes) > warps_for(rows, row_bytes, shared_bytes);
+  launch_tiles<kKernel>(arguments, over_keys, heads, columns, arguments.pass_rows ? kPassingRowBytes : row_bytes, stream);
+}
+
+// Launches the kernels of backward_pairs.cuh, if they take these head dims.
+template <int kWidth>
+bool launch_pairs(BackwardArguments arguments, CUstream_st* stream) {
+  using P = Pairs<kWidth>;
+  const AttentionProblem& problem = arguments.problem;
+  if (std::max(problem.head_dim, problem.head_dim_v) > kWidth || device_attribute<cudaDevAttrComputeCapabilityMajor>() != 9)
+    return false;
+  const auto launch_over = [&]<auto kKernel>(bool over_keys, int64_t heads) {
+    arguments.list = TileList::of(problem, over_keys, heads, P::kRows);
+    if (arguments.list.count() > 0) launch<kKernel>(arguments, arguments.list.count(), P::kThreads, P::kSharedBytes, stream);
+  };
+  launch_over.template operator()<tile_gradients<kWidth, false>>(false, problem.heads);
+  launch_over.template operator()<tile_gradients<kWidth, true>>(true, arguments.gradients.kv_grad_heads);
+  return true;
+}
+
+void launch_general(const BackwardArguments& arguments, CUstream_st* stream) {
+  const AttentionProblem& problem = arguments.problem;
+  const int64_t heads = arguments.gradients.kv_grad_heads;
+  const int narrow = row_tile_bytes(1, problem.head_dim), wide = narrow + row_tile_bytes(1, problem.head_dim_v);
+  launch_one<query_gradient>(arguments, false, problem.heads, problem.head_dim, wide, stream);
+  launch_one<key_gradient<true>>(arguments, true, heads, problem.head_dim, wide, stream);
+  launch_one<key_gradient<false>>(arguments, true, heads, problem.head_dim_v, narrow, stream);
 }
 
 }  // namespace
 }  // namespace float64
 
 template <int kHeadDim>
-const char* AttentionBackwardFloat64<kHeadDim>::refusal(const BackwardPass& pass, const Gpu& gpu) {
-  return float64::shared_bytes_of(1, float64::wide_row_bytes(pass.problem)) > gpu.shared_bytes
-             ? "the GPU has too little shared memory for this head dim"
-             : nullptr;
+const char* AttentionBackwardFloat64<kHeadDim>::refusal(const BackwardPass&, const Gpu& gpu) {
+  return float64::shared_bytes_of(1, float64::kPassingRowBytes) > gpu.shared_bytes ? "the GPU has too little shared memory"
+                                                                                   : nullptr;
 }
 
 template <int kHeadDim>
@@ -325,14 +353,12 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
                                     .gradients = gradients,
                                     .space = Workspace(problem, mask_grad_parts(problem, gradients), workspace),
                                     .list = {},
+                                    .pass_rows = false,
                                     .keep_scale = keep_scale(problem)};
   fill_mask_map(problem, arguments.space.map, stream);
-  const int64_t queries = Workspace::query_count(problem), heads = gradients.kv_grad_heads;
+  const int64_t queries = Workspace::query_count(problem);
   if (queries > 0) launch<row_stats>(arguments, ceil_div(queries, int64_t{kRowThreads / kWarpSize}), kRowThreads, 0, stream);
-  const int narrow = row_tile_bytes(1, problem.head_dim), wide = wide_row_bytes(problem);
-  launch_tiles<query_gradient>(arguments, false, problem.heads, problem.head_dim, wide, stream);
-  launch_tiles<key_gradient<true>>(arguments, true, heads, problem.head_dim, wide, stream);
-  launch_tiles<key_gradient<false>>(arguments, true, heads, problem.head_dim_v, narrow, stream);
+  if (!launch_pairs<64>(arguments, stream) && !launch_pairs<128>(arguments, stream)) launch_general(arguments, stream);
   if (gradients.grad_sinks && problem.batch * problem.heads > 0)
     launch<sink_gradient>(arguments, problem.batch * problem.heads, kRowThreads, 0, stream);
   if (gradients.grad_mask.data) mask_gradient(arguments, stream);

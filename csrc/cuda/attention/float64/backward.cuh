@@ -45,6 +45,7 @@ struct BackwardArguments {
   AttentionGradients gradients;
   Workspace space;
   TileList list;  // of queries or of keys
+  bool pass_rows;  // general kernels: whether a tile's own rows pass by in chunks, too, since the tile would be too large
   double keep_scale;  // 1 / (1 - dropout)
 };
 
@@ -54,13 +55,55 @@ struct RowStats {
   __device__ __forceinline__ RowStats(const Workspace& space, int64_t at, bool exists) {
     if (exists) lse = space.lse[at], lse_low = space.lse_low[at], delta = space.delta[at];
   }
-  __device__ __forceinline__ double weight(double score) const { return Natural::exp((score - lse) - lse_low); }
+  __device__ __forceinline__ static double weight(double score, double lse, double lse_low) {
+    return Natural::exp((score - lse) - lse_low);
+  }
+  __device__ __forceinline__ double weight(double score) const { return weight(score, lse, lse_low); }
 };
 
 // Gradients of all weights, of those after dropout.
-__device__ __forceinline__ void drop_gradients(Scores& grads, unsigned kept, double keep_scale) {
-  for_each(grads, [&](double& x, int, int j, int e) { x = is_kept(kept, j, e) ? x * keep_scale : 0; });
+template <int kRows, int kTiles>
+__device__ __forceinline__ void drop_gradients(Accumulator<kRows, kTiles, double>& grads, unsigned kept, double keep_scale) {
+  for_each(grads, [&](double& x, int i, int j, int e) { x = is_kept<kTiles>(kept, i, j, e) ? x * keep_scale : 0; });
 }
+
+// The blocks of kQueries queries that may see a tile of kKeys keys, of each head that shares it.
+template <int kKeys = kMostRows, int kQueries = kBlock>
+struct QueryItems {
+  struct Item {
+    int head;  // counts from the first
+    int query;  // the first
+    bool clear;  // the mask hides and adds nothing here
+    bool exists;
+  };
+  using Blocks = QueryBlocks<kQueries, kKeys>;
+  const MaskMap& map;
+  int64_t batch, first_head;
+  int key, keys, begin, end, heads, head = 0;
+  Blocks blocks;
+
+  __device__ __forceinline__ QueryItems(const MaskMap& map_, const WorkTile& tile, int64_t first_head_, int heads_, int key_,
+                                        const QueryRange& range)
+      : map(map_),
+        batch(tile.batch),
+        first_head(first_head_),
+        key(key_),
+        keys(tile.keys),
+        begin(static_cast<int>(range.begin / kQueries)),
+        end(range.end > range.begin ? static_cast<int>(ceil_div(min(range.end, int64_t{tile.queries}), int64_t{kQueries})) : 0),
+        heads(heads_),
+        blocks(map, batch, first_head, key, keys, begin, end) {}
+  __device__ __forceinline__ Item next() {
+    for (;;) {
+      bool clear;
+      const int block = blocks.next(clear);
+      if (block < end) return {head, block * kQueries, clear, true};
+      if (head + 1 >= heads) return {head, 0, false, false};
+      ++head;
+      blocks = Blocks(map, batch, first_head + head, key, keys, begin, end);
+    }
+  }
+};
 
 // The gradient of a float mask.
 int64_t mask_grad_parts(const AttentionProblem& problem, const AttentionGradients& gradients);

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) mask_grad(const __grid_constant__ Ma
                HeadRows<double>(is_grad ? problem.value : problem.key, item.batch, item.head / heads, 0, columns), item.key,
                keys, column);
   };
-  Walk<TileItems, decltype(load), kMaskStageDoubles> walk(shared, items, steps, load);
+  Walk walk(shared, kMaskStageDoubles, items, steps, load);
   walk.start();
   Scores sum;
   clear(sum);
@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(kThreads) mask_grad(const __grid_constant__ Ma
     }
     const ScoreBlock here{item.query, item.key, queries, keys, false};
     const Dropout dropout(problem, item.batch, item.head);
-    if (dropout) drop_gradients(grads, kept_scores<false>(dropout, here), arguments.all.keep_scale);
-    make_scores<false>(scores, ScoreMod(problem, item.batch, item.head), HeadMask(problem, item.batch, item.head), false, here,
-                       problem.visible);
+    if (dropout) drop_gradients(grads, kept_scores<false>(warp_row(), dropout, here), arguments.all.keep_scale);
+    make_scores<false>(scores, warp_row(), ScoreMod(problem, item.batch, item.head), HeadMask(problem, item.batch, item.head),
+                       false, here, problem.visible);
     const int row = item.query + warp_row() + quad();
     const int64_t first = Workspace::first_query(problem, item.batch, item.head, sequence_of(problem, item.batch));
     const RowStats stats[2] = {{space, first + row, row < queries}, {space, first + row + 8, row + 8 < queries}};

@@ -76,19 +76,19 @@ __device__ __forceinline__ void load_row_tile(double* to, const HeadRows<double>
 
 // Takes a CTA through its items, which are blocks of rows, and through the steps of each item. There are `steps` of them, at
 // least two, and each needs one chunk in shared memory: load(item, step, stage) starts its copy, kStages - 1 steps ahead.
-template <class Items, class Load, int kDoubles = kStageDoubles>
+template <class Items, class Load>
 class Walk {
  public:
   using Item = typename Items::Item;
 
-  __device__ __forceinline__ Walk(double* stages, const Items& items, int steps, const Load& load)
-      : stages_(stages), items_(items), load_(load), steps_(steps) {
+  __device__ __forceinline__ Walk(double* stages, int stage_doubles, const Items& items, int steps, const Load& load)
+      : stages_(stages), items_(items), load_(load), doubles_(stage_doubles), steps_(steps) {
     ahead_ = items_.next();
   }
   // To be called once, after which the caller's own copies have been waited for with the first stage.
   __device__ __forceinline__ void start() {
 #pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) load_next(stages_ + stage * kDoubles);
+    for (int stage = 0; stage < kStages - 1; ++stage) load_next(stages_ + stage * doubles_);
   }
   // The item that begins with the next step, if it exists; after start(), that of the step that is copied next.
   __device__ __forceinline__ const Item& item() const { return ahead_; }
@@ -96,8 +96,8 @@ class Walk {
   __device__ __forceinline__ const double* next_stage() {
     cp_async_wait<kStages - 2>();
     __syncthreads();  // the chunk is there, and all have done with the stage before
-    load_next(stages_ + (at_ == 0 ? kStages - 1 : at_ - 1) * kDoubles);
-    const double* const stage = stages_ + at_ * kDoubles;
+    load_next(stages_ + (at_ == 0 ? kStages - 1 : at_ - 1) * doubles_);
+    const double* const stage = stages_ + at_ * doubles_;
     at_ = at_ == kStages - 1 ? 0 : at_ + 1;
     return stage;
   }
@@ -112,32 +112,33 @@ class Walk {
   double* stages_;
   Items items_;
   Load load_;
-  int steps_, step_ = 0, at_ = 0;  // at_: the stage of the next step
+  int doubles_, steps_, step_ = 0, at_ = 0;  // at_: the stage of the next step
   Item ahead_;
 };
 
-// The blocks of keys that a tile of queries may see.
+// The blocks of kKeys keys that a tile of kRows queries may see.
+template <int kRows = kMostRows, int kKeys = kBlock>
 struct KeyItems {
   struct Item {
     int key;  // the first
     bool clear;  // the mask hides and adds nothing here
     bool exists;
   };
-  KeyBlocks<kMostRows, kBlock> blocks;
+  KeyBlocks<kRows, kKeys> blocks;
   int end;
   __device__ __forceinline__ KeyItems(const MaskMap& map, const WorkTile& tile, int query, int last_query)
       : KeyItems(map, tile, query, keys_of_any(tile.sequence.visible, query, last_query, tile.keys)) {}
   __device__ __forceinline__ Item next() {
     bool clear;
     const int block = blocks.next(clear);
-    return {block * kBlock, clear, block < end};
+    return {block * kKeys, clear, block < end};
   }
 
  private:
   __device__ __forceinline__ KeyItems(const MaskMap& map, const WorkTile& tile, int query, const KeyRange& range)
-      : blocks(map, tile.batch, tile.head, query, tile.queries, static_cast<int>(range.begin / kBlock),
-               range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kBlock})) : 0),
-        end(range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kBlock})) : 0) {}
+      : blocks(map, tile.batch, tile.head, query, tile.queries, static_cast<int>(range.begin / kKeys),
+               range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kKeys})) : 0),
+        end(range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kKeys})) : 0) {}
 };
 
 // ---- products --------------------------------------------------------------------------------------------------------------
@@ -200,14 +201,15 @@ struct ScoreMod {
                                          problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]]
                                    : 0) {}
 
-  // `gradients`, if any, are multiplied by the softcap's derivative; the scale is left to what is made of them.
-  template <bool kTransposed>
-  __device__ __forceinline__ void apply(Scores& d, const ScoreBlock& block, const Visibility& visible,
-                                        Scores* gradients = nullptr) const {
+  // d: a warp's, from row `row` of the block on. Calls derivative(i, j, e, x) with the softcap's derivatives, if there is one;
+  // the scale is left to what is made of gradients.
+  template <bool kTransposed, int kRows, int kTiles, class Derivative>
+  __device__ __forceinline__ void apply(Accumulator<kRows, kTiles, double>& d, int row, const ScoreBlock& block,
+                                        const Visibility& visible, Derivative&& derivative) const {
     if (cap > 0) {
       for_each(d, [&](double& x, int i, int j, int e) {
         const double capped = tanh_of(x * scale);
-        if (gradients) (*gradients)[i][j][e] *= 1 - capped * capped;
+        derivative(i, j, e, 1 - capped * capped);
         x = cap * capped;
       });
     } else {
@@ -215,7 +217,7 @@ struct ScoreMod {
     }
     if (slope != 0) {
       const int64_t between = block.query + visible.offset - block.key;
-      for_each_score<kTransposed>(d, warp_row(), [&](int i, int j, int e, int query, int key) {
+      for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
         d[i][j][e] -= slope * ::fabs(static_cast<double>(between + query - key));
       });
     }
@@ -223,12 +225,13 @@ struct ScoreMod {
 };
 
 // Adds a float mask, or hides the scores that a bool mask does not show. Values are read where the mask lies.
-template <bool kTransposed>
-__device__ __forceinline__ void apply_mask(Scores& d, const HeadMask& mask, const ScoreBlock& block) {
+template <bool kTransposed, int kRows, int kTiles>
+__device__ __forceinline__ void apply_mask(Accumulator<kRows, kTiles, double>& d, int row, const HeadMask& mask,
+                                           const ScoreBlock& block) {
   const int queries = block.queries - block.query, keys = block.keys - block.key;
   const char* const data = mask.data + block.query * mask.row_stride + block.key * mask.column_stride;
   visit_any_mask(mask.dtype, [&]<class T>(T) {
-    for_each_score<kTransposed>(d, warp_row(), [&](int i, int j, int e, int query, int key) {
+    for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
       if (query >= queries || key >= keys) return;
       const T value = *reinterpret_cast<const T*>(data + query * mask.row_stride + key * mask.column_stride);
       double& x = d[i][j][e];
@@ -242,21 +245,30 @@ __device__ __forceinline__ void apply_mask(Scores& d, const HeadMask& mask, cons
   });
 }
 
-// Scores of products: score modification, mask, visibility.
-template <bool kTransposed>
-__device__ __forceinline__ void make_scores(Scores& d, const ScoreMod& score_mod, const HeadMask& mask, bool mask_is_clear,
-                                            const ScoreBlock& block, const Visibility& visible, Scores* gradients = nullptr) {
-  score_mod.apply<kTransposed>(d, block, visible, gradients);
-  if (mask.data && !mask_is_clear) apply_mask<kTransposed>(d, mask, block);
-  if (!block.whole) hide_scores<kTransposed>(d, warp_row(), block, visible);
+// What takes the derivatives of a softcap where nobody wants them.
+struct NoDerivative {
+  __device__ __forceinline__ void operator()(int, int, int, double) const {}
+};
+
+// Scores of products: score modification, mask, visibility. d: a warp's, from row `row` of the block on.
+template <bool kTransposed, int kRows, int kTiles, class Derivative = NoDerivative>
+__device__ __forceinline__ void make_scores(Accumulator<kRows, kTiles, double>& d, int row, const ScoreMod& score_mod,
+                                            const HeadMask& mask, bool mask_is_clear, const ScoreBlock& block,
+                                            const Visibility& visible, Derivative&& derivative = {}) {
+  score_mod.apply<kTransposed>(d, row, block, visible, derivative);
+  if (mask.data && !mask_is_clear) apply_mask<kTransposed>(d, row, mask, block);
+  if (!block.whole) hide_scores<kTransposed>(d, row, block, visible);
 }
 
-// Which weights dropout keeps, as draw_weights() says it.
-template <bool kTransposed>
-__device__ __forceinline__ unsigned kept_scores(const Dropout& dropout, const ScoreBlock& block) {
-  return draw_weights<kTransposed, 1, kBlock / 8>(warp_row(), dropout, block);
+// Which weights of kRows times 16 rows by kTiles times 8 columns dropout keeps, as draw_weights() says it.
+template <bool kTransposed, int kRows = 1, int kTiles = kBlock / 8>
+__device__ __forceinline__ unsigned kept_scores(int row, const Dropout& dropout, const ScoreBlock& block) {
+  return draw_weights<kTransposed, kRows, kTiles>(row, dropout, block);
 }
-__device__ __forceinline__ bool is_kept(unsigned kept, int j, int e) { return kept >> (4 * j + e) & 1; }
+template <int kTiles = kBlock / 8>
+__device__ __forceinline__ bool is_kept(unsigned kept, int i, int j, int e) {
+  return kept >> (4 * (i * kTiles + j) + e) & 1;
+}
 
 // ---- results ---------------------------------------------------------------------------------------------------------------
 
@@ -274,34 +286,40 @@ struct ResultRows {
         column_stride(view.stride[3]),
         columns(min(static_cast<int>(all_columns) - first_column, kColumns)) {}
 
-  // Writes the warp's rows of a tile, from `row` on, of `rows`. `factors`: what the lane's two rows are multiplied by.
-  // `stages`: shared memory of the CTA that nobody reads any more.
-  __device__ __forceinline__ void store(const Outputs& d, const double (&factors)[2], int row, int rows, double* stages) const {
-    constexpr int kPart = 16, kPitch = kPart + 2;  // columns at a time
-    static_assert(kMostRows * kPitch <= kStages * kStageDoubles);
-    double* const part = stages + warp_row() * kPitch;
-    const int left = min(rows - row - warp_row(), kWarpRows);
-    double* const to = data + (row + warp_row()) * row_stride;
+  // Writes a warp's sixteen rows, from `row` on, of `rows`. `factors`: what the lane's two rows are multiplied by. `part`: the
+  // warp's kPartDoubles in shared memory.
+  template <int kTiles>
+  __device__ __forceinline__ void store(const double (&d)[kTiles][4], const double (&factors)[2], int row, int rows,
+                                        double* part) const {
+    const int left = min(rows - row, kWarpRows);
+    double* const to = data + row * row_stride;
 #pragma unroll
-    for (int first = 0; first < kColumns; first += kPart) {
+    for (int first = 0; first < kTiles * 8; first += kPart) {
       if (first >= columns) break;
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const double* const x = d[0][first / 8 + j] + 2 * half;
-          *reinterpret_cast<double2*>(part + (quad() + 8 * half) * kPitch + 8 * j + 2 * lane_in_quad()) =
+          const double* const x = d[first / 8 + j] + 2 * half;
+          *reinterpret_cast<double2*>(part + (quad() + 8 * half) * kPartPitch + 8 * j + 2 * lane_in_quad()) =
               make_double2(x[0] * factors[half], x[1] * factors[half]);
         }
       __syncwarp();
 #pragma unroll 1
       for (int i = lane(); i < left * kPart; i += kWarpSize) {
         const int r = i / kPart, c = i % kPart;
-        if (first + c < columns) to[r * row_stride + (first + c) * column_stride] = part[r * kPitch + c];
+        if (first + c < columns) to[r * row_stride + (first + c) * column_stride] = part[r * kPartPitch + c];
       }
     }
   }
+  // The rows of a CTA's tile from `row` on, sixteen per warp. `stages`: shared memory of the CTA that nobody reads any more.
+  __device__ __forceinline__ void store(const Outputs& d, const double (&factors)[2], int row, int rows, double* stages) const {
+    static_assert(kMostWarps * kPartDoubles <= kStages * kStageDoubles);
+    store(d[0], factors, row + warp_row(), rows, stages + warp_row() / kWarpRows * kPartDoubles);
+  }
+
+  static constexpr int kPart = 16, kPartPitch = kPart + 2, kPartDoubles = kWarpRows * kPartPitch;  // columns at a time
 };
 
 // Zeros rows of one head.
