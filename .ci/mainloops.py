@@ -28,13 +28,16 @@ LIMITS = {
     64: Loop(22.5, 725, 1630),
     96: Loop(15, 475, 1060),
     128: Loop(15.5, 500, 1110),
+    160: Loop(9.7, 425, 895),
+    192: Loop(10, 445, 935),
 }
 
 
 def products_of(head_dim: int) -> int:
-    """The wgmma instructions of a block: S and dP sum over the head dim, dV and dK over its queries, dQ over 128 keys."""
+    """The wgmma instructions of a block: S and dP sum over the head dim, dV and dK over its queries, dQ over the CTA's keys."""
     queries = 128 if head_dim == 64 else 64
-    return (2 * head_dim + 2 * queries + 128) // 16
+    keys = 128 if head_dim <= 128 else 96
+    return (2 * head_dim + 2 * queries + keys) // 16
 
 
 def symbol(head_dim: int) -> str:
