@@ -15,9 +15,16 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
+// Whether delta has to be exact: where a gradient adds up whole rows of score gradients (that of sinks, and of a mask that all
+// keys share), and where a mask gets score gradients themselves, and `out` was rounded to 16 bits.
+template <class E>
+bool needs_exact_delta(const AttentionGradients& gradients) {
+  return gradients.grad_sinks || (gradients.grad_mask.data && (sizeof(E) == 2 || gradients.mask_size[3] == 1));
+}
+
 // Writes delta of a tile of queries, as grad_out . out, which equals the sum over keys of weight * grad_weight except for the
-// rounding of out. The gradients of a mask and of sinks add up whole rows, over which that rounding does not average out
-// (without sinks a row's score gradients sum to 0). For them the sum over the keys is taken, at the cost of two more matmuls.
+// rounding of out. Over a whole row of score gradients that rounding does not average out (without sinks they sum to 0). Where
+// it counts, the sum over the keys is taken, at the cost of two more matmuls.
 template <class E>
 void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                 std::byte* scratch) {
@@ -31,7 +38,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   // While delta is 0, compute_score_gradients gives weight * grad_weight, the terms of delta.
   std::fill_n(narrow_delta, query.rows, A(0));
   if (gradients.wide_delta) std::fill_n(gradients.wide_delta + offset, query.rows, 0.0);
-  if (gradients.grad_mask.data || gradients.grad_sinks) {
+  if (needs_exact_delta<E>(gradients)) {
     load_queries(problem, gradients, query, tile);
     std::fill_n(tile.row_sum, kQueries, A(0));
     const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);

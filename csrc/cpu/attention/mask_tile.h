@@ -125,7 +125,20 @@ __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const 
     visit_floating<Float16, BFloat16>(problem.mask_dtype, [&]<class M>(Type<M>) {
       auto from = matrix_of<const M>(problem.mask, query.batch, query.head, query.first);
       from.data += begin * from.column_stride;
-      load_transposed<M>(from, query.rows, count, mask.bias, kQueries);
+      if (from.row_stride != 0) {
+        load_transposed<M>(from, query.rows, count, mask.bias, kQueries);
+        // The next block's, which is a few lines of each row: too few for the processor to see where they lead. Of 16-bit masks
+        // there are half as many, and asking for them costs what it gives.
+        if (sizeof(M) >= 4 && from.column_stride == 1)
+          for (int64_t i = 0; i < query.rows; ++i)
+            for (int64_t k = count; k < count + kKeys; k += kVectorBytes / static_cast<int64_t>(sizeof(M)))
+              __builtin_prefetch(from.data + i * from.row_stride + k, 0, 2);
+        return;
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const Vector<A> all = broadcast(static_cast<A>(widen(from.data[k * from.column_stride])));
+        for (int64_t l = 0; l < query.lanes; l += kLanes<A>) store_vector(mask.bias + k * kQueries + l, all);
+      }
     });
     bool hidden = true;
     for (int64_t l = 0; l < query.lanes; l += kLanes<A>)

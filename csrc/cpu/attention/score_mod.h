@@ -2,17 +2,25 @@
 // comes first, then ALiBi. The forward pass takes its value; the backward pass also takes its derivative.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "mask_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// Calls f(vector, key, lane) for every vector of a tile, one column of vectors after another, and stores what it returns.
+// Whether any query of the vector at lane l is among the `chosen`; null: all are.
+template <class T>
+FLASH_ONLINE_INLINE bool any_chosen(const bool* chosen, int64_t l) {
+  return !chosen || std::find(chosen + l, chosen + l + kLanes<T>, true) != chosen + l + kLanes<T>;
+}
+// Calls f(vector, key, lane) for every vector of a tile with chosen queries, one column of vectors after another, and stores
+// what it returns.
 template <class T, class F>
-FLASH_ONLINE_INLINE void for_each_vector(T* tile, int64_t count, int64_t lanes, const F& f) {
+FLASH_ONLINE_INLINE void for_each_vector(T* tile, int64_t count, int64_t lanes, const F& f, const bool* chosen = nullptr) {
   for (int64_t l = 0; l < lanes; l += kLanes<T>)
-    for (int64_t k = 0; k < count; ++k) store_vector(tile + k * kQueries + l, f(load_vector(tile + k * kQueries + l), k, l));
+    if (any_chosen<T>(chosen, l))
+      for (int64_t k = 0; k < count; ++k) store_vector(tile + k * kQueries + l, f(load_vector(tile + k * kQueries + l), k, l));
 }
 
 // tanh within 2 ulp: an odd polynomial near 0 (the minimax one of Cephes' tanhf), an exponential elsewhere.
@@ -39,20 +47,23 @@ struct ScoreMod {
   // Whether the derivative is other than 1; ALiBi only adds to a score.
   static bool has_derivative(const AttentionProblem& problem) { return problem.softcap > 0; }
 
-  // Modifies a tile of scores [count, kQueries] in place. `derivative`, unless it is null, receives the derivative of the
-  // `chosen` queries, or of all queries if `chosen` is null.
+  // Modifies a tile of scores [count, kQueries] in place, those of the `chosen` queries at least, or of all queries if `chosen`
+  // is null; `derivative`, unless it is null, receives the derivative of these.
   template <class A, class Score>
   static FLASH_ONLINE_INLINE void apply(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                         Score* score, A* derivative, const bool* chosen) {
     if (problem.softcap > 0) {
       const Score cap = static_cast<Score>(problem.softcap);
-      for_each_vector(score, count, query.lanes, [&](Vector<Score> x, int64_t k, int64_t l) {
-        const Vector<Score> tanh_x = hyperbolic_tangent(x / cap);
-        if (derivative)
-          for (int i = 0; i < kLanes<Score>; ++i)
-            if (!chosen || chosen[l + i]) derivative[k * kQueries + l + i] = static_cast<A>(1 - tanh_x[i] * tanh_x[i]);
-        return cap * tanh_x;
-      });
+      for_each_vector(
+          score, count, query.lanes,
+          [&](Vector<Score> x, int64_t k, int64_t l) {
+            const Vector<Score> tanh_x = hyperbolic_tangent(x / cap);
+            if (derivative)
+              for (int i = 0; i < kLanes<Score>; ++i)
+                if (!chosen || chosen[l + i]) derivative[k * kQueries + l + i] = static_cast<A>(1 - tanh_x[i] * tanh_x[i]);
+            return cap * tanh_x;
+          },
+          chosen);
     }
     if (problem.alibi_slopes) {
       const Score slope = static_cast<const A*>(
@@ -60,10 +71,13 @@ struct ScoreMod {
       const int64_t first_distance = query.first + problem.visible.offset - begin;  // from the first key to the first query
       Vector<Score> lane;
       for (int i = 0; i < kLanes<Score>; ++i) lane[i] = static_cast<Score>(i);
-      for_each_vector(score, count, query.lanes, [&](Vector<Score> x, int64_t k, int64_t l) {
-        const Vector<Score> distance = lane + static_cast<Score>(first_distance + l - k);
-        return x - slope * (distance < 0 ? -distance : distance);
-      });
+      for_each_vector(
+          score, count, query.lanes,
+          [&](Vector<Score> x, int64_t k, int64_t l) {
+            const Vector<Score> distance = lane + static_cast<Score>(first_distance + l - k);
+            return x - slope * (distance < 0 ? -distance : distance);
+          },
+          chosen);
     }
   }
 

@@ -119,30 +119,34 @@ struct ScoreTile {
 
 // Sets the scores to -inf that become hidden once they are multiplied by `deferred_scale`, which is not 0.
 template <class Score, class A>
-FLASH_ONLINE_INLINE void hide_scores(const MaskTile<A>& mask, int64_t count, int64_t lanes, Score* score,
-                                     Score deferred_scale) {
+FLASH_ONLINE_INLINE void hide_scores(const MaskTile<A>& mask, int64_t count, int64_t lanes, Score* score, Score deferred_scale,
+                                     const bool* chosen = nullptr) {
   const Vector<Score> hidden = deferred_scale < 0 ? -lowest<Vector<Score>>() : lowest<Vector<Score>>();
-  for_each_vector(score, count, lanes,
-                  [&](Vector<Score> x, int64_t k, int64_t l) { return hide<Score>(x, mask.visible[k] >> l, hidden); });
+  for_each_vector(
+      score, count, lanes, [&](Vector<Score> x, int64_t k, int64_t l) { return hide<Score>(x, mask.visible[k] >> l, hidden); },
+      chosen);
 }
 
-// Turns scale * query . key, in place, into the scores that the exponential takes: applies the score modification, adds a float
-// mask, and sets hidden scores to -inf. `derivative`, unless it is null, receives the derivative of the score modification, for
-// all queries or the chosen ones.
+// Turns scale * query . key, in place, into the scores that the exponential takes, for all queries or at least the chosen ones:
+// applies the score modification, adds a float mask, and sets hidden scores to -inf. `derivative`, unless it is null, receives
+// the derivative of the score modification.
 template <class A, class Score>
 void apply_score_mod_and_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                               const MaskTile<A>& mask, Score* score, A* derivative, const bool* chosen = nullptr) {
   ScoreMod::apply(problem, query, begin, count, score, derivative, chosen);
   if (mask.has_bias)
-    for_each_vector(score, count, query.lanes, [&](Vector<Score> x, int64_t k, int64_t l) {
-      const A* bias = mask.bias + k * kQueries + l;
-      if constexpr (std::is_same_v<A, Score>)
-        x += load_vector(bias);
-      else
-        for (int i = 0; i < kLanes<Score>; ++i) x[i] += bias[i];
-      return x;
-    });
-  if (mask.has_hidden) hide_scores(mask, count, query.lanes, score, Score(1));
+    for_each_vector(
+        score, count, query.lanes,
+        [&](Vector<Score> x, int64_t k, int64_t l) {
+          const A* bias = mask.bias + k * kQueries + l;
+          if constexpr (std::is_same_v<A, Score>)
+            x += load_vector(bias);
+          else
+            for (int i = 0; i < kLanes<Score>; ++i) x[i] += bias[i];
+          return x;
+        },
+        chosen);
+  if (mask.has_hidden) hide_scores(mask, count, query.lanes, score, Score(1), chosen);
 }
 
 template <class T>
@@ -153,10 +157,12 @@ FLASH_ONLINE_INLINE Vector<T> max_ignoring_nan(Vector<T> a, Vector<T> b) {
     return maximum(a, b);
 }
 
-// The largest of each query's scores, times `scale`.
+// The largest of each query's scores, times `scale`, for all queries or at least the chosen ones.
 template <class Score, class A>
-FLASH_ONLINE_INLINE void block_maxima(const Score* score, int64_t count, int64_t lanes, A* block_max, Score scale = 1) {
+FLASH_ONLINE_INLINE void block_maxima(const Score* score, int64_t count, int64_t lanes, A* block_max, Score scale = 1,
+                                      const bool* chosen = nullptr) {
   for (int64_t l = 0; l < lanes; l += kLanes<Score>) {
+    if (!any_chosen<Score>(chosen, l)) continue;
     Vector<Score> partial_max[4];  // four, so that no maximum waits for its own previous step
     for (auto& x : partial_max) x = lowest<Vector<Score>>();
     int64_t k = 0;
@@ -169,6 +175,69 @@ FLASH_ONLINE_INLINE void block_maxima(const Score* score, int64_t count, int64_t
                                                                   max_ignoring_nan<Score>(partial_max[2], partial_max[3]));
     for (int i = 0; i < kLanes<Score>; ++i) block_max[l + i] = static_cast<A>(block_max_lanes[i]);
   }
+}
+
+// Scales a tile's products and takes the largest of those that a query sees, and the largest of their negatives, which are left
+// out where scores are never in double. With `finishes` there is no score modification: the mask is applied as well, and
+// block_max is that of the scores. Several vectors of queries go side by side, so that no maximum waits for the one before.
+template <class E, class A = Accumulator<E>>
+__attribute__((noinline)) void scale_products(const QueryTile& query, int64_t count, A scale, bool finishes,
+                                              const ScoreTile<E>& tile, A* max_scaled, A* max_negated) {
+  const MaskTile<A>& mask = tile.mask;
+  const auto columns = [&](int64_t l, auto number, auto masked) FLASH_ONLINE_LAMBDA_INLINE {
+    constexpr int kColumns = number;
+    constexpr bool kMasked = masked;
+    Vector<A> high[kColumns], low[kColumns], top[kColumns];
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) high[c] = low[c] = top[c] = lowest<Vector<A>>();
+    // Scores are stored before anything is added to them: contracted into one operation, the same score would round differently
+    // elsewhere.
+    for (int64_t k = 0; k < count; ++k)
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) {
+        const int64_t lane = l + c * kLanes<A>;
+        A* const score = tile.score + k * kQueries + lane;
+        const Vector<A> scaled = load_vector(score) * scale;
+        store_vector(score, scaled);
+        if constexpr (ScoreTile<E>::kMayUseDouble) {
+          high[c] = max_ignoring_nan<A>(high[c], kMasked ? seen_only(mask, k, lane, scaled) : scaled);
+          low[c] = max_ignoring_nan<A>(low[c], kMasked ? seen_only(mask, k, lane, -scaled) : -scaled);
+        } else if constexpr (!kMasked) {
+          high[c] = max_ignoring_nan<A>(high[c], scaled);
+        }
+      }
+    const auto finish = [&](auto has_bias, auto has_hidden) FLASH_ONLINE_LAMBDA_INLINE {
+      for (int64_t k = 0; k < count; ++k)
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumns; ++c) {
+          const int64_t lane = l + c * kLanes<A>;
+          A* const score = tile.score + k * kQueries + lane;
+          Vector<A> finished = load_vector(score);
+          if (has_bias) finished += load_vector(mask.bias + k * kQueries + lane);
+          if (has_hidden) finished = hide<A>(finished, mask.visible[k] >> lane);
+          store_vector(score, finished);
+          top[c] = max_ignoring_nan<A>(top[c], finished);
+        }
+    };
+    if (kMasked && finishes)
+      visit_bool(mask.has_bias,
+                 [&](auto has_bias) { visit_bool(mask.has_hidden, [&](auto has_hidden) { finish(has_bias, has_hidden); }); });
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) {
+      const int64_t lane = l + c * kLanes<A>;
+      store_vector(max_scaled + lane, high[c]);
+      if constexpr (ScoreTile<E>::kMayUseDouble) store_vector(max_negated + lane, low[c]);
+      if (finishes) store_vector(tile.block_max + lane, kMasked ? top[c] : high[c]);
+    }
+  };
+  const auto all = [&](auto masked) FLASH_ONLINE_LAMBDA_INLINE {
+    constexpr int kSideBySide = 4;
+    int64_t l = 0;
+    for (; l + kSideBySide * kLanes<A> <= query.lanes; l += kSideBySide * kLanes<A>)
+      columns(l, std::integral_constant<int, kSideBySide>(), masked);
+    for (; l < query.lanes; l += kLanes<A>) columns(l, std::integral_constant<int, 1>(), masked);
+  };
+  mask.has_bias || mask.has_hidden ? all(std::true_type()) : all(std::false_type());
 }
 
 // Whether the scaling of scores is left to the exponential. The problem alone decides: a product that is rounded before the
@@ -210,7 +279,6 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
   // its scores differ in the last digits, and so its weights must not matter.
   constexpr A kDoubleThreshold = 5, kNegligible = 1e-4;
-  const bool is_plain = ScoreMod::is_identity(problem) && !tile.mask.has_bias && !tile.mask.has_hidden;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
          key.pitch, 1, tile.query, kQueries, tile.score, kQueries);
@@ -225,44 +293,24 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
     }
   }
   A max_scaled[kQueries], max_negated[kQueries];  // of the visible scaled products, before modification and mask
-  for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
-    Vector<A> high = lowest<Vector<A>>(), low = high;
-    A* score = tile.score + l;
-    for (int64_t k = 0; k < count; ++k, score += kQueries) {
-      // The scaled score is stored before anything is subtracted: contracted into one operation, the same score would round
-      // differently elsewhere.
-      const Vector<A> scaled = load_vector(score) * scale;
-      store_vector(score, scaled);
-      if constexpr (ScoreTile<E>::kMayUseDouble) {
-        if (is_plain) {
-          high = max_ignoring_nan<A>(high, scaled);
-          low = max_ignoring_nan<A>(low, -scaled);
-        } else {
-          high = max_ignoring_nan<A>(high, seen_only(tile.mask, k, l, scaled));
-          low = max_ignoring_nan<A>(low, seen_only(tile.mask, k, l, -scaled));
-        }
-      } else {
-        high = max_ignoring_nan<A>(high, scaled);
-      }
-    }
-    store_vector(max_scaled + l, high);
-    if constexpr (ScoreTile<E>::kMayUseDouble) store_vector(max_negated + l, low);
-  }
-  if (is_plain) {
-    std::copy_n(max_scaled, query.lanes, tile.block_max);
-  } else {
+  scale_products(query, count, scale, ScoreMod::is_identity(problem), tile, max_scaled, max_negated);
+  if (!ScoreMod::is_identity(problem)) {
     apply_score_mod_and_mask<A>(problem, query, begin, count, tile.mask, tile.score, derivative);
     block_maxima(tile.score, count, query.lanes, tile.block_max);
   }
 
   bool any = false;
   if constexpr (ScoreTile<E>::kMayUseDouble) {
-    A weight[kQueries];  // the largest of the block
-    for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
-      const Vector<A> above = load_vector(tile.block_max + l) - load_vector(reference + l);
-      store_vector(weight + l, FastNatural::exp(above < 0 ? above : Vector<A>{}));
-    }
     std::fill_n(tile.is_double, kQueries, false);
+    A weight[kQueries];  // the largest of the block
+    Vector<int32_t> maybe = {};  // whether any score is large; else the loop over queries is left out
+    for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
+      const Vector<A> block_max = load_vector(tile.block_max + l), above = block_max - load_vector(reference + l);
+      store_vector(weight + l, FastNatural::exp(above < 0 ? above : Vector<A>{}));
+      maybe |= (load_vector(max_scaled + l) > kDoubleThreshold) | (load_vector(max_negated + l) > kDoubleThreshold) |
+               (block_max > kDoubleThreshold) | (block_max < -kDoubleThreshold);
+    }
+    if (!reduce(maybe, [](auto a, auto b) FLASH_ONLINE_LAMBDA_INLINE { return a | b; })) return false;
     for (int64_t i = 0; i < query.lanes; ++i) {
       const A largest = max_scaled[i] > max_negated[i] ? max_scaled[i] : max_negated[i], top = std::abs(tile.block_max[i]);
       // A score that overflows float is infinite, as in torch, and does not count as a large one.
@@ -274,10 +322,11 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
     load_rows<A>(Matrix<const A>{key.data, key.pitch, 1}, count, problem.head_dim, tile.double_key, count, problem.head_dim);
     multiply_in_double(count, problem.head_dim, tile.double_key, tile.query, tile.is_double, tile.double_query,
                        tile.double_score);
-    for_each_vector(tile.double_score, count, query.lanes,
-                    [&](Vector<double> x, int64_t, int64_t) { return x * problem.scale; });
+    for_each_vector(
+        tile.double_score, count, query.lanes, [&](Vector<double> x, int64_t, int64_t) { return x * problem.scale; },
+        tile.is_double);
     apply_score_mod_and_mask<A>(problem, query, begin, count, tile.mask, tile.double_score, derivative, tile.is_double);
-    block_maxima(tile.double_score, count, query.lanes, tile.double_block_max);
+    block_maxima(tile.double_score, count, query.lanes, tile.double_block_max, 1.0, tile.is_double);
   }
   return any;
 }
