@@ -115,3 +115,13 @@ def linear_problem(
         "target": target,
         "linear_bias": leaf(classes, *positions, dtype=dtype, device=device) if bias else None,
     }
+
+
+# Which keys a query sees by position, with windows for lengths of several tiles.
+POSITIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "lower right": {"causal": True, "alignment": "lower_right"},
+    "window": {"causal": True, "window": (130, 0)},
+    "both sides": {"window": (70, 33)},
+}

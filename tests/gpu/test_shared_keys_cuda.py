@@ -5,25 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import POSITIONS
 from oracle import Attention, Packed
 
 import flash_online
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 
-OPTIONS = {
-    "full": {},
-    "causal": {"causal": True},
-    "lower right": {"causal": True, "alignment": "lower_right"},
-    "window": {"causal": True, "window": (130, 0)},
-    "both sides": {"window": (70, 33)},
-}
 HEADS = {"heads": (2, 2, 2), "groups": (4, 2, 2), "values shared": (4, 4, 1)}
 # Boxes of 64 columns of which dK and dV have three, or two and a half, or values one or two; widths that are no multiple of 8.
 HEAD_DIMS = [(192, 192), (192, 128), (160, 160), (136, 136), (160, 64), (192, 40), (130, 191), (161, 8)]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("lengths", [(300, 300), (129, 577), (577, 65), (1, 200), (200, 1), (64, 96), (65, 97)], ids=str)
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -33,7 +27,7 @@ def test_gradients(dtype, head_dims, lengths, options):
     Attention(dtype=dtype, batch=(2,), options=options, **made).check("cuda")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("head_dims", [(192, 192), (192, 128), (160, 144)], ids=str)
 def test_groups(head_dims, heads, options):

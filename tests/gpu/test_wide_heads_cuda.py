@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import POSITIONS
 from oracle import Attention, Packed
 
 import flash_online
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 
-OPTIONS = {
-    "full": {},
-    "causal": {"causal": True},
-    "lower right": {"causal": True, "alignment": "lower_right"},
-    "window": {"causal": True, "window": (130, 0)},
-    "both sides": {"window": (70, 33)},
-}
 
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("lengths", [(300, 300), (129, 577), (577, 65), (1, 200), (200, 1)], ids=str)
 @pytest.mark.parametrize("head_dims", [(256, 256), (136, 136), (192, 128), (248, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -103,6 +103,25 @@ inline uint64_t visible_by_position(const Visibility& visible, const QueryTile& 
   return high >= kQueries ? from_low : from_low & ((uint64_t{1} << high) - 1);
 }
 
+// Loads a float mask's values for `count` keys from `from` on.
+template <class M, class A>
+void load_bias(Matrix<const M> from, const QueryTile& query, int64_t count, A* bias) {
+  if (from.row_stride == 0) {
+    for (int64_t k = 0; k < count; ++k) {
+      const Vector<A> all = broadcast(static_cast<A>(widen(from.data[k * from.column_stride])));
+      for (int64_t l = 0; l < query.lanes; l += kLanes<A>) store_vector(bias + k * kQueries + l, all);
+    }
+    return;
+  }
+  load_transposed<M>(from, query.rows, count, bias, kQueries);
+  // Of the next block there are a few lines per row: too few for the processor to see where they lead. A 16-bit mask has half
+  // as many, and asking for them costs what it gives.
+  if (sizeof(M) < 4 || from.column_stride != 1) return;
+  for (int64_t i = 0; i < query.rows; ++i)
+    for (int64_t k = count; k < count + kKeys; k += kVectorBytes / static_cast<int64_t>(sizeof(M)))
+      __builtin_prefetch(from.data + i * from.row_stride + k, 0, 2);
+}
+
 // Loads which scores of keys [begin, begin + count) are visible, and a float mask's values; false if none is visible.
 template <class A>
 __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
@@ -125,20 +144,7 @@ __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const 
     visit_floating<Float16, BFloat16>(problem.mask_dtype, [&]<class M>(Type<M>) {
       auto from = matrix_of<const M>(problem.mask, query.batch, query.head, query.first);
       from.data += begin * from.column_stride;
-      if (from.row_stride != 0) {
-        load_transposed<M>(from, query.rows, count, mask.bias, kQueries);
-        // The next block's, which is a few lines of each row: too few for the processor to see where they lead. Of 16-bit masks
-        // there are half as many, and asking for them costs what it gives.
-        if (sizeof(M) >= 4 && from.column_stride == 1)
-          for (int64_t i = 0; i < query.rows; ++i)
-            for (int64_t k = count; k < count + kKeys; k += kVectorBytes / static_cast<int64_t>(sizeof(M)))
-              __builtin_prefetch(from.data + i * from.row_stride + k, 0, 2);
-        return;
-      }
-      for (int64_t k = 0; k < count; ++k) {
-        const Vector<A> all = broadcast(static_cast<A>(widen(from.data[k * from.column_stride])));
-        for (int64_t l = 0; l < query.lanes; l += kLanes<A>) store_vector(mask.bias + k * kQueries + l, all);
-      }
+      load_bias<M>(from, query, count, mask.bias);
     });
     bool hidden = true;
     for (int64_t l = 0; l < query.lanes; l += kLanes<A>)

@@ -293,8 +293,9 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
     }
   }
   A max_scaled[kQueries], max_negated[kQueries];  // of the visible scaled products, before modification and mask
-  scale_products(query, count, scale, ScoreMod::is_identity(problem), tile, max_scaled, max_negated);
-  if (!ScoreMod::is_identity(problem)) {
+  const bool is_modified = !ScoreMod::is_identity(problem);
+  scale_products(query, count, scale, !is_modified, tile, max_scaled, max_negated);
+  if (is_modified) {
     apply_score_mod_and_mask<A>(problem, query, begin, count, tile.mask, tile.score, derivative);
     block_maxima(tile.score, count, query.lanes, tile.block_max);
   }

@@ -50,8 +50,9 @@ struct Pairs {
 
 // ---- operands in shared memory ---------------------------------------------------------------------------------------------
 
-// A tile lies as a warp reads it, which is always as a left operand: sixteen rows by eight columns after the other, of which a
-// lane finds its four numbers in two pairs. Starts copying kRows rows from `row` on; zeros where rows or columns end.
+// Starts copying kRows rows of a tile from `row` on; zeros where rows or columns end. A tile is always a left operand. It lies
+// in fragments of sixteen rows by eight columns, one after another, in each of which a lane reads its four numbers as two
+// pairs.
 template <int kRows, int kWidth, int kThreads>
 __device__ __forceinline__ void load_tile(double* to, const HeadRows<double>& from, int row, int rows) {
 #pragma unroll 4
@@ -164,7 +165,7 @@ __device__ __forceinline__ void multiply_columns(Accumulator<kFragments, kResult
       }
   }
 }
-// Of a part, of which the first `columns` count.
+// The same for a part of which only the first `columns` columns exist.
 template <int kFirst, int kFragments, int kTiles, int kResultTiles>
 __device__ __forceinline__ void multiply_columns(Accumulator<kFragments, kResultTiles, double>& d,
                                                  const Accumulator<kFragments, kTiles, double>& a, const double* block,
@@ -308,8 +309,8 @@ __device__ __forceinline__ void for_pairs_of(const Accumulator<kFragments, kTile
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------------
 
-// A CTA owns a tile of keys (kOverKeys), whose scores are transposed, [key][query], and of which it makes dK and dV, or of
-// queries, of which it makes dQ. For each block of the others,
+// With kOverKeys a CTA owns a tile of keys and makes their dK and dV; its scores are transposed, [key][query]. Otherwise it
+// owns a tile of queries and makes their dQ, as in brackets below. For each block of the other kind,
 //
 //   the first warp of a pair                         the second
 //     S  = K Q^T     (Q K^T)                           dP = V dO^T     (dO V^T)

@@ -69,6 +69,8 @@ struct BackwardSm90Kernel {
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
+  // Warpgroups that share keys have one buffer for grad_out: they need it again only once the next block's scores are made.
+  static constexpr int kGradOutStages = kSharesKeys ? 1 : kStages;
   static constexpr int kWarpgroupKeys = 64, kWarpKeys = 16;
   static constexpr int kScoreKeys = 32;  // of a warpgroup's scores, where warpgroups share keys
   static constexpr int kWarpgroupThreads = 128, kThreads = kTile.threads(), kMathThreads = kWarpgroupThreads * kTile.warpgroups,
@@ -156,7 +158,6 @@ struct BackwardSm90Kernel {
   struct StageOfQueries {
     QueryTile query;
   };
-  // Warpgroups that share keys have one buffer for grad_out: they need it again only once the next block's scores are made.
   using Stage = std::conditional_t<kSharesKeys, StageOfQueries, StageOfBoth>;
   struct DqBarriers {  // per warpgroup: its dQ is in dq_staging; it has been read
     uint64_t full[3], empty[3];
@@ -221,12 +222,11 @@ struct BackwardSm90Kernel {
   static_assert((kMaxSharedBytes + 1024) * kTile.ctas_per_sm <= 228 << 10);
 
   __device__ __forceinline__ static GradOutTile& grad_out_tile(Shared& shared, int stage) {
-    if constexpr (kSharesKeys)
+    if constexpr (kGradOutStages == 1)
       return shared.grad_out;
     else
       return shared.stage[stage].grad_out;
   }
-  static constexpr int grad_out_stage(int stage) { return kSharesKeys ? 0 : stage; }
 
   __device__ __forceinline__ static MaskBox& mask_box(Shared& shared, int warpgroup) {
     return reinterpret_cast<MaskBox*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[warpgroup];

@@ -194,9 +194,9 @@ struct BackwardSm90Kernel<T, Config>::Producer {
       if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed))
         load_mask_bits(a, shared, stage, head, query);
     if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
-    uint64_t* const grad_out_full = &shared.grad_out_full[grad_out_stage(stage)];
-    if constexpr (kPipelined) wait(&shared.grad_out_empty[stage], count / 2 % 2 ^ 1);
-    if constexpr (kSharesKeys) wait(&shared.grad_out_empty[0], count % 2 ^ 1);
+    uint64_t* const grad_out_full = &shared.grad_out_full[stage % kGradOutStages];
+    if constexpr (kPipelined || kSharesKeys)
+      wait(&shared.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
     arrive_expect_tx(grad_out_full, sizeof(GradOutTile));
     load_queries(grad_out_tile(shared, stage), a.grad_out, grad_out_at, grad_out_full);
     if constexpr (kTransposed)

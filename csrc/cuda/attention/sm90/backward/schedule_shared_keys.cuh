@@ -22,7 +22,7 @@ template <int kColumns, int kCount>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_shared_scores(
     ScoreAccumulator& d, const TmaTile<kCount, kQueries>& left, const TmaTile<kCount, kKeys>& right) {
   int first = warpgroup() * kScoreKeys;
-  make_opaque(first);
+  make_opaque(first);  // as in start_scores
   start_row_products<T, kColumns / 16, kQueries, kKeys>(d, shared_address(left.box),
                                                         shared_address(right.box) + first * kRowBytes);
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
 #pragma unroll
   for (int step = 0; step < kKeys / 16; ++step)
     Wgmma<T, kDqPieceColumns>::template ss<true>(
-        d, offset_descriptor(ds, step / kBoxSteps * kQueries * kRowBytes + step % kBoxSteps * 32),
+        d, offset_descriptor(ds, step / kBoxSteps * kQueries * kRowBytes + step % kBoxSteps * (kRowBytes / 4)),
         offset_descriptor(keys, step * 16 * kRowBytes), step > 0);
   wgmma_commit();
 }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::sh
   } else {
     stage_dq(dq);
     publish();
-    release(&shared.dq.full[warpgroup()]);  // for Producer's send_dq
+    release(&shared.dq.full[warpgroup()]);  // for send_dq
   }
 }
 
@@ -207,11 +207,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
 #pragma unroll
   for (int t = 0; t < kKeys / 16; ++t) {
     unsigned words[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float* const x = &d[0][2 * t + n / 2][n % 2 * 2];
-      words[n] = pair(scale * x[0], scale * x[1]);
-    }
+    pack_scaled(d, t, scale, words);
     stmatrix_x4_trans(words,
                       shared_address(box) + swizzle128(16 * t + lane() / 16 * 8 + lane() % 8, warp % 4 * 2 + lane() / 8 % 2));
   }

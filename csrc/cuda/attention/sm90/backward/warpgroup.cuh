@@ -329,7 +329,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     const WorkTile& tile = this->tile();
     const int query = query_block().query;
     if (a.problem.query_starts && query + kQueries > tile.queries) {
-      wait(&shared.grad_out_full[grad_out_stage(stage)], kSharesKeys ? block_count % 2 : parity());
+      wait(&shared.grad_out_full[stage % kGradOutStages], block_count / kGradOutStages % 2);
       clear_tail(shared.stage[stage].query, tile.queries - query);
       clear_tail(grad_out_tile(shared, stage), tile.queries - query);
       publish_tail(kQueryTail + (kPipelined ? stage : 0));
@@ -569,16 +569,22 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     return is_key ? shared.ds[box].box[0][score_row()]
                   : reinterpret_cast<T*>(shared.dq_staging[warp][0]) + box * kWarpKeys * kBoxColumns;
   }
+  // Columns 16 t to 16 t + 15 of an accumulator, times `scale`, as words that stmatrix takes.
+  template <int kCount>
+  __device__ __forceinline__ static void pack_scaled(const Accumulator<1, kCount>& d, int t, float scale,
+                                                     unsigned (&words)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float* const x = &d[0][2 * t + n / 2][n % 2 * 2];
+      words[n] = pair(scale * x[0], scale * x[1]);
+    }
+  }
   template <int kColumns>
   __device__ __forceinline__ void stage_grad(const GradAccumulator<kColumns>& d, float scale, bool is_key) {
 #pragma unroll
     for (int t = 0; t < kColumns / 16; ++t) {
       unsigned words[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* const x = &d[0][2 * t + n / 2][n % 2 * 2];
-        words[n] = pair(scale * x[0], scale * x[1]);
-      }
+      pack_scaled(d, t, scale, words);
       stmatrix_x4(words, shared_address(outgoing_rows(is_key, t / 4)) + swizzle128(lane() % 16, t % 4 * 2 + lane() / 16));
     }
   }
