@@ -67,24 +67,24 @@ __global__ void __launch_bounds__(kRowThreads) sink_gradient(const __grid_consta
 
 // ---- a tile's own rows -----------------------------------------------------------------------------------------------------
 
-// Where a CTA finds the rows of its tile: side by side from `rows` to `end`, or in each stage behind the block's chunk, where
-// they pass by in chunks.
+// Where a CTA finds its tile's own rows: all of them in shared memory from `rows` to `end`; or, if it streams them, one chunk
+// of columns in each pipeline stage, behind the block's chunk.
 struct OwnRows {
   double *rows, *end;
   int pitch;
-  bool pass;
-  __device__ __forceinline__ OwnRows(double* from, bool pass_rows, int64_t columns)
+  bool streams;
+  __device__ __forceinline__ OwnRows(double* from, bool streams_rows, int64_t columns)
       : rows(from),
-        end(from + (pass_rows ? 0 : tile_rows() * row_tile_pitch(columns))),
-        pitch(pass_rows ? kPairPitch : row_tile_pitch(columns)),
-        pass(pass_rows) {}
+        end(from + (streams_rows ? 0 : tile_rows() * row_tile_pitch(columns))),
+        pitch(streams_rows ? kPairPitch : row_tile_pitch(columns)),
+        streams(streams_rows) {}
   // The warp's rows, columns of chunk `chunk`.
   __device__ __forceinline__ const double* chunk(int chunk, const double* stage) const {
-    return (pass ? stage + kStageDoubles : rows + chunk * kChunk) + warp_row() * pitch;
+    return (streams ? stage + kStageDoubles : rows + chunk * kChunk) + warp_row() * pitch;
   }
 };
 __device__ __forceinline__ int stage_doubles(const BackwardArguments& arguments) {
-  return kStageDoubles + (arguments.pass_rows ? tile_rows() * kPairPitch : 0);
+  return kStageDoubles + (arguments.streams_rows ? tile_rows() * kPairPitch : 0);
 }
 
 // ---- dQ --------------------------------------------------------------------------------------------------------------------
@@ -125,15 +125,15 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
                                            : first_column + (step - steps) * kChunk;
     load_chunk(stage, step < steps ? kPairPitch : kColumnPitch, kBlock, is_value ? value_rows : key_rows, item.key, tile.keys,
                column);
-    if (arguments.pass_rows && step < steps)
+    if (arguments.streams_rows && step < steps)
       load_chunk(stage + kStageDoubles, kPairPitch, rows, is_value ? grad_rows : query_rows, query, tile.queries, column);
   };
-  const OwnRows query_tile(shared, arguments.pass_rows, problem.head_dim),
-      grad_tile(query_tile.end, arguments.pass_rows, problem.head_dim_v);
+  const OwnRows query_tile(shared, arguments.streams_rows, problem.head_dim),
+      grad_tile(query_tile.end, arguments.streams_rows, problem.head_dim_v);
   double* const stages = grad_tile.end;
   Walk walk(stages, stage_doubles(arguments), KeyItems<>(arguments.space.map, tile, query, last_query), steps + out_chunks,
             load);
-  if (!arguments.pass_rows) {
+  if (!arguments.streams_rows) {
     load_row_tile(query_tile.rows, query_rows, query, tile.queries);
     load_row_tile(grad_tile.rows, grad_rows, query, tile.queries);
   }
@@ -223,17 +223,17 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
     const HeadRows<double> from(is_grad ? gradients.grad_out : problem.query, tile.batch, first_head + item.head, first_row,
                                 is_grad ? problem.head_dim_v : problem.head_dim);
     load_chunk(stage, step < steps ? kPairPitch : kColumnPitch, kBlock, from, item.query, tile.queries, column);
-    if (arguments.pass_rows && step < steps)
+    if (arguments.streams_rows && step < steps)
       load_chunk(stage + kStageDoubles, kPairPitch, rows, is_grad ? value_rows : key_rows, key, tile.keys, column);
   };
-  const OwnRows key_tile(shared, arguments.pass_rows, problem.head_dim),
-      value_tile(key_tile.end, arguments.pass_rows || !kKey, problem.head_dim_v);
+  const OwnRows key_tile(shared, arguments.streams_rows, problem.head_dim),
+      value_tile(key_tile.end, arguments.streams_rows || !kKey, problem.head_dim_v);  // dV needs no values
   double* const stages = value_tile.end;
   Walk walk(
       stages, stage_doubles(arguments),
       QueryItems<>(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
       steps + out_chunks, load);
-  if (!arguments.pass_rows) {
+  if (!arguments.streams_rows) {
     load_row_tile(key_tile.rows, key_rows, key, tile.keys);
     if (kKey) load_row_tile(value_tile.rows, value_rows, key, tile.keys);
   }
@@ -290,8 +290,8 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
 
 // ---- launches --------------------------------------------------------------------------------------------------------------
 
-// Where the rows pass by, each of the stages has a chunk of them.
-constexpr int kPassingRowBytes = kStages * kPairPitch * static_cast<int>(sizeof(double));
+// What a row takes if it is streamed: a chunk of it in each pipeline stage.
+constexpr int kStreamedRowBytes = kStages * kPairPitch * static_cast<int>(sizeof(double));
 
 // Launches a general kernel, whose tile takes `row_bytes` bytes per row if it stays in shared memory: as it does if that makes
 // room for as many warps.
@@ -300,9 +300,9 @@ void launch_one(BackwardArguments arguments, bool over_keys, int64_t heads, int6
                 CUstream_st* stream) {
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
   const int64_t rows = over_keys ? arguments.problem.keys : arguments.problem.queries;
-  arguments.pass_rows = shared_bytes_of(1, row_bytes) > shared_bytes ||
-                        warps_for(rows, kPassingRowBytes, shared_bytes) > warps_for(rows, row_bytes, shared_bytes);
-  launch_tiles<kKernel>(arguments, over_keys, heads, columns, arguments.pass_rows ? kPassingRowBytes : row_bytes, stream);
+  arguments.streams_rows = shared_bytes_of(1, row_bytes) > shared_bytes ||
+                           warps_for(rows, kStreamedRowBytes, shared_bytes) > warps_for(rows, row_bytes, shared_bytes);
+  launch_tiles<kKernel>(arguments, over_keys, heads, columns, arguments.streams_rows ? kStreamedRowBytes : row_bytes, stream);
 }
 
 // Launches the kernels of backward_pairs.cuh, if they take these head dims.
@@ -335,8 +335,8 @@ void launch_general(const BackwardArguments& arguments, CUstream_st* stream) {
 
 template <int kHeadDim>
 const char* AttentionBackwardFloat64<kHeadDim>::refusal(const BackwardPass&, const Gpu& gpu) {
-  return float64::shared_bytes_of(1, float64::kPassingRowBytes) > gpu.shared_bytes ? "the GPU has too little shared memory"
-                                                                                   : nullptr;
+  return float64::shared_bytes_of(1, float64::kStreamedRowBytes) > gpu.shared_bytes ? "the GPU has too little shared memory"
+                                                                                    : nullptr;
 }
 
 template <int kHeadDim>
@@ -353,7 +353,7 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
                                     .gradients = gradients,
                                     .space = Workspace(problem, mask_grad_parts(problem, gradients), workspace),
                                     .list = {},
-                                    .pass_rows = false,
+                                    .streams_rows = false,
                                     .keep_scale = keep_scale(problem)};
   fill_mask_map(problem, arguments.space.map, stream);
   const int64_t queries = Workspace::query_count(problem);

@@ -45,7 +45,7 @@ struct BackwardArguments {
   AttentionGradients gradients;
   Workspace space;
   TileList list;  // of queries or of keys
-  bool pass_rows;  // general kernels: whether a tile's own rows pass by in chunks, too, since the tile would be too large
+  bool streams_rows;  // general kernels: whether a tile's own rows come in chunks, too, since shared memory has no room for all
   double keep_scale;  // 1 / (1 - dropout)
 };
 

@@ -10,6 +10,7 @@
 #include "../../hw/named_barrier.cuh"
 #include "../../hw/setmaxnreg.cuh"
 #include "backward.cuh"
+#include "exponential.cuh"
 
 namespace flash_online::cuda::float64 {
 
@@ -28,8 +29,15 @@ struct Pairs {
 
   using Scores = Accumulator<kFragments, kTiles, double>;
 
-  // A CTA's shared memory. What is known of a block is that of the last kKnown blocks.
-  static constexpr int kSlots = 5, kKnown = kWidth == 64 ? 4 : 2;
+  // A block of queries or keys, as the warps that load announce it.
+  struct alignas(16) Block {
+    int row;  // the first
+    int head;  // counts from the first of those that share the tile
+    int mask_is_clear, exists;
+  };
+
+  // A CTA's shared memory. Position and row statistics are kept of the last kKeptBlocks blocks.
+  static constexpr int kSlots = 5, kKeptBlocks = kWidth == 64 ? 4 : 2;
   struct Shared {
     double tiles[2][kRows * kWidth];
     double slots[kSlots][kBlock * kPart];
@@ -37,11 +45,11 @@ struct Pairs {
     double stats[3][kRows];  // lse, its low part, delta: of the tile's rows, or of blocks
     WorkTile tile;
     unsigned kept[kPairs * kWarpSize];
-    int4 items[kKnown];
-    uint64_t full[kSlots], empty[kSlots], given[kPairs], taken[kPairs];
+    Block blocks[kKeptBlocks];
+    uint64_t full[kSlots], empty[kSlots], weights_full[kPairs], weights_empty[kPairs];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
-  static_assert(kKnown * kBlock <= kRows && kWarps * ResultRows::kPartDoubles <= kSlots * kBlock * kPart);
+  static_assert(kKeptBlocks * kBlock <= kRows && kWarps * ResultRows::kPartDoubles <= kSlots * kBlock * kPart);
 
   __device__ static bool is_first_of_pair() { return threadIdx.x < kMathThreads / 2; }
   __device__ static int pair() { return static_cast<int>(threadIdx.x) / kWarpSize % kPairs; }
@@ -196,7 +204,10 @@ struct Pipeline {
         mbarrier_init(&shared.full[n], P::kLoadThreads + 1);
         mbarrier_init(&shared.empty[n], P::kWarps);
       }
-      for (int n = 0; n < P::kPairs; ++n) mbarrier_init(&shared.given[n], 1), mbarrier_init(&shared.taken[n], 1);
+      for (int n = 0; n < P::kPairs; ++n) {
+        mbarrier_init(&shared.weights_full[n], 1);
+        mbarrier_init(&shared.weights_empty[n], 1);
+      }
       fence_barrier_init();
     }
     __syncthreads();
@@ -243,48 +254,6 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t* barrier) {
 
 // ---- weights ---------------------------------------------------------------------------------------------------------------
 
-// exp(x) = 2^(n / 32) * exp(r). It is made of kCount numbers at a time, each step for all of them, since a step that waits for
-// the one before waits for a product of the other warp, too.
-class Exponential {
- public:
-  __device__ __forceinline__ Exponential() : power_(::exp2(lane() / 32.0)) {}
-
-  template <int kCount>
-  __device__ __forceinline__ void apply(double (&x)[kCount]) const {
-    constexpr double kRound = 0x1.8p52, k32OverLn2 = 0x1.71547652b82fep5, kLn2Over32 = 0x1.62e42fefa39efp-6,
-                     kLn2Over32Low = 0x1.abc9e3b39803fp-61;
-    constexpr double kTerms[] = {1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5};
-    double n[kCount], sum[kCount];
-    int high[kCount], low[kCount];
-    const auto each = [](auto&& f) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) f(i);
-    };
-    each([&](int i) { n[i] = ::fma(x[i], k32OverLn2, kRound); });
-    each([&](int i) { high[i] = __double2hiint(x[i]), low[i] = __double2loint(n[i]); });
-    each([&](int i) { n[i] -= kRound; });
-    each([&](int i) { x[i] = ::fma(n[i], -kLn2Over32, x[i]); });
-    each([&](int i) { x[i] = ::fma(n[i], -kLn2Over32Low, x[i]); });
-    each([&](int i) { sum[i] = kTerms[0]; });
-#pragma unroll
-    for (int term = 1; term < 5; ++term) each([&](int i) { sum[i] = ::fma(sum[i], x[i], kTerms[term]); });
-    each([&](int i) { n[i] = x[i] * x[i]; });
-    each([&](int i) { sum[i] = ::fma(sum[i], n[i], x[i]); });  // exp(r) - 1
-    each([&](int i) {
-      const double power = __shfl_sync(~0u, power_, low[i]);
-      n[i] = __hiloint2double(__double2hiint(power) + ((low[i] & ~31) << 15), __double2loint(power));
-    });
-    each([&](int i) { x[i] = ::fma(sum[i], n[i], n[i]); });
-    each([&](int i) {  // 0 below -708, infinity above 708; NaN stays
-      const unsigned size = high[i] & 0x7fffffff;
-      if (size > 0x40862000 && size <= 0x7ff00000) x[i] = __hiloint2double(high[i] < 0 ? 0 : 0x7ff00000, 0);
-    });
-  }
-
- private:
-  double power_;  // of two, in each lane another
-};
-
 // A block's scores of a pair's rows, or what is made of them, which both of its warps hold alike: a lane reads what the same
 // lane of the other warp wrote.
 template <int kWidth>
@@ -319,6 +288,7 @@ __device__ __forceinline__ void for_pairs_of(const Accumulator<kFragments, kTile
 template <int kWidth, bool kOverKeys>
 struct TileGradients {
   using P = Pairs<kWidth>;
+  using Block = typename P::Block;
   using Items = std::conditional_t<kOverKeys, QueryItems<P::kRows, P::kBlock>, KeyItems<P::kRows, P::kBlock>>;
 
   const BackwardArguments& arguments;
@@ -378,39 +348,39 @@ struct TileGradients {
     else
       return {arguments.space.map, tile, row(), last_row()};
   }
-  // Of a block: its first row, its head, whether the mask is clear, whether it exists.
-  __device__ __forceinline__ static int4 next_of(Items& items) {
+  __device__ __forceinline__ static Block next_of(Items& items) {
     const auto item = items.next();
     if constexpr (kOverKeys)
-      return make_int4(item.query, item.head, item.clear, item.exists);
+      return {item.query, item.head, item.clear, item.exists};
     else
-      return make_int4(item.key, 0, item.clear, item.exists);
+      return {item.key, 0, item.clear, item.exists};
   }
 
   __device__ __forceinline__ void load_blocks() {
-    Items blocks = items();
+    Items remaining = items();
     const int thread = static_cast<int>(threadIdx.x) - P::kMathThreads;
     for (int number = 0;; ++number) {
-      const int4 item = next_of(blocks);
-      const int known = number % P::kKnown, count = kOverKeys ? tile.queries : tile.keys;
-      const int64_t head = first_head() + item.y;
+      const Block block = next_of(remaining);
+      const int at_block = number % P::kKeptBlocks, count = kOverKeys ? tile.queries : tile.keys;
+      const int64_t head = first_head() + block.head;
       const auto load = [&](double* slot, int tensor, int part) {
         const HeadRows<double> from = rows_of(kOverKeys, tensor, head);
-        if (part * kPart < from.columns) load_part<P::kBlock, P::kLoadThreads>(slot, from, item.x, count, part * kPart, thread);
+        if (part * kPart < from.columns)
+          load_part<P::kBlock, P::kLoadThreads>(slot, from, block.row, count, part * kPart, thread);
       };
       pipeline.fill(slot_of(0, 0), [&](double* slot) {
-        if (thread == 0) shared.items[known] = item;
-        if (!item.w) return;
+        if (thread == 0) shared.blocks[at_block] = block;
+        if (!block.exists) return;
         load(slot, 0, 0);
         if (!kOverKeys || thread >= P::kBlock) return;
-        const bool exists = item.x + thread < count;
-        const int64_t from = exists ? first_query(head) + item.x + thread : 0;
-        const int at = known * P::kBlock + thread;
+        const bool exists = block.row + thread < count;
+        const int64_t from = exists ? first_query(head) + block.row + thread : 0;
+        const int at = at_block * P::kBlock + thread;
         cp_async_8(shared.stats[0] + at, arguments.space.lse + from, exists);
         cp_async_8(shared.stats[1] + at, arguments.space.lse_low + from, exists);
         cp_async_8(shared.stats[2] + at, arguments.space.delta + from, exists);
       });
-      if (!item.w) return;
+      if (!block.exists) return;
       if (P::kParts == 2) pipeline.fill(slot_of(0, 1), [&](double* slot) { load(slot, 0, 1); });
 #pragma unroll 1
       for (int part = 0; part < P::kParts; ++part) pipeline.fill(slot_of(1, part), [&](double* slot) { load(slot, 1, part); });
@@ -451,31 +421,33 @@ struct TileGradients {
     for (int i = 0; i < P::kFragments; ++i) to_rows.store(result[i], factors, row() + P::row() + 16 * i, rows(), part);
   }
 
-  // Statistic `which` of elements e and e + 1 of scores, e being even.
-  __device__ __forceinline__ double2 stats(int which, int known, int i, int j, int e) const {
+  // Statistic `which` of elements e and e + 1 of scores, e being even, with block `number`.
+  __device__ __forceinline__ double2 stats(int which, int number, int i, int j, int e) const {
     if constexpr (kOverKeys)
-      return *reinterpret_cast<const double2*>(shared.stats[which] + known * P::kBlock + 8 * j + 2 * lane_in_quad());
+      return *reinterpret_cast<const double2*>(shared.stats[which] + number % P::kKeptBlocks * P::kBlock + 8 * j +
+                                               2 * lane_in_quad());
     const double x = shared.stats[which][P::row() + 16 * i + 4 * e + quad()];
     return {x, x};
   }
 
   __device__ __forceinline__ void make_weights(typename P::Scores& scores, const Exchange<kWidth>& exchange,
-                                               const Exponential& exponential, int number, const int4& item) const {
-    const int64_t head = first_head() + item.y;
+                                               const Exponential& exponential, int number, const Block& block) const {
+    const int64_t head = first_head() + block.head;
     const Visibility& visible = tile.sequence.visible;
-    const int query = kOverKeys ? item.x : row(), key = kOverKeys ? row() : item.x,
-              last_query = kOverKeys ? item.x + P::kBlock : last_row(), last_key = kOverKeys ? last_row() : item.x + P::kBlock;
+    const int last_of_block = block.row + P::kBlock, query = kOverKeys ? block.row : row(), key = kOverKeys ? row() : block.row,
+              last_query = kOverKeys ? last_of_block : last_row(), last_key = kOverKeys ? last_row() : last_of_block;
     const ScoreBlock here{query, key, tile.queries, tile.keys,
                           last_query <= tile.queries && all_see(visible, query, last_query, key, last_key, tile.keys)};
-    const auto wait_for_exchange = [&] { wait(&shared.taken[P::pair()], number & 1 ^ 1); };
+    const auto wait_for_exchange = [&] { wait(&shared.weights_empty[P::pair()], number & 1 ^ 1); };
     if (problem.softcap > 0) wait_for_exchange();
     // The softcap's derivatives wait in the exchange, since registers are few.
-    make_scores<kOverKeys>(scores, P::row(), ScoreMod(problem, tile.batch, head), HeadMask(problem, tile.batch, head), item.z,
-                           here, visible, [&](int i, int j, int e, double x) { exchange.element(i, j, e) = x; });
+    make_scores<kOverKeys>(scores, P::row(), ScoreMod(problem, tile.batch, head), HeadMask(problem, tile.batch, head),
+                           block.mask_is_clear, here, visible,
+                           [&](int i, int j, int e, double x) { exchange.element(i, j, e) = x; });
     const auto make = [&]<int kFirst, int kCount>() {
       double x[2 * kCount];
       for_pairs_of<kFirst, kCount>(scores, [&, n = 0](int i, int j, int e) mutable {
-        const double2 lse = stats(0, number % P::kKnown, i, j, e), low = stats(1, number % P::kKnown, i, j, e);
+        const double2 lse = stats(0, number, i, j, e), low = stats(1, number, i, j, e);
         x[n++] = (scores[i][j][e] - lse.x) - low.x;
         x[n++] = (scores[i][j][e + 1] - lse.y) - low.y;
       });
@@ -501,7 +473,7 @@ struct TileGradients {
       shared.kept[P::pair() * kWarpSize + lane()] = kept;
       for_each(scores, [&](double& x, int i, int j, int e) { x = is_kept<P::kTiles>(kept, i, j, e) ? x : 0; });
     }
-    arrive_as_warp(&shared.given[P::pair()]);
+    arrive_as_warp(&shared.weights_full[P::pair()]);
   }
 
   __device__ __forceinline__ void first_of_pair() {
@@ -511,12 +483,12 @@ struct TileGradients {
     clear(result);
     for (int number = 0;; ++number) {
       pipeline.filled(slot_of(0, 0));
-      const int4 item = shared.items[number % P::kKnown];
-      if (!item.w) break;
+      const Block block = shared.blocks[number % P::kKeptBlocks];
+      if (!block.exists) break;
       typename P::Scores scores;
       clear(scores);
       add_rows(scores, 0, 1);
-      make_weights(scores, exchange, exponential, number, item);
+      make_weights(scores, exchange, exponential, number, block);
       if constexpr (kOverKeys) add_columns(result, scores, 1);
       end_block();
     }
@@ -531,18 +503,18 @@ struct TileGradients {
     clear(result);
     for (int number = 0;; ++number) {
       pipeline.filled(slot_of(0, 0));
-      if (!shared.items[number % P::kKnown].w) break;
+      if (!shared.blocks[number % P::kKeptBlocks].exists) break;
       typename P::Scores grads;
       clear(grads);
       add_rows(grads, 1, kOverKeys ? 1 : 2);
-      wait(&shared.given[P::pair()], number & 1);
+      wait(&shared.weights_full[P::pair()], number & 1);
       if (drops) drop_gradients(grads, shared.kept[P::pair() * kWarpSize + lane()], arguments.keep_scale);
       for_pairs_of<0, 2 * P::kFragments * P::kTiles>(grads, [&](int i, int j, int e) {
-        const double2 weight = exchange.at(i, j, e), delta = stats(2, number % P::kKnown, i, j, e);
+        const double2 weight = exchange.at(i, j, e), delta = stats(2, number, i, j, e);
         grads[i][j][e] = weight.x * (grads[i][j][e] - delta.x);
         grads[i][j][e + 1] = weight.y * (grads[i][j][e + 1] - delta.y);
       });
-      arrive_as_warp(&shared.taken[P::pair()]);
+      arrive_as_warp(&shared.weights_empty[P::pair()]);
       add_columns(result, grads, 0);
       end_block();
     }

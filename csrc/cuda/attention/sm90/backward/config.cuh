@@ -160,7 +160,7 @@ struct BackwardSm90Kernel {
   };
   using Stage = std::conditional_t<kSharesKeys, StageOfQueries, StageOfBoth>;
   struct DqBarriers {  // per warpgroup: its dQ is in dq_staging; it has been read
-    uint64_t full[3], empty[3];
+    uint64_t full[kTile.warpgroups], empty[kTile.warpgroups];
   };
   template <class Member>
   struct Without {};  // takes no room in Shared

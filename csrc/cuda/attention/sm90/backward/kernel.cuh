@@ -190,7 +190,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
   mbarrier_init(&shared.weights_full, 4);
   mbarrier_init(&shared.weights_empty, 4);
   if constexpr (kSharesKeys)
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < kTile.warpgroups; ++i) {
       mbarrier_init(&shared.dq.full[i], 4);
       mbarrier_init(&shared.dq.empty[i], 1);
     }

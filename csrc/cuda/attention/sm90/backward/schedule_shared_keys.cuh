@@ -56,7 +56,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
   wgmma_commit();
 }
 
-// ---- scores, weights and dS: of a lane, the queries score_query() and the eighth one after it
+// ---- scores, weights and dS: a lane holds those of queries score_query() and score_query() + 8
 
 template <class T, class Config>
 __device__ __forceinline__ int BackwardSm90Kernel<T, Config>::MathWarpgroup::score_query() const {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::sh
   ScoreAccumulator score, dp;
   wait(&shared.query_full[now], parity());
   clear_query_tail(now);
-  // Read ahead of the products of scores, beside which shared memory answers late.
+  // These are read before the products of scores start: beside them, a read of shared memory takes 400 clocks.
   const QueryBlock& block = query_block();
   const bool all_visible = block.all_visible;
   float lse[2], lse_low[2], delta[2];
