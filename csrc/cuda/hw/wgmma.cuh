@@ -40,6 +40,12 @@ __device__ __forceinline__ uint64_t mn_major_descriptor(unsigned shared_address,
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
 }
+// The descriptor of a right operand without swizzling, in matrices of eight k by eight columns: eight rows of k of 16 bytes.
+// `columns_stride`: bytes to the matrix of the next eight columns; `depth_stride`: to that of a step's other eight k.
+__device__ __forceinline__ uint64_t unswizzled_descriptor(unsigned shared_address, unsigned columns_stride,
+                                                          unsigned depth_stride) {
+  return uint64_t{columns_stride / 16} << 32 | uint64_t{depth_stride / 16} << 16 | ((shared_address & 0x3ffff) >> 4);
+}
 constexpr uint64_t kDescriptorStep = 16;  // bytes
 // The descriptor of an operand that starts `bytes` later. The start is in the descriptor's low word and does not overflow it,
 // so 32 bits are added, not 64.

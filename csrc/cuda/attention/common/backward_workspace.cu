@@ -17,6 +17,7 @@ struct WorkspaceArguments {
   BackwardWorkspace space;
   unsigned* counter;  // to be zeroed; or null
   float lowest_score;  // ScoreMod's
+  float score_scale = 1;  // ScoreMod's
   float lse_shift = 0, delta_scale = 1;  // see prepare_backward(); of lse in base 2
   KvGradParts kv_grad_parts = {};
 };
@@ -164,13 +165,32 @@ __device__ __forceinline__ void multiply_rows(const HeadRows<Element>& grad_out,
     if (thread % kRowLanes == 0) products[thread / kRowLanes + r * kStep] = sums[r];
 }
 
+// Writes a query's column of the operand, of which lse is high + low.
+__device__ __forceinline__ void store_as_operand(StatsOperand& to, int query, double lse, float delta) {
+  constexpr double kMost = 3e38;  // a bfloat16: a weight that it is subtracted from vanishes
+  using Operand = StatsOperand;
+  uint16_t (&rows)[Operand::kRows][Operand::kColumns] = to.bits[query / Operand::kColumns];
+  const int column = query % Operand::kColumns;
+  const auto store_pieces = [&](int first, int count, double rest) {
+    for (int i = 0; i < count; ++i) {
+      const __nv_bfloat16 piece = __double2bfloat16(rest);
+      rows[first + i][column] = __bfloat16_as_ushort(piece);
+      rest -= static_cast<double>(__bfloat162float(piece));
+      if (rest - rest != 0) rest = 0;
+    }
+  };
+  store_pieces(Operand::kLse, Operand::kLsePieces, lse > kMost ? -kMost : lse < -kMost ? kMost : -lse);
+  store_pieces(Operand::kDelta, Operand::kDeltaPieces, -static_cast<double>(delta));
+  for (int row = Operand::kLse + Operand::kLsePieces; row < Operand::kRows; ++row) rows[row][column] = 0;
+}
+
 // Writes the row statistics of the thread's query, and returns its share of the gradient of the head's sink. `products` are the
 // sums of grad_out * out; of float32 problems, precise_products are these as sums of two floats. Low parts of infinities and
 // NaN are 0.
 template <bool kFloat32, class Sum>
 __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& arguments, int64_t tile, int64_t head,
-                                                  const LseInputs& inputs, const Sum* products,
-                                                  const float2* precise_products) {
+                                                  const LseInputs& inputs, const Sum* products, const float2* precise_products,
+                                                  StatsOperand& operand) {
   const AttentionProblem& problem = arguments.problem;
   const BackwardWorkspace& space = arguments.space;
   const int thread = static_cast<int>(threadIdx.x);
@@ -198,6 +218,11 @@ __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& argu
       sink = -::exp(static_cast<const float*>(problem.sinks)[head] - lse_base2 * kLn2) *
              (static_cast<double>(products[thread]) - inputs.grad_lse);
   }
+  if constexpr (!kFloat32)
+    if (space.stats_operand) {
+      store_as_operand(operand, thread, (static_cast<double>(high) + low) / arguments.score_scale, delta);
+      return sink;
+    }
   float* const to = space.row_stats + tile * kRowStats + thread;
   to[0] = high;
   to[kStatsRows] = low;
@@ -254,8 +279,14 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
     for (int r = thread / kWarpSize * 16; r < kStatsRows; r += kRowThreads / kWarpSize * 16)
       multiply_rows_precisely(out, grad_out, first + r, queries, precise_products + r);
   __syncthreads();
+  __shared__ __align__(16) StatsOperand operand;
   double sink = 0;
-  if (thread < kStatsRows) sink = store_row_stats<kFloat32>(arguments, tile, head, inputs, products, precise_products);
+  if (thread < kStatsRows) sink = store_row_stats<kFloat32>(arguments, tile, head, inputs, products, precise_products, operand);
+  if (!kFloat32 && space.stats_operand) {
+    __syncthreads();
+    if (thread < static_cast<int>(sizeof(operand) / sizeof(uint4)))
+      reinterpret_cast<uint4*>(space.stats_operand + tile)[thread] = reinterpret_cast<const uint4*>(&operand)[thread];
+  }
   if (space.sink_parts) {
     __shared__ double parts[kStatsRows];
     store_sink_part(space.sink_parts + tile, sink, parts);
@@ -376,6 +407,7 @@ void prepare_backward(const AttentionProblem& problem, const AttentionGradients&
                                                                 .space = space,
                                                                 .counter = counter,
                                                                 .lowest_score = ScoreMod(problem).lowest_score,
+                                                                .score_scale = ScoreMod(problem).scale,
                                                                 .lse_shift = static_cast<float>(std::log2(keep)),
                                                                 .delta_scale = static_cast<float>(keep)},
                                              space.list.count(), kRowThreads, 0, stream);

@@ -15,9 +15,20 @@ constexpr int kStatsRows = 64;  // queries per tile of row statistics
 // a query that sees no key or does not exist, so that its weights are 0. The third is delta.
 constexpr int kRowStats = 3 * kStatsRows;
 
+// A tile's row statistics as the right operand of a product that subtracts them from scores and from dP, where the left operand
+// is 1 (sm90/backward): -lse in the units of the scores' product, and -delta, as sums of bfloat16 numbers. Four of them hold
+// what two floats do. Two are enough for delta, which is a sum over the 16-bit output. No row of k but delta's is infinite or
+// NaN: it may meet a 0 of the left operand.
+struct StatsOperand {
+  static constexpr int kDelta = 0, kDeltaPieces = 2, kLse = 2, kLsePieces = 4, kRows = 10;  // rows of k; the last four are 0
+  static constexpr int kColumns = 8, kRowBytes = 16, kGroupBytes = kRows * kRowBytes;
+  uint16_t bits[kStatsRows / kColumns][kRows][kColumns];
+};
+
 struct BackwardWorkspace {
   TileList list;  // tiles of kStatsRows queries
   float* row_stats = nullptr;  // [list.count()][kRowStats]; for float32 followed by [list.count()][kStatsRows]: delta_low
+  StatsOperand* stats_operand = nullptr;  // [list.count()], in place of row_stats
   float* dq_accum = nullptr;  // [list.count()][kStatsRows * head_dim], in tiles of 16 x 8; null: not wanted
   double* sink_parts = nullptr;  // [list.count()], each tile's share of the gradient of its head's sink; null: not wanted
   float* mask_grad_parts = nullptr;  // see mask_grad.h
@@ -27,10 +38,13 @@ struct BackwardWorkspace {
 
   // workspace: memory of `bytes` bytes, aligned to 16, or null to compute `bytes`.
   BackwardWorkspace(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t tile_head_dim,
-                    bool with_dq_accum, int64_t mask_grad_part_count, void* workspace)
+                    bool with_dq_accum, int64_t mask_grad_part_count, void* workspace, bool stats_as_operand = false)
       : list(TileList::of(problem, false, problem.heads, kStatsRows)), map(mask_map_of(problem)), head_dim(tile_head_dim) {
     ScratchAllocator scratch(workspace);
-    row_stats = scratch.take<float>(list.count() * (kRowStats + (problem.dtype == DType::kFloat32 ? kStatsRows : 0)));
+    if (stats_as_operand)
+      stats_operand = scratch.take<StatsOperand>(list.count());
+    else
+      row_stats = scratch.take<float>(list.count() * (kRowStats + (problem.dtype == DType::kFloat32 ? kStatsRows : 0)));
     dq_accum = scratch.take<float>(with_dq_accum ? list.count() * kStatsRows * head_dim : 0);
     sink_parts = scratch.take<double>(gradients.grad_sinks ? list.count() : 0);
     mask_grad_parts = scratch.take<float>(mask_grad_part_count);
@@ -63,10 +77,10 @@ __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& probl
   return head * list.blocks + clamp(problem.query_starts[sequence], 0, problem.total_queries) / kStatsRows + sequence;
 }
 
-// The pre-pass: computes space.row_stats and space.sink_parts; zeros space.dq_accum, the padding rows of grad_query, and
-// `counter` unless it is null. A dependent launch (pdl.cuh) may follow it. scaled_weights: the statistics are for weights that
-// dropout has scaled by 1 / (1 - p): log2(1 - p) is added to lse, and delta is multiplied by 1 - p, since dS of a dropped
-// weight is -weight * delta without that scale.
+// The pre-pass: computes space.row_stats or space.stats_operand, and space.sink_parts; zeros space.dq_accum, the padding rows
+// of grad_query, and `counter` unless it is null. A dependent launch (pdl.cuh) may follow it. scaled_weights: the statistics
+// are for weights that dropout has scaled by 1 / (1 - p): log2(1 - p) is added to lse, and delta is multiplied by 1 - p, since
+// dS of a dropped weight is -weight * delta without that scale.
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                       CUstream_st* stream, unsigned* counter = nullptr, bool scaled_weights = false);
 // Writes space.dq_accum, times the scale of the scores, to grad_query; and the sums of `parts` to grad_key and grad_value.

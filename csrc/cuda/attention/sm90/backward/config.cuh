@@ -102,7 +102,10 @@ struct BackwardSm90Kernel {
   static constexpr int kQueryBlocks = kDsBuffers == 1 || kSharesKeys ? 4 : 8;  // a power of two
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
-  static constexpr int kSharedRowStats = kStatsRows * (kLseLowInStaging ? 2 : 3);
+  // The tensor cores subtract lse and delta, as one more step of the products. Where scores are [key][query], all of a warp's
+  // rows need the same numbers, but each lane has to read them: a clock of shared memory per register and warp.
+  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain && !kSharesKeys && !kPipelined;
+  using RowStats = std::conditional_t<kSubtractsByProducts, StatsOperand, float[kStatsRows * (kLseLowInStaging ? 2 : 3)]>;
 
   static_assert(kDqSideBySide ? kPipelined || kBoxes == (kSharesKeys ? 3 : 2) : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
@@ -111,11 +114,13 @@ struct BackwardSm90Kernel {
 
   // ---- what a CTA works on
 
+  template <class Member>
+  struct Without {};  // in place of a member that a kernel does not have, without room
+
   // The keys that a CTA owns at a time, and the blocks of queries that it loops over.
   struct WorkTile {
-    int64_t batch;
-    int kv_grad_head, key, last_key, queries, keys, first_head, q_heads_per_kv_grad_head;
-    Visibility visible;
+    int batch, kv_grad_head, key, last_key, queries, keys, first_head, q_heads_per_kv_grad_head;
+    [[no_unique_address]] std::conditional_t<kAllOptions, Visibility, Without<Visibility>> visible;
     int begin, end;  // blocks of queries of each head; begin < 0: there are no more work tiles
     int first_query, first_key;  // rows of the tensors
     int offset, left, right;  // those of Sequence::visible in 32 bits; kUnbounded: no bound
@@ -126,14 +131,17 @@ struct BackwardSm90Kernel {
   static constexpr int kUnbounded = 4 * kMaxLengthBackwardSm90;  // no query stands that far from a key
 
   // A block of a head's queries, as the producer announces it.
-  struct QueryBlock {
+  struct PlainQueryBlock {
+    int64_t dq_offset;  // of its dQ in space.dq_accum
     int head, query;  // query: its first; -1: there are no more blocks
     bool all_visible;  // by position alone all queries see all keys, and all of both exist
-    int mask_flags;  // kVisible and kMixed per warpgroup
     bool last, third;  // whether it is the last of its work tile; whether two or more precede it there
-    int64_t dq_offset;  // of its dQ in space.dq_accum
+  };
+  struct MaskedQueryBlock : PlainQueryBlock {
+    int mask_flags;  // kVisible and kMixed per warpgroup
     float slope;  // of ALiBi, in the units of the products
   };
+  using QueryBlock = std::conditional_t<kHasMaskMap, MaskedQueryBlock, PlainQueryBlock>;
   // kVisible << w: the mask shows some of warpgroup w's keys to some of the block's queries. kMixed << w: it also hides some or
   // adds something, and must be applied.
   static constexpr int kVisible = 1, kMixed = 4;
@@ -162,8 +170,12 @@ struct BackwardSm90Kernel {
   struct DqBarriers {  // per warpgroup: its dQ is in dq_staging; it has been read
     uint64_t full[kTile.warpgroups], empty[kTile.warpgroups];
   };
-  template <class Member>
-  struct Without {};  // takes no room in Shared
+  struct HandOverBarriers {  // a stage's grad_out is released apart; the pipeline's weights
+    uint64_t grad_out_empty[kStages], weights_full, weights_empty;
+  };
+  struct MaskBarriers {  // of a mask's boxes; of dropout's bits
+    uint64_t full, empty, dropout_full[kStages];
+  };
   struct Shared {
     KeyTile key[kKeyBuffers];
     ValueTile value;
@@ -173,8 +185,8 @@ struct BackwardSm90Kernel {
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes. It begins at a
     // multiple of kBoxAlignment, as all before it do.
     float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
-    uint4 weights[kPipelined ? 4 : 1][kPipelined ? 128 : 1];  // the pipeline's, as a thread of either warpgroup holds them
-    alignas(16) float row_stats[kStages][kQueries / kStatsRows][kSharedRowStats];
+    [[no_unique_address]] std::conditional_t<kPipelined, uint4[4][128], Without<uint4>> weights;  // as a thread holds them
+    alignas(16) RowStats row_stats[kStages][kQueries / kStatsRows];
     WorkTile tile[kPersistent ? 2 : 1];
     // The block at hand, the next one, and the two before, whose dQ is still on its way; and the one after the next, which the
     // producer announces before its stage is free. With one buffer of dS, only the last dQ is on its way then.
@@ -187,8 +199,9 @@ struct BackwardSm90Kernel {
     uint64_t stage_empty[kStages];  // the stage; of the pipeline and of shared keys its queries alone, as grad_out_empty exists
     uint64_t ds_full[2];  // all warps of the CTA have written their dS of a block
     uint64_t dq_may_add[2], dq_added[2];  // the dQ semaphore admits this CTA to a block; its warps have added their dQ
-    uint64_t ds_empty[2], grad_out_empty[kStages], weights_full, weights_empty;
-    uint64_t mask_full, mask_empty, dropout_full[kStages];
+    uint64_t ds_empty[2];
+    [[no_unique_address]] std::conditional_t<kPipelined || kSharesKeys, HandOverBarriers, Without<HandOverBarriers>> hand_over;
+    [[no_unique_address]] std::conditional_t<kHasMaskMap, MaskBarriers, Without<MaskBarriers>> mask;
     [[no_unique_address]] std::conditional_t<kSharesKeys, DqBarriers, Without<DqBarriers>> dq;
   };
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.

@@ -109,7 +109,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   if constexpr (kMayUseNarrowTile)
     if (a.may_use_narrow_tile && use_narrow_tile(a, batch, kv_grad_head * heads, heads, key) != kSingleWarpgroup) return false;
   if (threadIdx.x != 0) return true;
-  tile.batch = batch;
+  tile.batch = static_cast<int>(batch);
   tile.kv_grad_head = kv_grad_head;
   tile.queries = queries;
   tile.keys = keys;
@@ -119,7 +119,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   tile.q_heads_per_kv_grad_head = heads;
   tile.first_head = kv_grad_head * heads;
   tile.last_key = min(key + kKeys, keys);
-  if (kAllOptions) tile.visible = sequence.visible;
+  if constexpr (kAllOptions) tile.visible = sequence.visible;
   const auto bound = [](int64_t x) { return x < 0 ? kUnbounded : static_cast<int>(min(x, int64_t{kUnbounded})); };
   const int offset = static_cast<int>(sequence.visible.offset), left = bound(problem.visible.left),
             right = bound(problem.visible.right);
@@ -178,24 +178,28 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     mbarrier_init(&shared.query_full[i], 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
     mbarrier_init(&shared.stage_empty[i], kMathWarps);
-    mbarrier_init(&shared.grad_out_empty[i], kMathWarps);
+    if constexpr (kPipelined || kSharesKeys) mbarrier_init(&shared.hand_over.grad_out_empty[i], kMathWarps);
   }
   for (int i = 0; i < 2; ++i) {
     mbarrier_init(&shared.ds_full[i], kPipelined ? 4 : kMathWarps);
     mbarrier_init(&shared.ds_empty[i], kDqWarps);
     mbarrier_init(&shared.dq_may_add[i], 1);
     mbarrier_init(&shared.dq_added[i], kDqWarps);
-    if (kHasDropout) mbarrier_init(&shared.dropout_full[i], kTile.dropout_warps);
+    if constexpr (kHasDropout) mbarrier_init(&shared.mask.dropout_full[i], kTile.dropout_warps);
   }
-  mbarrier_init(&shared.weights_full, 4);
-  mbarrier_init(&shared.weights_empty, 4);
+  if constexpr (kPipelined) {
+    mbarrier_init(&shared.hand_over.weights_full, 4);
+    mbarrier_init(&shared.hand_over.weights_empty, 4);
+  }
   if constexpr (kSharesKeys)
     for (int i = 0; i < kTile.warpgroups; ++i) {
       mbarrier_init(&shared.dq.full[i], 4);
       mbarrier_init(&shared.dq.empty[i], 1);
     }
-  mbarrier_init(&shared.mask_full, 1);
-  mbarrier_init(&shared.mask_empty, kMathWarps);
+  if constexpr (kHasMaskMap) {
+    mbarrier_init(&shared.mask.full, 1);
+    mbarrier_init(&shared.mask.empty, kMathWarps);
+  }
   fence_barrier_init();
 }
 

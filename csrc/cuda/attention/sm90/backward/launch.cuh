@@ -34,8 +34,10 @@ inline TransposedMask transposed_mask_of(const AttentionProblem& p) {
 inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
-  if (scaled && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0) return BackwardSm90Features::kPlain;
-  if (std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90) return BackwardSm90Features::kMasks;
+  const bool wide = std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90;
+  if (scaled && (wide || p.scale >= kMinScale) && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0)
+    return BackwardSm90Features::kPlain;
+  if (wide) return BackwardSm90Features::kMasks;
   if (!scaled || p.softcap != 0 || p.scale < kMinScale || p.dropout > kMaxDropout ||
       (p.mask.data && transposed_mask_of(p) == TransposedMask::kNone))
     return BackwardSm90Features::kAllOptions;
@@ -189,11 +191,14 @@ template <int kHeadDim>
 BackwardWorkspace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
   const int64_t pieces = ceil_div(problem.head_dim, kDqPieceColumnsSm90);
   int64_t width = 0;
+  bool stats_as_operand = false;
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
     using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
     width = Kernel::kPadsHeadDim ? pieces * kDqPieceColumnsSm90 : int64_t{head_dim()};
+    stats_as_operand = Kernel::kSubtractsByProducts;
   });
-  return BackwardWorkspace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace);
+  return BackwardWorkspace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace,
+                           stats_as_operand);
 }
 
 // The bits that the pass makes of a bool mask; no elements: it makes none, and its map alone.

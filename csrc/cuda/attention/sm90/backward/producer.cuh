@@ -137,22 +137,21 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   __device__ static void load_mask_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query,
                                          int mask_flags) {
     const WorkTile& tile = shared.tile[0];
-    wait(&shared.mask_empty, count % 2 ^ 1);
-    arrive_expect_tx(&shared.mask_full, __popc(mask_flags & kEitherMixed) * sizeof(MaskBox));
+    wait(&shared.mask.empty, count % 2 ^ 1);
+    arrive_expect_tx(&shared.mask.full, __popc(mask_flags & kEitherMixed) * sizeof(MaskBox));
 #pragma unroll
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
       if (mask_flags & kMixed << warpgroup) {
         TmaCoord at = a.mask.at(tile.batch, head, query, 0);
         at.column = tile.key + warpgroup * kWarpgroupKeys;
-        tma_load(mask_box(shared, warpgroup).value, a.mask.map, at, &shared.mask_full);
+        tma_load(mask_box(shared, warpgroup).value, a.mask.map, at, &shared.mask.full);
       }
   }
 
   // Announces and loads a block of queries, the CTA's `count`-th.
   __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int count, int head,
                                     int number, int mask_flags, bool last = false, bool third = false) {
-    const int stage = count % 2, query = number * kQueries, row = tile.first_query + query,
-              batch = static_cast<int>(tile.batch),
+    const int stage = count % 2, query = number * kQueries, row = tile.first_query + query, batch = tile.batch,
               first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
     // Once the stage is free, the math warpgroups wait for the loads: what takes divisions and reads of shared memory, which
     // are slow beside the products, comes before.
@@ -183,12 +182,17 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     load_queries(shared.stage[stage].query, a.query, query_at, &shared.query_full[stage]);
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) {
-      const float* const stats = a.space.row_stats + int64_t{stats_block[n]} * kRowStats;
-      constexpr int kPieces = kLseLowInStaging ? 2 : 1;  // two: lse, and delta; lse's low part stands between them
+      if constexpr (kSubtractsByProducts) {
+        bulk_load(&shared.row_stats[stage][n], a.space.stats_operand + stats_block[n], sizeof(StatsOperand),
+                  &shared.query_full[stage]);
+      } else {
+        const float* const stats = a.space.row_stats + int64_t{stats_block[n]} * kRowStats;
+        constexpr int kPieces = kLseLowInStaging ? 2 : 1;  // two: lse, and delta; lse's low part stands between them
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
-        bulk_load(&shared.row_stats[stage][n][piece * kStatsRows], stats + piece * 2 * kStatsRows,
-                  sizeof(shared.row_stats[stage][n]) / kPieces, &shared.query_full[stage]);
+        for (int piece = 0; piece < kPieces; ++piece)
+          bulk_load(&shared.row_stats[stage][n][piece * kStatsRows], stats + piece * 2 * kStatsRows,
+                    sizeof(shared.row_stats[stage][n]) / kPieces, &shared.query_full[stage]);
+      }
     }
     if constexpr (kTransposed)
       if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed))
@@ -196,7 +200,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
     uint64_t* const grad_out_full = &shared.grad_out_full[stage % kGradOutStages];
     if constexpr (kPipelined || kSharesKeys)
-      wait(&shared.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
+      wait(&shared.hand_over.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
     arrive_expect_tx(grad_out_full, sizeof(GradOutTile));
     load_queries(grad_out_tile(shared, stage), a.grad_out, grad_out_at, grad_out_full);
     if constexpr (kTransposed)
@@ -334,7 +338,7 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
 #pragma unroll
     for (int i = 0; i < 2; ++i) words[(4 * odd + 2 * upper + i) * 4 + quarter] = two[i];
     __syncwarp();
-    if (lane == 0 && part % kParts == kParts - 1) arrive(&shared.dropout_full[stage]);
+    if (lane == 0 && part % kParts == kParts - 1) arrive(&shared.mask.dropout_full[stage]);
   }
 }
 

@@ -20,18 +20,21 @@ template <bool kFirst>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_scores_and_dp(
     int now, ScoreAccumulator& score, ScoreAccumulator& dp, const Prefetch& ahead, int shift) {
   Stage& stage = shared.stage[now];
-  if constexpr (!kHasDropout) begin_dp_at_minus_delta(now, dp);
+  if constexpr (!kHasDropout && !kSubtractsByProducts) begin_dp_at_minus_delta(now, dp);
   ping_pong_enter();
-  if constexpr (kTile.keys_in_registers)
-    start_scores_of_fragments(score, stage.query, shift);
-  else
-    start_scores<kHeadDim>(score, key_tile(), stage.query, shift);
+  start_scores<kHeadDim, false, !kSubtractsByProducts>(score, key_tile(), stage.query, shift);
+  if constexpr (kSubtractsByProducts) {
+    // Last, so that before it the scores are those of the forward pass to the last bit: lse is made of them.
+    start_subtraction<StatsOperand::kLse, true>(score, now, shift);
+    wgmma_commit();
+  }
   if constexpr (kFirst) wait(&shared.value_full, tile_count % 2);
   if constexpr (!kFirst && kTile.send_dq_late)
     if ((kPersistent ? ahead.third : block_count > 1) && !a.dq_semaphore) {
       publish();
       send_dq(dq_accum_of(query_block(-2)));
     }
+  if constexpr (kSubtractsByProducts) start_subtraction<StatsOperand::kDelta, false>(dp, now, shift);
   wait(&shared.grad_out_full[now], parity());
   start_scores<kHeadDimV, !kHasDropout>(dp, shared.value, stage.grad_out, shift);
   ping_pong_leave();
@@ -63,7 +66,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
     int count = block_count;
     // Else ptxas keeps the parity of the wait for grad_out, and has no register for it.
     if constexpr (kQueries == 128) make_opaque(count);
-    wait(&shared.dropout_full[now], count / 2 % 2);
+    wait(&shared.mask.dropout_full[now], count / 2 % 2);
     unsigned bits[kQueries / kStatsRows];
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) bits[n] = dropout_bits(a, shared, now).word[n][warp][lane()];
@@ -76,36 +79,29 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
 // multiplications of dS fill the time between them, and dS is made of weights that are not rounded.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_weights_and_ds(
-    int now, ScoreAccumulator& score, ScoreAccumulator& dp, PackedScores& weight, PackedScores& ds, const Prefetch& ahead) {
-  static_assert(!kTile.ds_before_dv || (kFeatures == BackwardSm90Features::kPlain && kTile.prefetch_lse));
+    ScoreAccumulator& score, ScoreAccumulator& dp, PackedScores& weight, PackedScores& ds, const Prefetch& ahead) {
+  static_assert(kSubtractsByProducts);
   constexpr int kPairs = kQueries / 8;
   wgmma_wait<1>();
   fence_registers(flat(score));
   if (!ahead.all_visible) apply_visibility(score, query_block().query);
-  const auto compute = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      if (j == kPairs / 2) {
-        wgmma_wait<0>();
-        fence_registers(flat(dp));
-      }
-      const float2 high = ahead.lse[j % Prefetch::kLsePairs], low = kWithLow ? row_stats(now, kLseLow, j) : make_float2(0, 0);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& x = score[0][j][e];
-        x = FastBinary::exp(fmaf(x, a.score_mod.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
-      }
+  for (int j = 0; j < kPairs; ++j) {
+    if (j == kPairs / 2) {
+      wgmma_wait<0>();
+      fence_registers(flat(dp));
     }
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j)
+    for (float& x : score[0][j]) x = FastBinary::exp(x * a.score_mod.scale);
+  }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float x = score[0][j][2 * half], y = score[0][j][2 * half + 1];
-        weight[j / 2][j % 2 * 2 + half] = pair(x, y);
-        ds[j / 2][j % 2 * 2 + half] = pair(x * dp[0][j][2 * half], y * dp[0][j][2 * half + 1]);
-      }
-  };
-  ahead.needs_lse_low ? compute(std::true_type{}) : compute(std::false_type{});
+  for (int j = 0; j < kPairs; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float x = score[0][j][2 * half], y = score[0][j][2 * half + 1];
+      weight[j / 2][j % 2 * 2 + half] = pair(x, y);
+      ds[j / 2][j % 2 * 2 + half] = pair(x * dp[0][j][2 * half], y * dp[0][j][2 * half + 1]);
+    }
   fence_registers(weight);
 }
 
@@ -179,7 +175,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ow
   PackedScores weight, kept, ds;
   DqAccumulator dq;
   if constexpr (kTile.ds_before_dv) {
-    compute_weights_and_ds(now, score, dp, weight, ds, ahead);
+    compute_weights_and_ds(score, dp, weight, ds, ahead);
     recompute_warp_index();
     start_grads<kHeadDimV>(dv, weight, stage.grad_out, shift);
     if constexpr (!kFirst) start_dq(dq, other);
@@ -287,8 +283,8 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::sk
   }
   release(&shared.ds_full[now]);
   if (a.transposed_mask == TransposedMask::kTma) {
-    wait(&shared.mask_full, block_count % 2);
-    release(&shared.mask_empty);
+    wait(&shared.mask.full, block_count % 2);
+    release(&shared.mask.empty);
   }
   const bool more = wait_for_block(other, 1);
   if (more) prefetch(ahead, other, query_block(1));
@@ -317,7 +313,6 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::st
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::mainloop() {
   clear_key_tail();
-  if constexpr (kTile.keys_in_registers) load_key_fragments();
   Prefetch ahead;
   prefetch(ahead, 0, query_block());
   if (step<true>(0, ahead))

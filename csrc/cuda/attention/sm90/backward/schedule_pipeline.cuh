@@ -62,11 +62,11 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   fence_registers(weight);
   const PackedScores& handed_on = kTransposed ? sloped : weight;
   sync_and_release(&shared.stage_empty[now]);
-  wait(&shared.weights_empty, block_count % 2 ^ 1);
+  wait(&shared.hand_over.weights_empty, block_count % 2 ^ 1);
 #pragma unroll
   for (int t = 0; t < kQuerySteps; ++t)
     shared.weights[t][thread % 128] = make_uint4(handed_on[t][0], handed_on[t][1], handed_on[t][2], handed_on[t][3]);
-  sync_and_release(&shared.weights_full);
+  sync_and_release(&shared.hand_over.weights_full);
   const Stage& stage = shared.stage[now];
   wait(&shared.grad_out_full[now], parity());
   ++block_count;
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   start_grads<kHeadDimV>(dv, weight, stage.grad_out);
   start_scores<kHeadDim>(score, key_tile(), shared.stage[next].query);
   wgmma_wait<1>();
-  release(&shared.grad_out_empty[now]);
+  release(&shared.hand_over.grad_out_empty[now]);
   wgmma_wait<0>();
   fence_registers(flat(score));
   return true;
@@ -111,7 +111,7 @@ template <class T, class Config>
 __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds_and_dk_block(int now, ScoreAccumulator& dp) {
   const int next = now ^ 1;
   recompute_warp_index();
-  wait(&shared.weights_full, block_count % 2);
+  wait(&shared.hand_over.weights_full, block_count % 2);
   PackedScores ds;
 #pragma unroll
   for (int t = 0; t < kQuerySteps; ++t) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
     }
   }
   fence_registers(ds);
-  sync_and_release(&shared.weights_empty);
+  sync_and_release(&shared.hand_over.weights_empty);
   const int buffer = block_count % kDsBuffers;
   wait(&shared.ds_empty[buffer], block_count / kDsBuffers % 2 ^ 1);
   store_ds(shared.ds[buffer], ds);
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
   release(&shared.stage_empty[now]);
   wgmma_wait<0>();
   fence_registers(flat(dp));
-  release(&shared.grad_out_empty[next]);
+  release(&shared.hand_over.grad_out_empty[next]);
   return true;
 }
 
@@ -165,7 +165,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[0].grad_out);
     wgmma_wait<0>();
     fence_registers(flat(dp));
-    release(&shared.grad_out_empty[0]);
+    release(&shared.hand_over.grad_out_empty[0]);
     while (ds_and_dk_block(stage(), dp)) continue;
   }
   // This hands a block that does not exist to the third warpgroup, which so learns that there are no more.

@@ -155,7 +155,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::sh
   DqAccumulator dq;
   start_shared_dq(dq);
   wgmma_wait<1>();  // dV
-  release(&shared.grad_out_empty[0]);
+  release(&shared.hand_over.grad_out_empty[0]);
   start_transposed_grads(dk, shared.stage[now].query.box[warpgroup()], shared.ds[0]);
   wgmma_wait<1>();  // dQ
   fence_registers(dq);

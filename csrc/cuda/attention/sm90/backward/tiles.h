@@ -27,11 +27,10 @@ struct BackwardSm90Tile {
   BackwardSm90Features features;
   int keys, queries;
 
-  // These six are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
+  // These five are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
   bool prefetch_lse = false;  // a block's lse is read into registers before its scores are there
   bool ping_pong = false;  // the two warpgroups start their scores one after the other
   bool send_dq_late = false;  // dQ leaves amid the next block, and not at once
-  bool keys_in_registers = false;  // the scores' left operand, loaded once per work tile
   bool ds_before_dv = false;  // dS is made beside the exponentials, ahead of dV
   // A CTA takes one work tile after another. While it ends one, the next one's queries, keys and values are on their way.
   bool persistent = false;
@@ -53,7 +52,7 @@ struct BackwardSm90Tile {
 // clang-format off
 inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 128,
-     .ping_pong = true, .send_dq_late = true, .keys_in_registers = true, .persistent = true, .math_registers = 240,
+     .ping_pong = true, .send_dq_late = true, .persistent = true, .math_registers = 240,
      .producer_registers = 24},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
@@ -61,11 +60,11 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .send_dq_late = true, .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
 
     {.head_dim = 96, .head_dim_v = 96, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .prefetch_lse = true, .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
+     .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
      .producer_registers = 24},
 
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .prefetch_lse = true, .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
+     .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
      .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 64,
      .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},

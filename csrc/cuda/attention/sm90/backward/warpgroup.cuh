@@ -31,7 +31,6 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   int tile_count = 0;   // work tiles before this one
   std::conditional_t<kSharesKeys, TransposedGrads, GradAccumulator<kHeadDim>> dk;
   std::conditional_t<kSharesKeys, TransposedGrads, GradAccumulator<kHeadDimV>> dv;
-  unsigned key_fragment[kTile.keys_in_registers ? kHeadDim / 16 : 1][4];  // this warpgroup's keys as a product's left operand
 
   // ---- where this thread stands
 
@@ -104,36 +103,33 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   // ---- products
 
-  // Starts S = K Q^T or dP = V dO^T, [this warpgroup's keys][the block's queries]; kAdd: added to what `d` has. `shift` is 0,
-  // but the compiler must not know it in the block that stands before the loop: else it keeps that block's addresses for the
-  // loop.
-  template <int kColumns, bool kAdd = false, int kCount>
+  // Starts S = K Q^T or dP = V dO^T, [this warpgroup's keys][the block's queries]; kAdd: added to what `d` has; kCommit: as one
+  // group. `shift` is 0, but the compiler must not know it in the block that stands before the loop: else it keeps that block's
+  // addresses for the loop.
+  template <int kColumns, bool kAdd = false, bool kCommit = true, int kCount>
   __device__ __forceinline__ void start_scores(ScoreAccumulator& d, const TmaTile<kCount, kKeys>& left,
                                                const TmaTile<kCount, kQueries>& right, unsigned shift = 0) {
     int first = kPipelined ? 0 : warpgroup() * kWarpgroupKeys;
     // Else ptxas keeps the keys' addresses of all steps from before the loop, and finds no uniform registers for others.
     if constexpr (kPipelined) make_opaque(first);
-    start_row_products<T, kColumns / 16, kKeys, kQueries, kAdd>(d, shared_address(left.box) + first * kRowBytes + shift,
-                                                                shared_address(right.box) + shift);
+    start_row_products<T, kColumns / 16, kKeys, kQueries, kAdd, kCommit>(
+        d, shared_address(left.box) + first * kRowBytes + shift, shared_address(right.box) + shift);
   }
 
-  // S = K Q^T with the keys from registers: shared memory has 128 bytes per clock, and half of what S reads there are keys.
-  __device__ __forceinline__ void load_key_fragments() {
-    const int row = score_row() + lane() % 16;
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step)
-      ldmatrix_x4(key_fragment[step], shared_address(key_tile().box[step / 4][row]) +
-                                          ((step % 4 * 2 + lane() / 16) ^ (row % 8)) * static_cast<int>(kVectorBytes));
-  }
-  __device__ __forceinline__ void start_scores_of_fragments(ScoreAccumulator& d, const QueryTile& right, unsigned shift) {
-    const uint64_t queries = k_major_descriptor(shared_address(right.box) + shift);
+  // Starts the product that subtracts a row statistic of the block's queries from `d`, or makes it minus that statistic unless
+  // kAdd. kStat: the first row of the StatsOperand, kLse or kDelta.
+  template <int kStat, bool kAdd>
+  __device__ __forceinline__ void start_subtraction(ScoreAccumulator& d, int stage, unsigned shift) {
+    constexpr unsigned kOnes = 0x3f803f80;  // a pair of bfloat16
+    // Of a step's 16 k, this lane has 2 * (lane() % 4) + {0, 1} in the first two words: delta's are the first two.
+    const unsigned ones = kStat == StatsOperand::kLse || lane() % 4 == 0 ? kOnes : 0;
+    const unsigned left[4] = {ones, ones, 0, 0};
+    // The step's other 8 k are lse's, whatever the statistic: they are finite.
+    const uint64_t stats =
+        unswizzled_descriptor(shared_address(shared.row_stats[stage][0].bits[0][kStat]) + shift, StatsOperand::kGroupBytes,
+                              (StatsOperand::kLse - kStat) * StatsOperand::kRowBytes);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step)
-      Wgmma<T, kQueries>::template rs<false>(
-          flat(d), key_fragment[step], offset_descriptor(queries, step / 4 * kQueries * kRowBytes + step % 4 * (kRowBytes / 4)),
-          step > 0);
-    wgmma_commit();
+    Wgmma<__nv_bfloat16, kQueries>::template rs<true>(flat(d), left, stats, kAdd);
   }
 
   // Starts dV += P^T dO or dK += dS^T Q, [this warpgroup's keys][columns]; `shift` as for start_scores.
@@ -282,16 +278,14 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   struct Prefetch {
     static constexpr int kLsePairs = kTile.prefetch_lse ? kQueries / 8 : 1;
     bool all_visible, last, third;  // of QueryBlock
-    bool needs_lse_low;
+    bool needs_lse_low;  // unless kSubtractsByProducts
     int mask_flags;  // QueryBlock::mask_flags
     float2 lse[kLsePairs];
   };
-  __device__ __forceinline__ void prefetch(Prefetch& next, int stage, const QueryBlock& block) const {
+  // Whether any of a block's queries has an lse whose low part counts.
+  __device__ __forceinline__ bool any_large_lse(int stage) const {
     // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
     constexpr float kLargeLse = 256;
-    next.all_visible = block.all_visible;
-    if constexpr (kPersistent) next.last = block.last, next.third = block.third;
-    if constexpr (kTransposed) next.mask_flags = block.mask_flags;
     bool any_large = false;
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n) {
@@ -299,7 +293,13 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       const auto large = [](float y) { return fabsf(y) >= kLargeLse && y < -lowest<float>(); };
       any_large = any_large || large(x.x) || large(x.y);
     }
-    next.needs_lse_low = __any_sync(~0u, any_large);
+    return __any_sync(~0u, any_large);
+  }
+  __device__ __forceinline__ void prefetch(Prefetch& next, int stage, const QueryBlock& block) const {
+    next.all_visible = block.all_visible;
+    if constexpr (kPersistent) next.last = block.last, next.third = block.third;
+    if constexpr (kTransposed) next.mask_flags = block.mask_flags;
+    if constexpr (!kSubtractsByProducts) next.needs_lse_low = any_large_lse(stage);
     if constexpr (kTile.prefetch_lse)
 #pragma unroll
       for (int j = 0; j < Prefetch::kLsePairs; ++j) next.lse[j] = row_stats(stage, kLse, j);
@@ -385,7 +385,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     add_alibi(score);
     if constexpr (!kHasDropout) {
       if (a.transposed_mask == TransposedMask::kTma) {
-        wait(&shared.mask_full, block_count % 2);
+        wait(&shared.mask.full, block_count % 2);
         if (now.mask_flags & kMixed << warpgroup()) {
           // Rows whose keys all have the lowest score are among those of a large lse; float16 is far from it.
           if (!std::is_same_v<T, __half> && now.needs_lse_low) [[unlikely]]
@@ -394,7 +394,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
             add_mask<false>(score);
         }
         fence_registers(flat(score));  // the values have been read before the arrival says so
-        release(&shared.mask_empty);
+        release(&shared.mask.empty);
       }
     }
   }
@@ -419,7 +419,25 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   // Exponentiates a block's scores into its weights.
   __device__ __forceinline__ void exp_scores(int stage, ScoreAccumulator& score, const Prefetch& now, PackedScores& weight) {
-    if constexpr (kHasDropout && kQueries == 128) return exp_scores_in_two_steps(stage, score, now, weight);
+    if constexpr (kSubtractsByProducts)
+      exp_differences(score, weight);
+    else if constexpr (kHasDropout && kQueries == 128)
+      exp_scores_in_two_steps(stage, score, now, weight);
+    else
+      exp_less_lse(stage, score, now, weight);
+  }
+  // Of scores less lse, as kSubtractsByProducts leaves them.
+  __device__ __forceinline__ void exp_differences(ScoreAccumulator& score, PackedScores& weight) const {
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+#pragma unroll
+      for (float& x : score[0][j]) x = FastBinary::exp(x * a.score_mod.scale);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
+    }
+  }
+  __device__ __forceinline__ void exp_less_lse(int stage, ScoreAccumulator& score, const Prefetch& now, PackedScores& weight) {
     const auto exponentiate = [&]<bool kWithLow>(std::bool_constant<kWithLow>) {
       const auto read_lse = [&](int j, float2& high, float2& low) {
         high = kTile.prefetch_lse ? now.lse[j % Prefetch::kLsePairs] : row_stats(stage, kLse, j);
@@ -640,8 +658,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
                                                       const Prefetch& ahead, int shift);
   __device__ __forceinline__ void compute_weights(int now, ScoreAccumulator& score, PackedScores& weight, PackedScores& kept,
                                                   const Prefetch& ahead);
-  __device__ __forceinline__ void compute_weights_and_ds(int now, ScoreAccumulator& score, ScoreAccumulator& dp,
-                                                         PackedScores& weight, PackedScores& ds, const Prefetch& ahead);
+  __device__ __forceinline__ void compute_weights_and_ds(ScoreAccumulator& score, ScoreAccumulator& dp, PackedScores& weight,
+                                                         PackedScores& ds, const Prefetch& ahead);
   __device__ __forceinline__ void compute_ds(int now, PackedScores& ds, const PackedScores& weight, const PackedScores& kept,
                                              const ScoreAccumulator& dp) const;
   template <bool kFirst>
