@@ -106,6 +106,13 @@ class RegisterVectors {
   uint4 v_[kVectors];
 };
 
+// Whether an element of a row of results can be replaced, as in shared memory. A concept, since in a member function nvcc 13.0
+// takes a requires-expression that names members for false.
+template <class Vectors, class Result>
+concept ReplacesElements = requires(const Vectors& vectors, const MutableView3& view, const RowCoord& coord) {
+  vectors.template write_element<Result>(view, coord, 0, 0.0f);
+};
+
 // A row as the operators see it; StridedRow (strided_row.cuh) says what the members do.
 template <class Vectors, class T>
 class OnChipRow {
@@ -188,8 +195,8 @@ class OnChipRow {
   __device__ __forceinline__ void write_except(const MutableView3& view, int64_t at, const F& f, const Exact& exact,
                                                const Special& special) const {
     const int except = static_cast<int>(at);
-    if constexpr (requires { vectors_.template write_element<Result>(view, coord_, except, 0.0f); }) {
-      // In shared memory an element is easily replaced. A branch would make a warp wait for all lanes' special elements.
+    if constexpr (ReplacesElements<Vectors, Result>) {
+      // A branch would make a warp wait for all lanes' special elements.
       const bool special_here = at >= 0 && owns(at);
       const float z = special_here ? special((*this)[at]) : 0.0f;  // before the element is overwritten
       write<Result>(view, f);
