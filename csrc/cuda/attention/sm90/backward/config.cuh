@@ -93,6 +93,7 @@ struct BackwardSm90Kernel {
   // Of a piece's tiles of 16 x 8, the first kDqBulkTiles go that way; the last ones are added from registers all the same,
   // since both ways at once are faster than either.
   static constexpr int kDqBulkTiles = kDqPieceColumns / 8 - kTile.dq_register_tiles;
+  static constexpr int kDqAlignment = kPersistent ? kBoxAlignment : kVectorBytes;
   // While a piece is on its way, the next ones go to the other slots.
   static constexpr int kDqSlots = !kPipelined ? 1 : kHeadDim <= 192 ? kDqPieces : kDqBulkTiles <= 4 ? 2 : 1;
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
@@ -182,10 +183,8 @@ struct BackwardSm90Kernel {
     Stage stage[kStages];
     [[no_unique_address]] std::conditional_t<kSharesKeys, GradOutTile, Without<GradOutTile>> grad_out;
     DsTile ds[kDsBuffers];
-    // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes. It begins at a
-    // multiple of kBoxAlignment, as all before it do.
-    float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
-    [[no_unique_address]] std::conditional_t<kPipelined, uint4[4][128], Without<uint4>> weights;  // as a thread holds them
+
+    // Not at the end: compute-sanitizer takes an operand for as long as one without gaps, and past the end of shared memory.
     alignas(16) RowStats row_stats[kStages][kQueries / kStatsRows];
     WorkTile tile[kPersistent ? 2 : 1];
     // The block at hand, the next one, and the two before, whose dQ is still on its way; and the one after the next, which the
@@ -203,6 +202,10 @@ struct BackwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kPipelined || kSharesKeys, HandOverBarriers, Without<HandOverBarriers>> hand_over;
     [[no_unique_address]] std::conditional_t<kHasMaskMap, MaskBarriers, Without<MaskBarriers>> mask;
     [[no_unique_address]] std::conditional_t<kSharesKeys, DqBarriers, Without<DqBarriers>> dq;
+
+    // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
+    alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
+    [[no_unique_address]] std::conditional_t<kPipelined, uint4[4][128], Without<uint4>> weights;  // as a thread holds them
   };
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
