@@ -52,20 +52,17 @@ struct BackwardSm90Tile {
 // clang-format off
 inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 128,
-     .ping_pong = true, .send_dq_late = true, .persistent = true, .math_registers = 240,
-     .producer_registers = 24},
+     .ping_pong = true, .send_dq_late = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
 
     {.head_dim = 96, .head_dim_v = 96, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
-     .producer_registers = 24},
+     .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
 
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 128, .queries = 64,
-     .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240,
-     .producer_registers = 24},
+     .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 64,
      .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasksNarrowTile, .keys = 64, .queries = 64,

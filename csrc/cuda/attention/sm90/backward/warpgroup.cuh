@@ -124,7 +124,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     // Of a step's 16 k, this lane has 2 * (lane() % 4) + {0, 1} in the first two words: delta's are the first two.
     const unsigned ones = kStat == StatsOperand::kLse || lane() % 4 == 0 ? kOnes : 0;
     const unsigned left[4] = {ones, ones, 0, 0};
-    // The step's other 8 k are lse's, whatever the statistic: they are finite.
+    // The step's other 8 k, which meet zeros, are lse's, whatever the statistic: delta may be infinite.
     const uint64_t stats =
         unswizzled_descriptor(shared_address(shared.row_stats[stage][0].bits[0][kStat]) + shift, StatsOperand::kGroupBytes,
                               (StatsOperand::kLse - kStat) * StatsOperand::kRowBytes);
