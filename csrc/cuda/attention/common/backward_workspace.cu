@@ -165,9 +165,9 @@ __device__ __forceinline__ void multiply_rows(const HeadRows<Element>& grad_out,
     if (thread % kRowLanes == 0) products[thread / kRowLanes + r * kStep] = sums[r];
 }
 
-// Writes a query's column of the operand, of which lse is high + low.
+// Writes a query's column of the operand; `lse` is in the units of the scores' product.
 __device__ __forceinline__ void store_as_operand(StatsOperand& to, int query, double lse, float delta) {
-  constexpr double kMost = 3e38;  // a bfloat16: a weight that it is subtracted from vanishes
+  constexpr double kMost = 3e38;  // stands for infinity: bfloat16 holds it, and a score less it has the weight 0
   using Operand = StatsOperand;
   uint16_t (&rows)[Operand::kRows][Operand::kColumns] = to.bits[query / Operand::kColumns];
   const int column = query % Operand::kColumns;

@@ -15,10 +15,11 @@ constexpr int kStatsRows = 64;  // queries per tile of row statistics
 // a query that sees no key or does not exist, so that its weights are 0. The third is delta.
 constexpr int kRowStats = 3 * kStatsRows;
 
-// A tile's row statistics as the right operand of a product that subtracts them from scores and from dP, where the left operand
-// is 1 (sm90/backward): -lse in the units of the scores' product, and -delta, as sums of bfloat16 numbers. Four of them hold
-// what two floats do. Two are enough for delta, which is a sum over the 16-bit output. No row of k but delta's is infinite or
-// NaN: it may meet a 0 of the left operand.
+// A tile's row statistics as the right operand of a product that subtracts them from scores or from dP (sm90/backward). Its
+// numbers are -lse, in the units of the scores' product, and -delta, each as a sum of bfloat16 numbers in as many rows of k:
+// four for lse, which hold what two floats do, and two for delta, since the output that it is made of has 16 bits. The left
+// operand is 1 in one statistic's rows and 0 in others. As 0 times infinity is NaN, an infinite lse is stored as a large
+// number, and a product reads delta's rows only if it subtracts them.
 struct StatsOperand {
   static constexpr int kDelta = 0, kDeltaPieces = 2, kLse = 2, kLsePieces = 4, kRows = 10;  // rows of k; the last four are 0
   static constexpr int kColumns = 8, kRowBytes = 16, kGroupBytes = kRows * kRowBytes;

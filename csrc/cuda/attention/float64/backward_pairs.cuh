@@ -58,9 +58,8 @@ struct Pairs {
 
 // ---- operands in shared memory ---------------------------------------------------------------------------------------------
 
-// Starts copying kRows rows of a tile from `row` on; zeros where rows or columns end. A tile is always a left operand. It lies
-// in fragments of sixteen rows by eight columns, one after another, in each of which a lane reads its four numbers as two
-// pairs.
+// Starts copying kRows rows of a tile from `row` on; zeros where rows or columns end. A tile is always a left operand, and is
+// stored as a sequence of fragments of 16 rows by 8 columns. A lane's four numbers of a fragment are two pairs of neighbours.
 template <int kRows, int kWidth, int kThreads>
 __device__ __forceinline__ void load_tile(double* to, const HeadRows<double>& from, int row, int rows) {
 #pragma unroll 4

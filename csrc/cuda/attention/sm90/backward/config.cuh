@@ -184,7 +184,8 @@ struct BackwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kSharesKeys, GradOutTile, Without<GradOutTile>> grad_out;
     DsTile ds[kDsBuffers];
 
-    // Not at the end: compute-sanitizer takes an operand for as long as one without gaps, and past the end of shared memory.
+    // These members are not the last ones: compute-sanitizer takes row_stats for an operand without gaps between its matrices,
+    // which would be longer, and would end outside of shared memory.
     alignas(16) RowStats row_stats[kStages][kQueries / kStatsRows];
     WorkTile tile[kPersistent ? 2 : 1];
     // The block at hand, the next one, and the two before, whose dQ is still on its way; and the one after the next, which the

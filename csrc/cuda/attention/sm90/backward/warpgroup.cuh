@@ -420,18 +420,19 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   // Exponentiates a block's scores into its weights.
   __device__ __forceinline__ void exp_scores(int stage, ScoreAccumulator& score, const Prefetch& now, PackedScores& weight) {
     if constexpr (kSubtractsByProducts)
-      exp_differences(score, weight);
+      exp_each(score, weight, [&](float x) { return x * a.score_mod.scale; });  // x is less lse already
     else if constexpr (kHasDropout && kQueries == 128)
       exp_scores_in_two_steps(stage, score, now, weight);
     else
       exp_less_lse(stage, score, now, weight);
   }
-  // Of scores less lse, as kSubtractsByProducts leaves them.
-  __device__ __forceinline__ void exp_differences(ScoreAccumulator& score, PackedScores& weight) const {
+  // Makes weights exp2(exponent(x)) of a block's scores x.
+  template <class F>
+  __device__ __forceinline__ static void exp_each(ScoreAccumulator& score, PackedScores& weight, const F& exponent) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
 #pragma unroll
-      for (float& x : score[0][j]) x = FastBinary::exp(x * a.score_mod.scale);
+      for (float& x : score[0][j]) x = FastBinary::exp(exponent(x));
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
@@ -468,14 +469,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     };
     now.needs_lse_low ? subtract_lse(std::true_type{}) : subtract_lse(std::false_type{});
     fence_registers(flat(score));
-#pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) score[0][j][e] = FastBinary::exp(score[0][j][e]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        weight[j / 2][j % 2 * 2 + half] = pair(score[0][j][2 * half], score[0][j][2 * half + 1]);
-    }
+    exp_each(score, weight, [](float x) { return x; });
   }
 
   // Under a softcap: scores in units of it, so within 1 of 0.
