@@ -114,12 +114,15 @@ ATTENTION = {
     **{f"head dim {e}": attention(head_dims=(e, e), lengths=(70, 130), causal=True) for e in (40, 96, 128, 160, 192, 256, 512)},
     "head dims 192 and 128": attention(head_dims=(192, 128), lengths=(70, 130)),
     "grouped heads, head dim 192": attention(heads=(4, 2, 2), head_dims=(192, 192), lengths=(70, 130), causal=True),
-    "deterministic, head dim 160": attention(head_dims=(160, 160), lengths=(70, 130), deterministic=True),
+    **{
+        f"deterministic, head dim {e}": attention(head_dims=(e, e), lengths=(70, 130), deterministic=True) for e in (160, 256)
+    },
+    "two CTAs' parts of dQ": attention(head_dims=(200, 200), lengths=(150, 330)),
     "packed": packed((70, 0, 130, 1)),
     "packed causal": packed((70, 0, 130, 1), causal=True, spare=9),
     "packed short": packed((5, 64, 33, 1), causal=True),
     "packed head dim 128": packed((70, 130), head_dim=128, causal=True),
-    "packed head dim 160": packed((70, 0, 130), head_dim=160),
+    **{f"packed head dim {e}": packed((70, 0, 130), head_dim=e) for e in (160, 256)},
     "packed dropout": packed((70, 130), dropout_p=0.3, window=(20, 0)),
     "packed deterministic": packed((70, 130), deterministic=True),
 }  # fmt: skip

@@ -24,6 +24,29 @@ __device__ __forceinline__ int cluster_size() { return static_cast<int>(cooperat
 __device__ __forceinline__ void cluster_arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
 __device__ __forceinline__ void cluster_wait() { cooperative_groups::this_cluster().barrier_wait(); }
 
+// The address of what lies at the place of `shared` in the shared memory of CTA `rank`.
+__device__ __forceinline__ unsigned cluster_address(const void* shared, int rank) {
+  unsigned address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+  return address;
+}
+
+// Arrives at the mbarrier that lies at the place of `barrier` in CTA `rank`, to say that something has been read. What was
+// written before is not published to that CTA: a release at the cluster's scope also waits for the thread's reductions in
+// global memory.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
+}
+
+// Copies `bytes` of this CTA's shared memory into that of CTA `rank`, where the mbarrier at the place of `barrier` counts them
+// (cp.async.bulk). `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_copy_to(void* to, const void* from, unsigned bytes, uint64_t* barrier, int rank) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   cluster_address(to, rank)),
+               "r"(shared_address(from)), "r"(bytes), "r"(cluster_address(barrier, rank))
+               : "memory");
+}
+
 // Messages into another CTA's shared memory, which an mbarrier there counts. Waiting for messages is cheaper than the cluster's
 // barrier, which waits for all writes of its threads, to global memory too. A message's memory and its mbarrier are used once.
 
@@ -33,7 +56,7 @@ __device__ __forceinline__ void open_mailbox(uint64_t* barrier) {
   fence_barrier_init();
 }
 // Arrives at the cluster's barrier only to say that this CTA has started: of what was written before, it publishes nothing but
-// the mbarriers of open_mailbox().
+// mbarriers (fence_barrier_init).
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -52,9 +75,7 @@ __device__ __forceinline__ void send_message(T* to, const T& message, uint64_t* 
     send_message(&halves[1], uint2{words.z, words.w}, barrier, rank);
     return;
   }
-  unsigned remote_to, remote_barrier;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_to) : "r"(shared_address(to)), "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
+  const unsigned remote_to = cluster_address(to, rank), remote_barrier = cluster_address(barrier, rank);
   if constexpr (sizeof(T) == 4)
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_to),
                  "r"(__builtin_bit_cast(unsigned, message)), "r"(remote_barrier)
@@ -72,6 +93,8 @@ __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() { __syncthreads(); }
 __device__ __forceinline__ void open_mailbox(uint64_t*) {}
+__device__ __forceinline__ void arrive_at(uint64_t*, int) {}
+__device__ __forceinline__ void bulk_copy_to(void*, const void*, unsigned, uint64_t*, int) {}
 __device__ __forceinline__ void cluster_arrive_relaxed() {}
 __device__ __forceinline__ void expect_messages(uint64_t*, unsigned) {}
 __device__ __forceinline__ void wait_for_messages(uint64_t*) {}

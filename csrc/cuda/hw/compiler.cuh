@@ -9,6 +9,7 @@ namespace flash_online::cuda {
 // The compiler forgets what it knows of x, so that expressions of x are computed where they are used, instead of once and then
 // kept in registers.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void make_opaque(float& x) { asm volatile("" : "+f"(x)); }
 
 // The value is computed, even if nobody uses it.
 __device__ __forceinline__ void keep(unsigned x) { asm volatile("" ::"r"(x)); }

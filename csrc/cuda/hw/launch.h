@@ -52,20 +52,30 @@ inline int largest_cluster() {
 
 // The configuration of a launch in clusters of `cluster` CTAs, a power of two. The caller sets the grid's size.
 struct ClusterConfig {
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   ClusterConfig(int cluster, unsigned threads, unsigned shared_bytes, cudaStream_t stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     config.gridDim = dim3(static_cast<unsigned>(cluster));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0;
+    config.attrs = attributes;
+    if (cluster == 1) return;
+    cudaLaunchAttribute& dimension = attributes[config.numAttrs++];
+    dimension.id = cudaLaunchAttributeClusterDimension;
+    dimension.val.clusterDim.x = static_cast<unsigned>(cluster);
+    dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
   }
   ClusterConfig(const ClusterConfig&) = delete;
+
+  // Makes the launch a programmatic dependent one (pdl.cuh): its CTAs may start once all CTAs of the preceding kernel in the
+  // stream have exited or called launch_dependents(). They must call grid_dependency_wait() before they touch any tensor.
+  void allow_early_start() {
+    if (device_attribute<cudaDevAttrComputeCapabilityMajor>() < 9) return;
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
 };
 
 // To be called before a kernel is first launched in clusters of this size on a device.
@@ -75,27 +85,14 @@ void allow_cluster(Kernel kernel, int cluster) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
 }
 
-// Makes a launch a programmatic dependent one (pdl.cuh): its CTAs may start once all CTAs of the preceding kernel in the stream
-// have exited or called launch_dependents(). They must call grid_dependency_wait() before they touch any tensor.
-inline void allow_early_start(cudaLaunchConfig_t& config, cudaLaunchAttribute& attribute) {
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9 ? 1 : 0;
-}
-
 // Queues kernel(problem) as a dependent launch, which hides the cost of the launch while the preceding kernel runs.
 template <class Problem>
 void launch_dependent(void (*kernel)(Problem), const Problem& problem, dim3 ctas, unsigned threads, cudaStream_t stream,
-                      unsigned shared_bytes = 0) {
-  cudaLaunchAttribute attribute{};
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  allow_early_start(config, attribute);
-  check(cudaLaunchKernelEx(&config, kernel, problem), "cudaLaunchKernelEx");
+                      unsigned shared_bytes = 0, int cluster = 1) {
+  ClusterConfig setup(cluster, threads, shared_bytes, stream);
+  setup.config.gridDim = ctas;
+  setup.allow_early_start();
+  check(cudaLaunchKernelEx(&setup.config, kernel, problem), "cudaLaunchKernelEx");
 }
 
 // A persistent kernel, each of whose clusters processes several work items. There is one static object per kernel.
@@ -110,7 +107,7 @@ class PersistentKernel {
   void launch_all(const Problem& problem, int64_t items, bool dependent, cudaStream_t stream) {
     ClusterConfig setup(1, threads_, shared_bytes_, stream);
     setup.config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(items, resident_clusters(setup.config, 1))));
-    if (dependent) allow_early_start(setup.config, setup.attribute);
+    if (dependent) setup.allow_early_start();
     check(cudaLaunchKernelEx(&setup.config, kernel_, problem), "cudaLaunchKernelEx");
   }
 
@@ -154,10 +151,10 @@ class PersistentKernel {
 };
 
 // Queues kKernel(arguments) with dynamic shared memory; raises the kernel's limit of it when a launch first needs more.
-// `dependent`: see launch_dependent.
+// `dependent`: see launch_dependent. `cluster`: of a dependent launch.
 template <auto kKernel, class Arguments>
 void launch(const Arguments& arguments, int64_t ctas, int threads, int shared_bytes, cudaStream_t stream,
-            bool dependent = false) {
+            bool dependent = false, int cluster = 1) {
   constexpr int kAlwaysAllowed = 48 << 10;
   static std::atomic<int> allowed[kMaxDevices];
   if (shared_bytes > kAlwaysAllowed) {
@@ -170,7 +167,7 @@ void launch(const Arguments& arguments, int64_t ctas, int threads, int shared_by
   if (ctas > 0x7fffffff) throw std::runtime_error("CUDA: a grid has at most 2^31 - 1 blocks, got " + std::to_string(ctas));
   if (dependent)
     return launch_dependent(kKernel, arguments, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), stream,
-                            static_cast<unsigned>(shared_bytes));
+                            static_cast<unsigned>(shared_bytes), cluster);
   kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(arguments);
   check_launch("launch");
 }

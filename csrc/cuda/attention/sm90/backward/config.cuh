@@ -8,6 +8,7 @@
 
 #include "../../../../core/mask.h"
 #include "../../../../core/problem.h"
+#include "../../../hw/cluster.cuh"
 #include "../../../hw/launch.h"
 #include "../../../mma/fragments.cuh"
 #include "../../common/backward_workspace.cuh"
@@ -69,8 +70,12 @@ struct BackwardSm90Kernel {
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
+  // The two CTAs of a cluster share dQ: each computes half of its columns, of the dS and the keys of both.
+  static constexpr int kCluster = kTile.cluster, kClusterKeys = kCluster * kKeys;
+  static constexpr bool kSharesDq = kCluster == 2;
   // Warpgroups that share keys have one buffer for grad_out: they need it again only once the next block's scores are made.
-  static constexpr int kGradOutStages = kSharesKeys ? 1 : kStages;
+  // CTAs that share dQ have no room for two.
+  static constexpr int kGradOutStages = kSharesKeys || kSharesDq ? 1 : kStages;
   static constexpr int kWarpgroupKeys = 64, kWarpKeys = 16;
   static constexpr int kScoreKeys = 32;  // of a warpgroup's scores, where warpgroups share keys
   static constexpr int kWarpgroupThreads = 128, kThreads = kTile.threads(), kMathThreads = kWarpgroupThreads * kTile.warpgroups,
@@ -82,10 +87,10 @@ struct BackwardSm90Kernel {
 
   // dQ of a block is cut into pieces of 64 x 64. Two warpgroups take one piece each, side by side where a block has 64 queries
   // and one above the other where it has 128; of the last piece in a row there may be half. Warpgroups that share keys take
-  // three side by side. The pipeline's third warpgroup takes one piece after another, and a single warpgroup takes all columns
-  // at once.
+  // three side by side. The pipeline's third warpgroup takes one piece after another, half of them in each CTA of a cluster,
+  // and a single warpgroup takes all columns at once.
   static constexpr bool kDqSideBySide = kQueries == 64;
-  static constexpr int kDqPieces = kPipelined ? kBoxes : 1;
+  static constexpr int kDqPieces = kPipelined ? kBoxes / kCluster : 1;
   static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90;
   static constexpr int kDqWarps = kPipelined ? 4 : kMathWarps;
   // dQ leaves through shared memory and bulk copies where shared memory has room for it, else from registers.
@@ -98,7 +103,8 @@ struct BackwardSm90Kernel {
   static constexpr int kDqSlots = !kPipelined ? 1 : kHeadDim <= 192 ? kDqPieces : kDqBulkTiles <= 4 ? 2 : 1;
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
   static constexpr int kKeyBuffers = kPersistent ? 2 : 1;
-  static constexpr int kDsBuffers = kSingleWarpgroup || (kPipelined && kHeadDim > 192) ? 1 : 2;
+  // In the pipeline, a block's weights lie where its dS is going to.
+  static constexpr int kDsBuffers = kSingleWarpgroup ? 1 : 2;
   static constexpr int kWeights = 1;  // the buffer that has weights instead, where warpgroups share keys
   static constexpr int kQueryBlocks = kDsBuffers == 1 || kSharesKeys ? 4 : 8;  // a power of two
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
@@ -167,13 +173,19 @@ struct BackwardSm90Kernel {
   struct StageOfQueries {
     QueryTile query;
   };
-  using Stage = std::conditional_t<kSharesKeys, StageOfQueries, StageOfBoth>;
+  using Stage = std::conditional_t<kGradOutStages == 1, StageOfQueries, StageOfBoth>;
+  struct Peer {  // the cluster's other CTA: of its keys the columns that this CTA computes of dQ, and its dS
+    TmaTile<kBoxes / kCluster, kKeys> key;
+    DsTile ds[kDsBuffers];
+    uint64_t ds_full[kDsBuffers];
+  };
   struct DqBarriers {  // per warpgroup: its dQ is in dq_staging; it has been read
     uint64_t full[kTile.warpgroups], empty[kTile.warpgroups];
   };
   struct HandOverBarriers {  // a stage's grad_out is released apart; the pipeline's weights
-    uint64_t grad_out_empty[kStages], weights_full, weights_empty;
+    uint64_t grad_out_empty[kGradOutStages], weights_full[kDsBuffers];
   };
+  static constexpr bool kHasMaskBarriers = kHasMaskMap && !kPipelined;
   struct MaskBarriers {  // of a mask's boxes; of dropout's bits
     uint64_t full, empty, dropout_full[kStages];
   };
@@ -181,8 +193,9 @@ struct BackwardSm90Kernel {
     KeyTile key[kKeyBuffers];
     ValueTile value;
     Stage stage[kStages];
-    [[no_unique_address]] std::conditional_t<kSharesKeys, GradOutTile, Without<GradOutTile>> grad_out;
+    [[no_unique_address]] std::conditional_t<kGradOutStages == 1, GradOutTile, Without<GradOutTile>> grad_out;
     DsTile ds[kDsBuffers];
+    [[no_unique_address]] std::conditional_t<kSharesDq, Peer, Without<Peer>> peer;
 
     // These members are not the last ones: compute-sanitizer takes row_stats for an operand without gaps between its matrices,
     // which would be longer, and would end outside of shared memory.
@@ -199,14 +212,13 @@ struct BackwardSm90Kernel {
     uint64_t stage_empty[kStages];  // the stage; of the pipeline and of shared keys its queries alone, as grad_out_empty exists
     uint64_t ds_full[2];  // all warps of the CTA have written their dS of a block
     uint64_t dq_may_add[2], dq_added[2];  // the dQ semaphore admits this CTA to a block; its warps have added their dQ
-    uint64_t ds_empty[2];
+    uint64_t ds_empty[2];  // all warps that make dQ of it are done, of the cluster's other CTA too
     [[no_unique_address]] std::conditional_t<kPipelined || kSharesKeys, HandOverBarriers, Without<HandOverBarriers>> hand_over;
-    [[no_unique_address]] std::conditional_t<kHasMaskMap, MaskBarriers, Without<MaskBarriers>> mask;
+    [[no_unique_address]] std::conditional_t<kHasMaskBarriers, MaskBarriers, Without<MaskBarriers>> mask;
     [[no_unique_address]] std::conditional_t<kSharesKeys, DqBarriers, Without<DqBarriers>> dq;
 
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
     alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
-    [[no_unique_address]] std::conditional_t<kPipelined, uint4[4][128], Without<uint4>> weights;  // as a thread holds them
   };
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
@@ -263,9 +275,10 @@ struct BackwardSm90Kernel {
 
   // Measured at head dim 128 (docs/lab/backward_sm90.md): a tile's start and end take as long as three blocks of 64 queries,
   // and 20 parts of 32768 floats as long as one.
-  static constexpr TileCosts kTileCosts{.tile = kQueries == 64 ? 3 : 2,
-                                        .least_part = 128 / kQueries,
-                                        .parts_per_block = 20 * 32768 / (kKeys * (kHeadDim + kHeadDimV)) * kQueries / 64};
+  static constexpr TileCosts kTileCosts{
+      .tile = kQueries == 64 ? 3 : 2,
+      .least_part = 128 / kQueries,
+      .parts_per_block = 20 * 32768 / (kClusterKeys * (kHeadDim + kHeadDimV)) * kQueries / 64};
 
   // ---- registers
 
@@ -280,7 +293,8 @@ struct BackwardSm90Kernel {
   using PackedScores = unsigned[kScoreColumns / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
   using Mask = MaskTile<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kHeadDim>;
-  static_assert(OutTile::bytes(kKeys) <= static_cast<int>((kPipelined ? 1 : kStages) * sizeof(Stage)));
+  static_assert((kPipelined ? 2 : 1) * OutTile::bytes(kKeys) <=
+                static_cast<int>(kStages * sizeof(Stage) + (kGradOutStages == 1 ? sizeof(GradOutTile) : 0)));
 
   // Columns of the dQ accumulator: those of the tile that exceed the problem's are not stored.
   __device__ static int dq_accum_width(const BackwardWorkspace& space) {
@@ -294,6 +308,9 @@ struct BackwardSm90Kernel {
       kSingleWarpgroup || (kFeatures == BackwardSm90Features::kMasks && kQueries == 64 && !kPipelined);
 
   // ---- the kernel
+
+  // This CTA's number in its cluster.
+  __device__ __forceinline__ static int rank() { return kSharesDq ? cluster_rank() : 0; }
 
   // Which keys a CTA owns, and the role of each of its warps (kernel.cuh).
   __device__ static void clear_padding(const BackwardSm90Arguments& a);

@@ -9,7 +9,7 @@
 //
 // schedule_own_keys.cuh:    these two warpgroups; or one with 64 keys, where a mask hides one half of many tiles of 128 keys
 // schedule_all_options.cuh: two warpgroups, with whatever a problem may have
-// schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128
+// schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128; two CTAs may share dQ
 // schedule_shared_keys.cuh: 96 keys that three warpgroups share, over head dim 128 and up to 192
 #pragma once
 
@@ -92,7 +92,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
     if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
   }
   const int64_t in_list = a.sections.in_list_order ? index : tile_index_in_sections(a.tile_list, index, a.sections);
-  const TileCoord at = tile_coord(problem, a.tile_list, in_list, true, kKeys, a.kv_grad_parts.reversed);
+  const TileCoord at = tile_coord(problem, a.tile_list, in_list, true, kClusterKeys, a.kv_grad_parts.reversed);
   int64_t batch = at.sequence;
   int kv_grad_head = at.head;
   if (kTransposed && a.batch_innermost) {
@@ -102,9 +102,10 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
     kv_grad_head = n / sequences;
   }
   const Sequence sequence = sequence_of(problem, batch);
-  const int key = static_cast<int>(at.block) * kKeys, keys = static_cast<int>(sequence.keys.count),
-            queries = static_cast<int>(sequence.queries.count);
-  if (at.block < 0 || key >= keys) return false;
+  // Of a cluster's keys the second CTA may have none: it works all the same, for its columns of dQ.
+  const int cluster_key = static_cast<int>(at.block) * kClusterKeys, key = cluster_key + rank() * kKeys,
+            keys = static_cast<int>(sequence.keys.count), queries = static_cast<int>(sequence.queries.count);
+  if (at.block < 0 || cluster_key >= keys) return false;
   const int heads = a.q_heads_per_kv_grad_head;
   if constexpr (kMayUseNarrowTile)
     if (a.may_use_narrow_tile && use_narrow_tile(a, batch, kv_grad_head * heads, heads, key) != kSingleWarpgroup) return false;
@@ -127,7 +128,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   tile.left = left;
   tile.right = right;
   // queries_of_any, in 32 bits: the producer warp has few registers.
-  const int from = key - offset, to = min(key + kKeys, keys) - offset;
+  const int from = cluster_key - offset, to = min(cluster_key + kClusterKeys, keys) - offset;
   const int begin = right >= from ? 0 : min(from - right, queries), end = left >= queries - to ? queries : to + left;
   tile.begin = begin / kQueries;
   tile.end = end > begin ? (end + kQueries - 1) / kQueries : 0;
@@ -169,7 +170,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::take_work_tile(const BackwardSm90
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90Arguments& a, Shared& shared) {
   for (int i = 0; i < kKeyBuffers; ++i) {
-    mbarrier_init(&shared.key_full[i], 1);
+    mbarrier_init(&shared.key_full[i], kCluster);  // the CTA's own keys, and those of the other CTA
     mbarrier_init(&shared.key_empty[i], kMathWarps + (a.dq_semaphore ? 1 : 0));
   }
   mbarrier_init(&shared.value_full, 1);
@@ -178,29 +179,31 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     mbarrier_init(&shared.query_full[i], 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
     mbarrier_init(&shared.stage_empty[i], kMathWarps);
-    if constexpr (kPipelined || kSharesKeys) mbarrier_init(&shared.hand_over.grad_out_empty[i], kMathWarps);
+    if constexpr (kPipelined || kSharesKeys) mbarrier_init(&shared.hand_over.grad_out_empty[i % kGradOutStages], kMathWarps);
   }
   for (int i = 0; i < 2; ++i) {
     mbarrier_init(&shared.ds_full[i], kPipelined ? 4 : kMathWarps);
-    mbarrier_init(&shared.ds_empty[i], kDqWarps);
+    mbarrier_init(&shared.ds_empty[i], kCluster * kDqWarps);
     mbarrier_init(&shared.dq_may_add[i], 1);
     mbarrier_init(&shared.dq_added[i], kDqWarps);
     if constexpr (kHasDropout) mbarrier_init(&shared.mask.dropout_full[i], kTile.dropout_warps);
   }
-  if constexpr (kPipelined) {
-    mbarrier_init(&shared.hand_over.weights_full, 4);
-    mbarrier_init(&shared.hand_over.weights_empty, 4);
-  }
+  if constexpr (kPipelined)
+    for (int i = 0; i < kDsBuffers; ++i) mbarrier_init(&shared.hand_over.weights_full[i], 4);
+  if constexpr (kSharesDq)
+    for (int i = 0; i < kDsBuffers; ++i) mbarrier_init(&shared.peer.ds_full[i], 1);
   if constexpr (kSharesKeys)
     for (int i = 0; i < kTile.warpgroups; ++i) {
       mbarrier_init(&shared.dq.full[i], 4);
       mbarrier_init(&shared.dq.empty[i], 1);
     }
-  if constexpr (kHasMaskMap) {
+  if constexpr (kHasMaskBarriers) {
     mbarrier_init(&shared.mask.full, 1);
     mbarrier_init(&shared.mask.empty, kMathWarps);
   }
   fence_barrier_init();
+  if constexpr (kSharesDq)  // for the first blocks; for those after them wait_for_peer_ds does it
+    for (int i = 0; i < kDsBuffers; ++i) arrive_expect_tx(&shared.peer.ds_full[i], sizeof(DsTile));
 }
 
 // Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore or sends dQ, the others only give up
@@ -209,7 +212,7 @@ template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();
   if (a.problem.query_starts) clear_padding(a);
-  if (!kPersistent && !find_work_tile(a, blockIdx.x, shared.tile[0])) {
+  if (!kPersistent && !find_work_tile(a, blockIdx.x / kCluster, shared.tile[0])) {
     grid_dependency_wait();  // the next kernel waits for this one alone, and all of its CTAs may return here
     return;
   }
@@ -217,6 +220,10 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
   if (threadIdx.x == 0) init_barriers(a, shared);
   grid_dependency_wait();
   __syncthreads();
+  if constexpr (kSharesDq) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
   if (warp < 4) {
     reg_dealloc<kTile.producer_registers>();
     if constexpr (kPersistent) {

@@ -108,6 +108,7 @@ struct BackwardSm90Call {
   BackwardWorkspace space;
   TransposedMaskBits mask_bits = {};
   int* dq_semaphore = nullptr;  // unless deterministic
+  int64_t dq_semaphore_bytes = 0;
   unsigned* tile_counter = nullptr;
   KvGradParts kv_grad_parts = {};
 };
@@ -115,7 +116,7 @@ struct BackwardSm90Call {
 template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures>
 void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures>>;
-  const auto& [problem, gradients, space, mask_bits, dq_semaphore, tile_counter, kv_grad_parts] = call;
+  const auto& [problem, gradients, space, mask_bits, dq_semaphore, dq_semaphore_bytes, tile_counter, kv_grad_parts] = call;
   const auto tensor = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return tma_tensor_of<T>(problem, view, over_keys, heads, width, over_keys ? Kernel::kKeys : Kernel::kQueries);
   };
@@ -129,7 +130,7 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   const auto grad_tensor = [&](const MutableView4& view, int64_t width) {
     return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
-  const TileList tile_list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kKeys);
+  const TileList tile_list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kClusterKeys);
   const TransposedMask transposed_mask = Kernel::kTransposed ? transposed_mask_of(problem) : TransposedMask::kNone;
   const bool may_use_narrow_tile =
       Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
@@ -140,7 +141,7 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   // length, and not head by head: then the last ones to run are short. What is left of the heads joins the last sections: a
   // section of one head has its longest tile among the last to run (28 % of the time idle at 45 heads of 12 tiles).
   const bool bounded = problem.visible.left >= 0 || problem.visible.right >= 0;
-  const int64_t heads_at_once = bounded ? sm_count() / std::max(tile_list.blocks, int64_t{1}) : 1;
+  const int64_t heads_at_once = bounded ? sm_count() / Kernel::kCluster / std::max(tile_list.blocks, int64_t{1}) : 1;
   const int64_t heads = tile_list.heads * tile_list.sequences,
                 section = std::clamp(std::max(heads_at_once, batch_innermost ? tile_list.sequences : 1), int64_t{1}, heads),
                 joined = bounded ? 2 : 1;  // full sections that the last one is made of, besides what is left
@@ -173,9 +174,9 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .bias_scale = static_cast<float>(1 / problem.scale),
       .kv_grad_parts = kv_grad_parts};
   const int64_t items = Kernel::kCutsTiles ? kv_grad_parts.cuts.items() : tile_list.count(),
-                ctas = Kernel::kPersistent ? std::min(items, int64_t{sm_count()}) : items;
+                ctas = Kernel::kPersistent ? std::min(items, int64_t{sm_count()}) : items * Kernel::kCluster;
   launch<attention_backward_sm90<T, kHeadDim, kHeadDimV, kFeatures>>(
-      arguments, ctas, Kernel::kThreads, Kernel::shared_bytes(problem, transposed_mask), stream, true);
+      arguments, ctas, Kernel::kThreads, Kernel::shared_bytes(problem, transposed_mask), stream, true, Kernel::kCluster);
   if constexpr (Kernel::kMayUseNarrowTile && !Kernel::kSingleWarpgroup)
     if (may_use_narrow_tile) launch_backward_sm90<T, kHeadDim, kHeadDimV, BackwardSm90Features::kMasksNarrowTile>(call, stream);
 }
@@ -183,9 +184,6 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
 // ---- the workspace: BackwardWorkspace, then the tile counter, the dQ semaphores, a mask's bits, and parts of dK and dV
 
 constexpr int64_t kTileCounterBytes = 16;
-inline int64_t dq_semaphore_bytes(const BackwardWorkspace& space, bool deterministic) {
-  return deterministic ? round_up(space.list.count() * static_cast<int64_t>(sizeof(int)), 16) : 0;
-}
 
 template <int kHeadDim>
 BackwardWorkspace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
@@ -218,16 +216,16 @@ KvGradParts backward_sm90_kv_grad_parts(const BackwardPass& pass, void* workspac
   KvGradParts parts;
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
     using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
-    parts.list = TileList::of(problem, true, pass.gradients.kv_grad_heads, Kernel::kKeys);
+    parts.list = TileList::of(problem, true, pass.gradients.kv_grad_heads, Kernel::kClusterKeys);
     parts.reversed = pass.deterministic || problem.visible.right < 0;
-    parts.keys = Kernel::kKeys;
+    parts.keys = Kernel::kClusterKeys;
     parts.head_dim = Kernel::kHeadDim;
     parts.head_dim_v = Kernel::kHeadDimV;
     parts.data = static_cast<float*>(workspace);
     const int64_t blocks = problem.heads / pass.gradients.kv_grad_heads * ceil_div(problem.queries, int64_t{Kernel::kQueries});
     const bool cuts = Kernel::kCutsTiles && !pass.deterministic && !problem.query_starts && problem.visible.left < 0 &&
                       problem.visible.right < 0;
-    parts.cuts = cuts ? TileCuts::choose(parts.list.count(), blocks, sm_count(), Kernel::kTileCosts)
+    parts.cuts = cuts ? TileCuts::choose(parts.list.count(), blocks, sm_count() / Kernel::kCluster, Kernel::kTileCosts)
                       : TileCuts{.whole = parts.list.count()};
   });
   return parts;
@@ -240,12 +238,16 @@ BackwardSm90Call backward_sm90_call(const BackwardPass& pass, void* workspace, i
                         .gradients = pass.gradients,
                         .space = backward_sm90_space<kHeadDim>(pass.problem, pass.gradients, workspace)};
   char* const after_space = static_cast<char*>(workspace) + call.space.bytes;
-  const int64_t semaphore_bytes = dq_semaphore_bytes(call.space, pass.deterministic);
+  if (pass.deterministic)
+    visit_backward_sm90<kHeadDim>(pass.problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
+      using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
+      call.dq_semaphore_bytes = round_up(Kernel::kCluster * call.space.list.count() * static_cast<int64_t>(sizeof(int)), 16);
+    });
   call.tile_counter = reinterpret_cast<unsigned*>(after_space);
   call.dq_semaphore = pass.deterministic ? reinterpret_cast<int*>(after_space + kTileCounterBytes) : nullptr;
-  call.mask_bits = backward_sm90_mask_bits(pass.problem, after_space + kTileCounterBytes + semaphore_bytes);
-  bytes =
-      call.space.bytes + kTileCounterBytes + semaphore_bytes + call.mask_bits.count() * static_cast<int64_t>(sizeof(unsigned));
+  call.mask_bits = backward_sm90_mask_bits(pass.problem, after_space + kTileCounterBytes + call.dq_semaphore_bytes);
+  bytes = call.space.bytes + kTileCounterBytes + call.dq_semaphore_bytes +
+          call.mask_bits.count() * static_cast<int64_t>(sizeof(unsigned));
   call.kv_grad_parts = backward_sm90_kv_grad_parts<kHeadDim>(pass, static_cast<char*>(workspace) + bytes);
   bytes += call.kv_grad_parts.count() * static_cast<int64_t>(sizeof(float));
   return call;
@@ -274,8 +276,7 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
   int64_t bytes = 0;
   const BackwardSm90Call call = backward_sm90_call<kHeadDim>(pass, workspace, bytes);
   const BackwardWorkspace& space = call.space;
-  if (call.dq_semaphore)
-    check(cudaMemsetAsync(call.dq_semaphore, 0, dq_semaphore_bytes(space, true), stream), "cudaMemsetAsync");
+  if (call.dq_semaphore) check(cudaMemsetAsync(call.dq_semaphore, 0, call.dq_semaphore_bytes, stream), "cudaMemsetAsync");
   if (call.mask_bits.count() > 0)
     fill_transposed_mask_bits(problem, space.map, call.mask_bits, stream);
   else

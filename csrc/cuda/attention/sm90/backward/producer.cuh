@@ -110,6 +110,14 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     for (int box = 0; box < kCount; ++box)
       tma_load(to.box[box], from.map, from.at(tile.batch, tile.first_head, tile.first_key, box), full);
   }
+  __device__ static void load_peer_keys(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile) {
+    const int from = tile.first_key + (rank() == 0 ? kKeys : -kKeys);
+    arrive_expect_tx(&shared.key_full[0], sizeof(shared.peer.key));
+#pragma unroll
+    for (int piece = 0; piece < kDqPieces; ++piece)
+      tma_load(shared.peer.key.box[piece], a.key.map, a.key.at(tile.batch, tile.first_head, from, rank() * kDqPieces + piece),
+               &shared.key_full[0]);
+  }
   template <int kCount>
   __device__ static void load_queries(TmaTile<kCount, kQueries>& to, const TmaTensor& from, TmaCoord at, uint64_t* full) {
 #pragma unroll
@@ -203,7 +211,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
       wait(&shared.hand_over.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
     arrive_expect_tx(grad_out_full, sizeof(GradOutTile));
     load_queries(grad_out_tile(shared, stage), a.grad_out, grad_out_at, grad_out_full);
-    if constexpr (kTransposed)
+    if constexpr (kTransposed && kHasMaskBarriers)
       if (a.transposed_mask == TransposedMask::kTma) load_mask_boxes(a, shared, count, head, query, mask_flags);
   }
 
@@ -211,7 +219,10 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
     const WorkTile& tile = shared.tile[0];
     const bool leads = threadIdx.x == 0;
-    if (leads) load_keys(shared.key[0], a.key, tile, &shared.key_full[0]);
+    if (leads) {
+      load_keys(shared.key[0], a.key, tile, &shared.key_full[0]);
+      if constexpr (kSharesDq) load_peer_keys(a, shared, tile);
+    }
     int count = 0;
     if constexpr (kHasMaskMap) {
       count = for_each_block(a, tile, [&](int n, int head, int block, int mask_flags) {
@@ -345,21 +356,22 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
 // ---- the warp that waits for the dQ semaphore, one thread of it
 
 // In deterministic mode, the CTAs add to a block's dQ in the order of their keys, the last keys first. The CTA of these keys
-// precedes in the grid those that wait for it; under a causal mask it also reaches the queries sooner.
+// precedes in the grid those that wait for it; under a causal mask it also reaches the queries sooner. CTAs that share dQ have
+// a semaphore each, for their columns.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::order_dq_adds(const BackwardSm90Arguments& a, Shared& shared,
                                                              const WorkTile& tile, int& count) {
   for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head) {
-    int* semaphore =
-        a.dq_semaphore + first_row_block(a.problem, a.space.list, tile.batch, head) + tile.begin * (kQueries / kStatsRows);
+    int* semaphore = a.dq_semaphore + rank() * a.space.list.count() +
+                     first_row_block(a.problem, a.space.list, tile.batch, head) + tile.begin * (kQueries / kStatsRows);
     for (int block = tile.begin; block < tile.end; ++block, ++count, semaphore += kQueries / kStatsRows) {
       const int last_query = min((block + 1) * kQueries, tile.queries) - 1,
                 keys = min(tile.keys, last_query + tile.offset + tile.right + 1),
-                rank = (keys - 1) / kKeys - tile.key / kKeys;  // how many CTAs add before this one
-      while (semaphore_read(semaphore) != rank) continue;
+                before = (keys - 1) / kClusterKeys - tile.key / kClusterKeys;  // how many CTAs add before this one
+      while (semaphore_read(semaphore) != before) continue;
       arrive(&shared.dq_may_add[count % 2]);
       wait(&shared.dq_added[count % 2], count / 2 % 2);
-      semaphore_release(semaphore, rank + 1);
+      semaphore_release(semaphore, before + 1);
     }
   }
 }

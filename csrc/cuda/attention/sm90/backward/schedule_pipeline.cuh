@@ -1,8 +1,10 @@
 // The schedule of head dims over 128, where dK and dV of 128 keys take too many registers. A CTA owns 64 keys, and three math
 // warpgroups form a pipeline: the first makes weights and dV, the second makes of these weights dS and dK, the third makes dQ.
-// What one hands to the next goes through shared memory.
+// What one hands to the next goes through shared memory. Two CTAs may form a cluster that shares dQ: the third warpgroup of
+// each makes half of its columns, of the dS of both.
 #pragma once
 
+#include "../../../hw/cluster.cuh"
 #include "../../../hw/compiler.cuh"
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/named_barrier.cuh"
@@ -11,6 +13,12 @@
 #include "warpgroup.cuh"
 
 namespace flash_online::cuda {
+
+// Where this lane's weights of a block lie, kWarpSize vectors from one to the next: in the rows that its warp's dS is going to.
+template <class T, class Config>
+__device__ __forceinline__ uint4* BackwardSm90Kernel<T, Config>::MathWarpgroup::weights_in(int buffer) const {
+  return reinterpret_cast<uint4*>(shared.ds[buffer].box[0][score_row()]) + lane();
+}
 
 // ---- the first warpgroup: weights and dV
 
@@ -62,24 +70,34 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   fence_registers(weight);
   const PackedScores& handed_on = kTransposed ? sloped : weight;
   sync_and_release(&shared.stage_empty[now]);
-  wait(&shared.hand_over.weights_empty, block_count % 2 ^ 1);
+  const int buffer = block_count % kDsBuffers;
+  wait(&shared.ds_empty[buffer], block_count / kDsBuffers % 2 ^ 1);
+  uint4* const to = weights_in(buffer);
 #pragma unroll
   for (int t = 0; t < kQuerySteps; ++t)
-    shared.weights[t][thread % 128] = make_uint4(handed_on[t][0], handed_on[t][1], handed_on[t][2], handed_on[t][3]);
-  sync_and_release(&shared.hand_over.weights_full);
-  const Stage& stage = shared.stage[now];
-  wait(&shared.grad_out_full[now], parity());
+    to[t * kWarpSize] = make_uint4(handed_on[t][0], handed_on[t][1], handed_on[t][2], handed_on[t][3]);
+  sync_and_release(&shared.hand_over.weights_full[buffer]);
+  uint64_t* const grad_out_empty = &shared.hand_over.grad_out_empty[grad_out_buffer()];
+  wait_for_grad_out();
+  start_grads<kHeadDimV>(dv, weight, grad_out_tile(shared, now));
   ++block_count;
+  // While the next block is on its way there is time to wait for dV, which lets the next grad_out set out. That has to set out
+  // in any case before its tail can be cleared.
+  const bool releases_early = !is_complete(&shared.query_full[next], parity()) || has_query_tail();
+  if (releases_early) {
+    wgmma_wait<0>();
+    release(grad_out_empty);
+  }
   if (!wait_for_block(next)) {
-    start_grads<kHeadDimV>(dv, weight, stage.grad_out);
     wgmma_wait<0>();
     return false;
   }
   clear_query_tail(next);
-  start_grads<kHeadDimV>(dv, weight, stage.grad_out);
   start_scores<kHeadDim>(score, key_tile(), shared.stage[next].query);
-  wgmma_wait<1>();
-  release(&shared.hand_over.grad_out_empty[now]);
+  if (!releases_early) {
+    wgmma_wait<1>();
+    release(grad_out_empty);
+  }
   wgmma_wait<0>();
   fence_registers(flat(score));
   return true;
@@ -100,7 +118,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     while (weights_and_dv_block(stage(), score)) continue;
   }
   meet(kEnd);  // all are done with the queries in shared memory
-  is_part() ? store_part(dv, kKeys * kHeadDim) : store_dv();
+  is_part() ? store_part(dv, kClusterKeys * kHeadDim) : store_dv();
 }
 
 // ---- the second warpgroup: dS and dK
@@ -111,11 +129,13 @@ template <class T, class Config>
 __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds_and_dk_block(int now, ScoreAccumulator& dp) {
   const int next = now ^ 1;
   recompute_warp_index();
-  wait(&shared.hand_over.weights_full, block_count % 2);
+  const int buffer = block_count % kDsBuffers;
+  wait(&shared.hand_over.weights_full[buffer], block_count / kDsBuffers % 2);
+  const uint4* const weights = weights_in(buffer);
   PackedScores ds;
 #pragma unroll
   for (int t = 0; t < kQuerySteps; ++t) {
-    const uint4 four = shared.weights[t][thread % 128];
+    const uint4 four = weights[t * kWarpSize];
     const unsigned weight[] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -125,29 +145,34 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
     }
   }
   fence_registers(ds);
-  sync_and_release(&shared.hand_over.weights_empty);
-  const int buffer = block_count % kDsBuffers;
-  wait(&shared.ds_empty[buffer], block_count / kDsBuffers % 2 ^ 1);
+  __syncwarp();  // all lanes have read the weights
   store_ds(shared.ds[buffer], ds);
   publish();
   release(&shared.ds_full[buffer]);
-  const Stage& stage = shared.stage[now];
+  if constexpr (kSharesDq) send_ds(buffer);
+  start_grads<kHeadDim>(dk, ds, shared.stage[now].query);
   ++block_count;
   if (!wait_for_block(next)) {
-    start_grads<kHeadDim>(dk, ds, stage.query);
     wgmma_wait<0>();
     return false;
   }
   clear_query_tail(next);
   begin_dp_at_minus_delta(next, dp);
-  wait(&shared.grad_out_full[next], parity());
-  start_grads<kHeadDim>(dk, ds, stage.query);
-  start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[next].grad_out);
-  wgmma_wait<1>();
-  release(&shared.stage_empty[now]);
+  // While grad_out is on its way there is time to wait for dK, which lets the queries of the block after the next set out.
+  const bool releases_early = !is_complete(&shared.grad_out_full[grad_out_buffer()], grad_out_parity());
+  if (releases_early) {
+    wgmma_wait<0>();
+    release(&shared.stage_empty[now]);
+  }
+  wait_for_grad_out();
+  start_scores<kHeadDimV, true>(dp, shared.value, grad_out_tile(shared, next));
+  if (!releases_early) {
+    wgmma_wait<1>();
+    release(&shared.stage_empty[now]);
+  }
   wgmma_wait<0>();
   fence_registers(flat(dp));
-  release(&shared.hand_over.grad_out_empty[next]);
+  release(&shared.hand_over.grad_out_empty[grad_out_buffer()]);
   return true;
 }
 
@@ -161,8 +186,8 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     clear_query_tail(0);
     ScoreAccumulator dp;
     begin_dp_at_minus_delta(0, dp);
-    wait(&shared.grad_out_full[0], 0);
-    start_scores<kHeadDimV, true>(dp, shared.value, shared.stage[0].grad_out);
+    wait_for_grad_out();
+    start_scores<kHeadDimV, true>(dp, shared.value, grad_out_tile(shared, 0));
     wgmma_wait<0>();
     fence_registers(flat(dp));
     release(&shared.hand_over.grad_out_empty[0]);
@@ -173,9 +198,29 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   release(&shared.ds_full[block_count % kDsBuffers]);
   meet(kEnd);
   is_part() ? store_part(dk, 0) : store_dk();
+  // The other CTA still reads the dS that this one sent, and arrives here: its last arrivals must find this CTA running.
+  if constexpr (kSharesDq)
+    for (int n = 0; n < kDsBuffers; ++n)
+      wait(&shared.ds_empty[(block_count + n) % kDsBuffers], (block_count + n) / kDsBuffers % 2 ^ 1);
+}
+
+// Sends this warp's dS of a block to the cluster's other CTA. Its buffer there is free, as this CTA's is: ds_empty counts both.
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::send_ds(int buffer) const {
+  if (lane() == 0)
+    bulk_copy_to(shared.peer.ds[buffer].box[0][score_row()], shared.ds[buffer].box[0][score_row()], kWarpKeys * kRowBytes,
+                 &shared.peer.ds_full[buffer], rank() ^ 1);
 }
 
 // ---- the third warpgroup: dQ
+
+// Waits for the other CTA's dS of the block at hand, and says that another one is going to come in its place.
+template <class T, class Config>
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::wait_for_peer_ds(int buffer) const {
+  uint64_t* const full = &shared.peer.ds_full[buffer];
+  wait(full, block_count / kDsBuffers % 2);
+  if (thread == 2 * kWarpgroupThreads) arrive_expect_tx(full, sizeof(DsTile));
+}
 
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::run_dq() {
@@ -186,6 +231,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     wait(&shared.ds_full[buffer], block_count / kDsBuffers % 2);
     if (query_block().query < 0) break;
     float* const to = dq_accum_of(query_block());
+    if constexpr (kSharesDq) wait_for_peer_ds(buffer);
     ++block_count;
     recompute_warp_index();
     DqAccumulator dq;
@@ -194,17 +240,19 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     for (int piece = 0; piece < kDqPieces; ++piece) {
       wgmma_wait<0>();
       fence_registers(dq);
-      if (piece == kDqPieces - 1) release(&shared.ds_empty[buffer]);
+      if (piece == kDqPieces - 1) release_in_cluster(&shared.ds_empty[buffer]);
       if (a.dq_semaphore) {
         add_dq(to, dq, (block_count - 1) % 2, piece);
         if (piece < kDqPieces - 1) start_dq(dq, buffer, piece + 1);
       } else {
         stage_dq(dq, piece);
-        add_last_dq(to, dq, piece);
+        DqAccumulator last;
+        keep_last_dq(last, dq);
         // The registers are free: the next product runs beside the fence.
         if (piece < kDqPieces - 1) start_dq(dq, buffer, piece + 1);
         publish();
         send_dq(to, piece);
+        add_last_dq(to, last, piece);  // after the fence, which would wait for these additions
       }
     }
   }

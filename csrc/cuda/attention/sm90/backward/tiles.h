@@ -35,8 +35,10 @@ struct BackwardSm90Tile {
   // A CTA takes one work tile after another. While it ends one, the next one's queries, keys and values are on their way.
   bool persistent = false;
 
-  // For the pipeline: of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by bulk reductions.
+  // These two are for the pipeline. Of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by
+  // bulk reductions; and the CTAs of a cluster, 1 or 2, which own neighbouring keys and compute dQ together.
   int dq_register_tiles = 0;
+  int cluster = 1;
 
   int math_registers, producer_registers;  // per thread
   int aux_registers = 0;  // of the dropout warps, or of the pipeline's third warpgroup
@@ -83,7 +85,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlainNarrowTile, .keys = 64, .queries = 64,
      .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
-     .dq_register_tiles = 4, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+     .dq_register_tiles = 2, .cluster = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kMasks, .keys = 64, .queries = 64,
      .dq_register_tiles = 4, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
 };
@@ -103,6 +105,8 @@ constexpr bool is_valid(const BackwardSm90Tile& tile) {
          (aux_threads == 0 ? tile.aux_registers == 0 : is_register_count(tile.aux_registers)) &&
          tile.dropout_warps == (tile.features == BackwardSm90Features::kDropout ? 4 : 0) &&
          (!tile.persistent || tile.features == BackwardSm90Features::kPlain) &&
+         (tile.cluster == 1 ||
+          (tile.cluster == 2 && tile.pipelined() && is_plain(tile.features) && tile.head_dim % 128 == 0)) &&
          128 * (tile.warpgroups * tile.math_registers + tile.producer_registers) + aux_threads * tile.aux_registers <=
              launch_registers;
 }

@@ -63,6 +63,13 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void release(uint64_t* barrier) {
     if (lane() == 0) arrive(barrier);
   }
+  // In each CTA of the cluster.
+  __device__ __forceinline__ void release_in_cluster(uint64_t* barrier) {
+    if constexpr (!kSharesDq)
+      release(barrier);
+    else if (lane() < kCluster)
+      arrive_at(barrier, lane());
+  }
   // Once all lanes of the warp have come here.
   __device__ __forceinline__ void sync_and_release(uint64_t* barrier) {
     __syncwarp();
@@ -75,6 +82,14 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ bool wait_for_block(int stage, int offset = 0) {
     wait(&shared.query_full[stage], (block_count + offset) / 2 % 2);
     return query_block(offset).query >= 0;
+  }
+  // grad_out of the block at hand: its buffer's barriers, and the wait for it.
+  __device__ __forceinline__ int grad_out_buffer() const { return block_count % kGradOutStages; }
+  __device__ __forceinline__ unsigned grad_out_parity() const { return block_count / kGradOutStages % 2; }
+  __device__ __forceinline__ void wait_for_grad_out() { wait(&shared.grad_out_full[grad_out_buffer()], grad_out_parity()); }
+  // Whether a phase is complete, the same answer for the whole warp.
+  __device__ __forceinline__ bool is_complete(uint64_t* barrier, unsigned parity) const {
+    return __shfl_sync(~0u, static_cast<int>(test_wait(barrier, parity)), 0) != 0;
   }
   // Makes what the warp has written into shared memory readable for TMA and wgmma.
   __device__ __forceinline__ void publish() {
@@ -156,7 +171,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0) {
     if constexpr (!kPipelined && !kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
     const uint64_t ds = k_major_descriptor(shared_address(shared.ds[buffer].box[kDqSideBySide ? 0 : warpgroup()])),
-                   keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? piece
+                   keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? first_dq_piece() + piece
                                                                             : kDqSideBySide ? warpgroup()
                                                                                             : 0]),
                                               kKeys * kRowBytes);
@@ -178,25 +193,39 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     for (int step = 0; step < kKeySteps; ++step)
       Wgmma<T, kDqPieceColumns>::template ss<true, true>(d, offset_descriptor(ds, step * 16 * kRowBytes),
                                                          offset_descriptor(keys, step * 16 * kRowBytes), step > 0);
+    if constexpr (kSharesDq) {
+      const uint64_t peer_ds = k_major_descriptor(shared_address(shared.peer.ds[buffer].box[0])),
+                     peer_keys = mn_major_descriptor(shared_address(shared.peer.key.box[piece]), kKeys * kRowBytes);
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step)
+        Wgmma<T, kDqPieceColumns>::template ss<true, true>(d, offset_descriptor(peer_ds, step * 16 * kRowBytes),
+                                                           offset_descriptor(peer_keys, step * 16 * kRowBytes), true);
+    }
     wgmma_commit();
   }
 
   // ---- dQ on its way to global memory
 
-  // Where in the dQ accumulator this lane adds its part of a block's dQ; null: the warpgroup's piece is padding.
+  // Of a row's pieces, the pipeline's first in this CTA; a `piece` below counts from it.
+  __device__ __forceinline__ int first_dq_piece() const { return rank() * kDqPieces; }
+
+  // Where in the dQ accumulator this lane adds its part of a block's dQ, from this CTA's first piece on; null: the warpgroup's
+  // piece is padding.
   __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const {
     const int width = dq_accum_width(a.space);
     constexpr int kRowTiles = kDqSideBySide ? 0 : kDqPieceColumns / 16,
-                  kColumnTiles = kDqSideBySide && !kPipelined ? kDqPieceColumns / 8 : 0;  // per warpgroup
+                  kColumnTiles = kDqSideBySide ? kDqPieceColumns / 8 : 0;  // per warpgroup
     const bool exists = kDqSideBySide ? kPipelined || warpgroup() * kDqPieceColumns < width
                                       : block.query + warpgroup() * kDqPieceColumns < tile().queries;
-    const int first = ((warpgroup() * kRowTiles + warp % 4) * (width / 8) + warpgroup() * kColumnTiles) * 128;
+    const int column_tile = kPipelined ? first_dq_piece() * (kDqPieceColumns / 8) : warpgroup() * kColumnTiles,
+              first = ((warpgroup() * kRowTiles + warp % 4) * (width / 8) + column_tile) * 128;
     return exists ? a.space.dq_accum + block.dq_offset + first + dq_accum_offset(lane(), 0) : nullptr;
   }
   // How many tiles of 16 x 8 of this warp's piece are not padding.
   __device__ __forceinline__ int dq_piece_tiles(int piece = 0) const {
     constexpr int kTiles = kDqPieceColumns / 8;
-    if constexpr (kPipelined) return min(max(static_cast<int>(a.problem.head_dim + 7) / 8 - piece * kTiles, 0), kTiles);
+    if constexpr (kPipelined)
+      return min(max(static_cast<int>(a.problem.head_dim + 7) / 8 - (first_dq_piece() + piece) * kTiles, 0), kTiles);
     return kAllOptions || kHeadDim % kDqPieceColumns == 0 || warpgroup() < kHeadDim / kDqPieceColumns
                ? kTiles
                : kHeadDim % kDqPieceColumns / 8;
@@ -237,7 +266,14 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       tma_store_commit();
     }
   }
-  // Adds the last tiles of the piece.
+  // The last tiles of the piece, which go from registers: copied, and then added.
+  __device__ __forceinline__ static void keep_last_dq(DqAccumulator& to, const DqAccumulator& from) {
+#pragma unroll
+    for (int n = 4 * kDqBulkTiles; n < kDqPieceColumns / 2; ++n) {
+      to[n] = from[n];
+      make_opaque(to[n]);
+    }
+  }
   __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int piece = 0) {
     if constexpr (kDqBulkTiles < kDqPieceColumns / 8)
       if (to) {
@@ -317,21 +353,26 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   __device__ __forceinline__ void clear_key_tail() {
     const WorkTile& tile = this->tile();
-    if (a.problem.query_starts && tile.key + kKeys > tile.keys) {
+    const int cluster_key = tile.key - rank() * kKeys;
+    if (a.problem.query_starts && cluster_key + kClusterKeys > tile.keys) {
       wait_for_keys();
       wait(&shared.value_full, tile_count % 2);
-      clear_tail(key_tile(), tile.keys - tile.key);
-      clear_tail(shared.value, tile.keys - tile.key);
+      const int from = max(tile.keys - tile.key, 0);
+      clear_tail(key_tile(), from);
+      clear_tail(shared.value, from);
+      if constexpr (kSharesDq) clear_tail(shared.peer.key, max(tile.keys - cluster_key - (rank() ^ 1) * kKeys, 0));
       publish_tail(kKeyTail);
     }
   }
+  __device__ __forceinline__ bool has_query_tail() const {
+    return a.problem.query_starts && query_block().query + kQueries > tile().queries;
+  }
   __device__ __forceinline__ void clear_query_tail(int stage) {
-    const WorkTile& tile = this->tile();
-    const int query = query_block().query;
-    if (a.problem.query_starts && query + kQueries > tile.queries) {
-      wait(&shared.grad_out_full[stage % kGradOutStages], block_count / kGradOutStages % 2);
-      clear_tail(shared.stage[stage].query, tile.queries - query);
-      clear_tail(grad_out_tile(shared, stage), tile.queries - query);
+    if (has_query_tail()) {
+      const int from = tile().queries - query_block().query;
+      wait_for_grad_out();
+      clear_tail(shared.stage[stage].query, from);
+      clear_tail(grad_out_tile(shared, stage), from);
       publish_tail(kQueryTail + (kPipelined ? stage : 0));
     }
   }
@@ -624,7 +665,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   template <int kCount>
   __device__ __forceinline__ void store_part(const Accumulator<1, kCount>& d, int first) const {
     float4* const to = reinterpret_cast<float4*>(a.kv_grad_parts.data + tile().slot * a.kv_grad_parts.slot_size() + first) +
-                       (row_warp() * kCount * kWarpSize + lane());
+                       ((4 * rank() + row_warp()) * kCount * kWarpSize + lane());
 #pragma unroll
     for (int j = 0; j < kCount; ++j) to[j * kWarpSize] = make_float4(d[0][j][0], d[0][j][1], d[0][j][2], d[0][j][3]);
   }
@@ -639,8 +680,10 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     } else {
 #pragma unroll
       for (float& x : flat(d)) x *= scale;
-      store_rows<T>(d, OutTile{reinterpret_cast<T*>(&shared.stage[kPipelined ? warpgroup() : 0])}, 0, score_row(), to,
-                    view.stride[2], view.stride[3], rows, columns);
+      // In the memory of queries and grad_out, of which the warpgroups of the pipeline have a part each.
+      char* const tile_at = reinterpret_cast<char*>(&shared.stage) + (kPipelined ? warpgroup() * OutTile::bytes(kKeys) : 0);
+      store_rows<T>(d, OutTile{reinterpret_cast<T*>(tile_at)}, 0, score_row(), to, view.stride[2], view.stride[3], rows,
+                    columns);
     }
   }
 
@@ -702,6 +745,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void run_weights_and_dv();
   __device__ __forceinline__ bool ds_and_dk_block(int now, ScoreAccumulator& dp);
   __device__ __forceinline__ void run_ds_and_dk();
+  __device__ __forceinline__ uint4* weights_in(int buffer) const;
+  __device__ __forceinline__ void send_ds(int buffer) const;
+  __device__ __forceinline__ void wait_for_peer_ds(int buffer) const;
   __device__ __forceinline__ void run_dq();
 };
 
