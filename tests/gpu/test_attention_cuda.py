@@ -160,7 +160,7 @@ def test_side_stream_and_its_order():
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 9)}], ids=str)
 @pytest.mark.parametrize("lengths", [(40, 385), (333, 300)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_many_blocks_of_keys_in_turn(head_dim, lengths, options):
     queries, keys = lengths
     inputs = [gpu(5, heads, rows, head_dim, grad=True) for heads, rows in ((48, queries), (24, keys), (24, keys))]
@@ -185,14 +185,14 @@ def test_work_tiles_in_parts(dtype, head_dims, made):
     Attention(dtype=dtype, head_dims=head_dims, **made, wanted="qkv").check("cuda")
 
 
-# Tiles of 128 keys, of 96 over head dim 128, or of 64 over 192: 64 tiles; and 200, of which 132 SMs leave 68, too many for two
-# parts of each.
+# Tiles of 128 keys, 64 of them; and 200, of which 132 SMs leave 68, too many for two parts of each. Over head dim 128 two SMs
+# take a tile: half as many tiles.
 @pytest.mark.parametrize("heads, queries, tiles", [(4, 2048, 16), (25, 3072, 8)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_parts_of_work_tiles_are_added_in_order(head_dim, heads, queries, tiles):
     """So that dK and dV repeat bit for bit. Those of `deterministic`, whose tiles are never cut, are sums in another order: the
     same bits would mean that no tile was cut."""
-    keys = tiles * (128 if head_dim <= 128 else 96 if head_dim <= 192 else 64)
+    keys = tiles * (128 if head_dim <= 128 else 64)
     lengths = (queries, keys, keys, queries)
     *inputs, grad = (gpu(1, heads, n, head_dim, dtype=torch.float16, grad=i < 3) for i, n in enumerate(lengths))
 

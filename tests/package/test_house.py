@@ -86,13 +86,16 @@ class TestMainloops:
     def test_the_hot_path_leaves_out_what_is_rare(self, mainloops):
         code = mainloops.instructions(self.listing())
         assert [(i.text, i.clocks) for i in code] == list(self.CODE)
-        assert mainloops.mainloop(code, 2) == mainloops.Loop(9 * 16 / 1024, 5, 2 + 5 + 3 + 1 + 6)
+        assert mainloops.mainloop(code, [2]) == mainloops.Loop(9 * 16 / 1024, 5, 2 + 5 + 3 + 1 + 6)
 
     def test_a_kernel_without_such_a_loop_is_an_error(self, mainloops):
         with pytest.raises(SystemExit, match="no loop"):
-            mainloops.mainloop(mainloops.instructions(self.listing()), 3)
+            mainloops.mainloop(mainloops.instructions(self.listing()), [2, 2])
 
-    @pytest.mark.parametrize(("head_dim", "products"), [(64, 34), (96, 30), (128, 34)])
+    @pytest.mark.parametrize(
+        ("head_dim", "products"),
+        [(64, [34]), (96, [30]), (128, [34]), (160, [14, 14, 16]), (192, [16] * 3), (256, [24, 24, 16])],
+    )
     def test_products_of_a_block(self, mainloops, head_dim, products):
         assert mainloops.products_of(head_dim) == products
 

@@ -80,7 +80,8 @@ struct Wgmma;
 #define FO_D3 FO_D1, FO_D(16), FO_D(24)
 #define FO_D5 FO_D3, FO_D(32), FO_D(40)
 #define FO_D7 FO_D5, FO_D(48), FO_D(56)
-#define FO_D11 FO_D7, FO_D(64), FO_D(72), FO_D(80), FO_D(88)
+#define FO_D9 FO_D7, FO_D(64), FO_D(72)
+#define FO_D11 FO_D9, FO_D(80), FO_D(88)
 #define FO_D15 FO_D11, FO_D(96), FO_D(104), FO_D(112), FO_D(120)
 
 // i0 to i6: the numbers of the assembler operands that follow the accumulators.
@@ -109,6 +110,7 @@ struct Wgmma;
   FO_WGMMA(T, TYPE, 64, 3, 32, 33, 34, 35, 36, 37, 38)                 \
   FO_WGMMA(T, TYPE, 96, 5, 48, 49, 50, 51, 52, 53, 54)                 \
   FO_WGMMA(T, TYPE, 128, 7, 64, 65, 66, 67, 68, 69, 70)                \
+  FO_WGMMA(T, TYPE, 160, 9, 80, 81, 82, 83, 84, 85, 86)                \
   FO_WGMMA(T, TYPE, 192, 11, 96, 97, 98, 99, 100, 101, 102)            \
   FO_WGMMA(T, TYPE, 256, 15, 128, 129, 130, 131, 132, 133, 134)
 FO_WGMMAS(__nv_bfloat16, "bf16")
@@ -131,6 +133,7 @@ FO_WGMMAS(__half, "f16")
 #undef FO_D3
 #undef FO_D5
 #undef FO_D7
+#undef FO_D9
 #undef FO_D11
 #undef FO_D15
 #undef FO_WGMMA

@@ -61,11 +61,10 @@ struct BackwardSm90Kernel {
   static constexpr BackwardSm90Features kFeatures = kTile.features;
   static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
                         kHasDropout = kFeatures == BackwardSm90Features::kDropout;
-  static constexpr bool kHasMaskMap = !is_plain(kFeatures);  // a mask map may hide whole blocks
+  static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
-  static constexpr bool kCutsTiles = is_plain(kFeatures);  // work tiles may come in parts
-  static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1,
-                        kSharesKeys = kTile.shares_keys();
+  static constexpr bool kCutsTiles = !kHasMaskMap;  // work tiles may come in parts
+  static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
@@ -73,11 +72,9 @@ struct BackwardSm90Kernel {
   // The two CTAs of a cluster share dQ: each computes half of its columns, of the dS and the keys of both.
   static constexpr int kCluster = kTile.cluster, kClusterKeys = kCluster * kKeys;
   static constexpr bool kSharesDq = kCluster == 2;
-  // Warpgroups that share keys have one buffer for grad_out: they need it again only once the next block's scores are made.
-  // CTAs that share dQ have no room for two.
-  static constexpr int kGradOutStages = kSharesKeys || kSharesDq ? 1 : kStages;
+  // CTAs that share dQ have no room for a second buffer of grad_out at head dim 256.
+  static constexpr int kGradOutStages = kSharesDq && kHeadDim > 192 ? 1 : kStages;
   static constexpr int kWarpgroupKeys = 64, kWarpKeys = 16;
-  static constexpr int kScoreKeys = 32;  // of a warpgroup's scores, where warpgroups share keys
   static constexpr int kWarpgroupThreads = 128, kThreads = kTile.threads(), kMathThreads = kWarpgroupThreads * kTile.warpgroups,
                        kMathWarps = kMathThreads / kWarpSize;
   static constexpr int box_count(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
@@ -86,12 +83,13 @@ struct BackwardSm90Kernel {
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
 
   // dQ of a block is cut into pieces of 64 x 64. Two warpgroups take one piece each, side by side where a block has 64 queries
-  // and one above the other where it has 128; of the last piece in a row there may be half. Warpgroups that share keys take
-  // three side by side. The pipeline's third warpgroup takes one piece after another, half of them in each CTA of a cluster,
-  // and a single warpgroup takes all columns at once.
+  // and one above the other where it has 128; of the last piece in a row there may be half. The pipeline's third warpgroup
+  // takes one piece after another, half of them in each CTA of a cluster, and a single warpgroup takes all columns at once.
   static constexpr bool kDqSideBySide = kQueries == 64;
+  // Where a row has an odd number of boxes, each CTA of a cluster has half of the middle one besides, as the end of its piece.
+  static constexpr int kDqNarrowColumns = kSharesDq && kBoxes % 2 != 0 ? kBoxColumns / 2 : 0;
   static constexpr int kDqPieces = kPipelined ? kBoxes / kCluster : 1;
-  static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90;
+  static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90 + kDqNarrowColumns;
   static constexpr int kDqWarps = kPipelined ? 4 : kMathWarps;
   // dQ leaves through shared memory and bulk copies where shared memory has room for it, else from registers.
   static constexpr bool kStagesDq = !kAllOptions && !kSingleWarpgroup;
@@ -99,24 +97,25 @@ struct BackwardSm90Kernel {
   // since both ways at once are faster than either.
   static constexpr int kDqBulkTiles = kDqPieceColumns / 8 - kTile.dq_register_tiles;
   static constexpr int kDqAlignment = kPersistent ? kBoxAlignment : kVectorBytes;
-  // While a piece is on its way, the next ones go to the other slots.
-  static constexpr int kDqSlots = !kPipelined ? 1 : kHeadDim <= 192 ? kDqPieces : kDqBulkTiles <= 4 ? 2 : 1;
+  static_assert(kDqNarrowColumns == 0 || kTile.dq_register_tiles * 8 == kDqNarrowColumns);
+  // While a piece is on its way, the next one goes to the other slot. CTAs that share dQ send less of it, and are faster with
+  // one: TMA works in the order of what it is given, and the less of dQ is on its way, the sooner queries come.
+  static constexpr int kDqSlots = kPipelined && !kSharesDq ? 2 : 1;
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
   static constexpr int kKeyBuffers = kPersistent ? 2 : 1;
   // In the pipeline, a block's weights lie where its dS is going to.
   static constexpr int kDsBuffers = kSingleWarpgroup ? 1 : 2;
-  static constexpr int kWeights = 1;  // the buffer that has weights instead, where warpgroups share keys
-  static constexpr int kQueryBlocks = kDsBuffers == 1 || kSharesKeys ? 4 : 8;  // a power of two
+  static constexpr int kQueryBlocks = kDsBuffers == 1 ? 4 : 8;  // a power of two
   // At head dim 64 a mask's boxes leave no room for lse's low part: it is read into dq_staging when it counts.
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
   // The tensor cores subtract lse and delta, as one more step of the products. Where scores are [key][query], all of a warp's
   // rows need the same numbers, but each lane has to read them: a clock of shared memory per register and warp.
-  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain && !kSharesKeys && !kPipelined;
+  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain && !kPipelined;
   using RowStats = std::conditional_t<kSubtractsByProducts, StatsOperand, float[kStatsRows * (kLseLowInStaging ? 2 : 3)]>;
 
-  static_assert(kDqSideBySide ? kPipelined || kBoxes == (kSharesKeys ? 3 : 2) : kQueries == 128 && kBoxes == 1);
+  static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
-  static_assert(!kPipelined || (!kAllOptions && kDqSideBySide && kHeadDim % kBoxColumns == 0));
+  static_assert(!kPipelined || (!kAllOptions && kDqSideBySide && (kHeadDim % kBoxColumns == 0 || kSharesDq)));
   static_assert(!kPersistent || (kStagesDq && !kHasMaskMap && !kPipelined));
 
   // ---- what a CTA works on
@@ -164,8 +163,7 @@ struct BackwardSm90Kernel {
   using ValueTile = TmaTile<kValueBoxes, kKeys>;
   using QueryTile = TmaTile<kBoxes, kQueries>;
   using GradOutTile = TmaTile<kValueBoxes, kQueries>;
-  // [key][query]; [query][key] where warpgroups share keys.
-  using DsTile = std::conditional_t<kSharesKeys, TmaTile<box_count(kKeys), kQueries>, TmaTile<kQueryBoxes, kKeys>>;
+  using DsTile = TmaTile<kQueryBoxes, kKeys>;  // [key][query]
   struct StageOfBoth {
     QueryTile query;
     GradOutTile grad_out;
@@ -174,13 +172,11 @@ struct BackwardSm90Kernel {
     QueryTile query;
   };
   using Stage = std::conditional_t<kGradOutStages == 1, StageOfQueries, StageOfBoth>;
+  static constexpr int kPeerBoxes = 2;
   struct Peer {  // the cluster's other CTA: of its keys the columns that this CTA computes of dQ, and its dS
-    TmaTile<kBoxes / kCluster, kKeys> key;
+    TmaTile<kPeerBoxes, kKeys> key;
     DsTile ds[kDsBuffers];
     uint64_t ds_full[kDsBuffers];
-  };
-  struct DqBarriers {  // per warpgroup: its dQ is in dq_staging; it has been read
-    uint64_t full[kTile.warpgroups], empty[kTile.warpgroups];
   };
   struct HandOverBarriers {  // a stage's grad_out is released apart; the pipeline's weights
     uint64_t grad_out_empty[kGradOutStages], weights_full[kDsBuffers];
@@ -209,13 +205,12 @@ struct BackwardSm90Kernel {
     // Barriers. "full": the producer's data have arrived; "empty": the consumers are done with them.
     uint64_t key_full[kKeyBuffers], key_empty[kKeyBuffers], value_full, value_empty;
     uint64_t query_full[kStages], grad_out_full[kStages];
-    uint64_t stage_empty[kStages];  // the stage; of the pipeline and of shared keys its queries alone, as grad_out_empty exists
+    uint64_t stage_empty[kStages];  // the stage; of the pipeline its queries alone, as grad_out_empty exists
     uint64_t ds_full[2];  // all warps of the CTA have written their dS of a block
     uint64_t dq_may_add[2], dq_added[2];  // the dQ semaphore admits this CTA to a block; its warps have added their dQ
     uint64_t ds_empty[2];  // all warps that make dQ of it are done, of the cluster's other CTA too
-    [[no_unique_address]] std::conditional_t<kPipelined || kSharesKeys, HandOverBarriers, Without<HandOverBarriers>> hand_over;
+    [[no_unique_address]] std::conditional_t<kPipelined, HandOverBarriers, Without<HandOverBarriers>> hand_over;
     [[no_unique_address]] std::conditional_t<kHasMaskBarriers, MaskBarriers, Without<MaskBarriers>> mask;
-    [[no_unique_address]] std::conditional_t<kSharesKeys, DqBarriers, Without<DqBarriers>> dq;
 
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
     alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
@@ -284,13 +279,9 @@ struct BackwardSm90Kernel {
 
   template <int kColumns>
   using GradAccumulator = Accumulator<1, kColumns / 8>;  // of dK or dV: [this warpgroup's keys][columns]
-  // Of warpgroups that share keys, dK or dV: [this warpgroup's columns][key].
-  using TransposedGrads = Accumulator<1, kKeys / 8>;
-  // S or dP: [this warpgroup's keys][the block's queries]; of shared keys [the block's queries][this warpgroup's keys].
-  static constexpr int kScoreColumns = kSharesKeys ? kScoreKeys : kQueries;
-  using ScoreAccumulator = Accumulator<1, kScoreColumns / 8>;
+  using ScoreAccumulator = Accumulator<1, kQueries / 8>;  // S or dP: [this warpgroup's keys][the block's queries]
   using DqAccumulator = float[kDqPieceColumns / 2];  // a piece of dQ
-  using PackedScores = unsigned[kScoreColumns / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
+  using PackedScores = unsigned[kQueries / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
   using Mask = MaskTile<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kHeadDim>;
   static_assert((kPipelined ? 2 : 1) * OutTile::bytes(kKeys) <=
@@ -311,6 +302,8 @@ struct BackwardSm90Kernel {
 
   // This CTA's number in its cluster.
   __device__ __forceinline__ static int rank() { return kSharesDq ? cluster_rank() : 0; }
+  // Of the boxes of the other CTA's keys, the first that this CTA has.
+  __device__ __forceinline__ static int first_peer_box() { return rank() * (kBoxes - kPeerBoxes); }
 
   // Which keys a CTA owns, and the role of each of its warps (kernel.cuh).
   __device__ static void clear_padding(const BackwardSm90Arguments& a);
@@ -321,13 +314,12 @@ struct BackwardSm90Kernel {
   __device__ static void init_barriers(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared);
 
-  // The producer warp, the dropout warps, and the warp that waits for the dQ semaphore or sends dQ (producer.cuh).
+  // The producer warp, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
   class MaskedBlockIterator;
   struct Producer;
   __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
   __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int& count);
   __device__ static void order_dq_adds_of_all_tiles(const BackwardSm90Arguments& a, Shared& shared);
-  __device__ static void send_dq(const BackwardSm90Arguments& a, Shared& shared);
 
   // A math warpgroup: what all schedules have in common (warpgroup.cuh), and the schedules (schedule_*.cuh).
   struct MathWarpgroup;

@@ -10,7 +10,6 @@
 // schedule_own_keys.cuh:    these two warpgroups; or one with 64 keys, where a mask hides one half of many tiles of 128 keys
 // schedule_all_options.cuh: two warpgroups, with whatever a problem may have
 // schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128; two CTAs may share dQ
-// schedule_shared_keys.cuh: 96 keys that three warpgroups share, over head dim 128 and up to 192
 #pragma once
 
 #include <cstdint>
@@ -23,7 +22,6 @@
 #include "schedule_all_options.cuh"
 #include "schedule_own_keys.cuh"
 #include "schedule_pipeline.cuh"
-#include "schedule_shared_keys.cuh"
 
 namespace flash_online::cuda {
 
@@ -179,7 +177,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     mbarrier_init(&shared.query_full[i], 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
     mbarrier_init(&shared.stage_empty[i], kMathWarps);
-    if constexpr (kPipelined || kSharesKeys) mbarrier_init(&shared.hand_over.grad_out_empty[i % kGradOutStages], kMathWarps);
+    if constexpr (kPipelined) mbarrier_init(&shared.hand_over.grad_out_empty[i % kGradOutStages], kMathWarps);
   }
   for (int i = 0; i < 2; ++i) {
     mbarrier_init(&shared.ds_full[i], kPipelined ? 4 : kMathWarps);
@@ -192,11 +190,6 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     for (int i = 0; i < kDsBuffers; ++i) mbarrier_init(&shared.hand_over.weights_full[i], 4);
   if constexpr (kSharesDq)
     for (int i = 0; i < kDsBuffers; ++i) mbarrier_init(&shared.peer.ds_full[i], 1);
-  if constexpr (kSharesKeys)
-    for (int i = 0; i < kTile.warpgroups; ++i) {
-      mbarrier_init(&shared.dq.full[i], 4);
-      mbarrier_init(&shared.dq.empty[i], 1);
-    }
   if constexpr (kHasMaskBarriers) {
     mbarrier_init(&shared.mask.full, 1);
     mbarrier_init(&shared.mask.empty, kMathWarps);
@@ -206,7 +199,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     for (int i = 0; i < kDsBuffers; ++i) arrive_expect_tx(&shared.peer.ds_full[i], sizeof(DsTile));
 }
 
-// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore or sends dQ, the others only give up
+// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others only give up
 // their registers. The dropout warps follow, then the math warpgroups.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
@@ -233,8 +226,6 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
       if (warp == 0) Producer::run(a, shared);
       int count = 0;
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds(a, shared, shared.tile[0], count);
-      if constexpr (kSharesKeys)
-        if (!a.dq_semaphore && threadIdx.x == kWarpSize) send_dq(a, shared);
     }
   } else if (warp < 4 + kTile.dropout_warps) {
     if constexpr (kHasDropout) {
@@ -253,8 +244,6 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
       warp < 8 ? warpgroup.run_weights_and_dv() : warpgroup.run_ds_and_dk();
     else if constexpr (kAllOptions)
       warpgroup.run_all_options();
-    else if constexpr (kSharesKeys)
-      warpgroup.run_shared_keys();
     else
       warpgroup.run_own_keys();
   }

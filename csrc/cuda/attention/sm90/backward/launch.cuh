@@ -44,14 +44,6 @@ inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   return p.dropout != 0 ? BackwardSm90Features::kDropout : BackwardSm90Features::kMasks;
 }
 
-// Whether plain attention up to head dim 192 is faster in CTAs of 64 keys than of 96: with grouped heads under a causal mask.
-// There, the CTAs of one key head work at different query heads at the same time, since some of them see more queries than
-// others. Together they read the queries of whole groups, and the more keys a CTA has, the more groups are in use at once. The
-// L2 cache does not hold those of 96 keys, which take 1.15 times as long at 2,048 and 4,096 keys, and 1.05 times at 8,192.
-inline bool prefers_narrow_tile(const AttentionProblem& p) {
-  return p.heads > p.key_heads && p.visible.right >= 0 && p.visible.left < 0;
-}
-
 template <BackwardSm90Features kFeatures>
 using FeatureSet = std::integral_constant<BackwardSm90Features, kFeatures>;
 template <int kNumber>
@@ -81,10 +73,6 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
     if constexpr (kHeadDim == 128)
       if (wider <= 96) return f(element, kPlain, Constant<96>{}, Constant<96>{});
     if constexpr (kHeadDim == 256) {
-      constexpr FeatureSet<Features::kPlainNarrowTile> kNarrow{};
-      if (wider <= 192 && prefers_narrow_tile(problem))
-        return problem.head_dim_v <= 128 ? f(element, kNarrow, Constant<192>{}, Constant<128>{})
-                                         : f(element, kNarrow, Constant<192>{}, Constant<192>{});
       if (wider <= 160) return f(element, kPlain, Constant<160>{}, Constant<160>{});
       if (wider <= 192 && problem.head_dim_v <= 128) return f(element, kPlain, Constant<192>{}, Constant<128>{});
       if (wider <= 192) return f(element, kPlain, Constant<192>{}, Constant<192>{});

@@ -1,5 +1,5 @@
 // The warps of the Hopper backward kernel that do not compute gradients: the producer warp, which loads queries, keys, values
-// and masks; the dropout warps; and the warp that waits for the dQ semaphore, or sends dQ.
+// and masks; the dropout warps; and the warp that waits for the dQ semaphore.
 #pragma once
 
 #include <cstdint>
@@ -114,8 +114,8 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     const int from = tile.first_key + (rank() == 0 ? kKeys : -kKeys);
     arrive_expect_tx(&shared.key_full[0], sizeof(shared.peer.key));
 #pragma unroll
-    for (int piece = 0; piece < kDqPieces; ++piece)
-      tma_load(shared.peer.key.box[piece], a.key.map, a.key.at(tile.batch, tile.first_head, from, rank() * kDqPieces + piece),
+    for (int box = 0; box < kPeerBoxes; ++box)
+      tma_load(shared.peer.key.box[box], a.key.map, a.key.at(tile.batch, tile.first_head, from, first_peer_box() + box),
                &shared.key_full[0]);
   }
   template <int kCount>
@@ -207,8 +207,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
         load_mask_bits(a, shared, stage, head, query);
     if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
     uint64_t* const grad_out_full = &shared.grad_out_full[stage % kGradOutStages];
-    if constexpr (kPipelined || kSharesKeys)
-      wait(&shared.hand_over.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
+    if constexpr (kPipelined) wait(&shared.hand_over.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
     arrive_expect_tx(grad_out_full, sizeof(GradOutTile));
     load_queries(grad_out_tile(shared, stage), a.grad_out, grad_out_at, grad_out_full);
     if constexpr (kTransposed && kHasMaskBarriers)
@@ -388,35 +387,6 @@ __device__ void BackwardSm90Kernel<T, Config>::order_dq_adds_of_all_tiles(const 
     order_dq_adds(a, shared, tile, count);
     for (; count < first + 2 || count % 2 != 0; ++count) arrive(&shared.dq_may_add[count % 2]);
     arrive(&shared.key_empty[tile_count % kKeyBuffers]);
-  }
-}
-
-// ---- the same warp where warpgroups share keys and dQ's order does not matter, one thread of it
-
-// Sends each block's dQ by bulk reductions, once a warpgroup has put its columns into shared memory.
-template <class T, class Config>
-__device__ void BackwardSm90Kernel<T, Config>::send_dq(const BackwardSm90Arguments& a, Shared& shared) {
-  constexpr int kTiles = kHeadDim / 8, kPieceTiles = kDqPieceColumns / 8, kLastPiece = kBoxes - 1;
-  const int blocks = shared.tile[0].blocks;
-#pragma unroll 1
-  for (int n = 0; n < blocks; ++n) {
-#pragma unroll
-    for (int piece = 0; piece < kBoxes; ++piece) {
-      wait(&shared.dq.full[piece], n % 2);
-      float* const to = a.space.dq_accum + shared.query_block[n % kQueryBlocks].dq_offset + piece * kPieceTiles * 128;
-      const int tiles = piece < kLastPiece ? kPieceTiles : kTiles - kLastPiece * kPieceTiles;
-#pragma unroll
-      for (int band = 0; band < 4; ++band)  // of 16 queries
-        bulk_reduce_add(to + band * kTiles * 128, shared.dq_staging[4 * piece + band][0],
-                        tiles * 128 * static_cast<int>(sizeof(float)));
-      tma_store_commit();
-    }
-    tma_store_wait_read<2>();
-    arrive(&shared.dq.empty[0]);
-    tma_store_wait_read<1>();
-    arrive(&shared.dq.empty[1]);
-    tma_store_wait_read<0>();
-    arrive(&shared.dq.empty[2]);
   }
 }
 

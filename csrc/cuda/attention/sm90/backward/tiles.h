@@ -14,14 +14,10 @@ enum class BackwardSm90Features {
   kMasksNarrowTile,  // as kMasks, in CTAs of 64 keys: where a bool mask hides much
   kDropout,          // dropout, a bool mask, ALiBi
   kAllOptions,       // softcap, any mask, ALiBi, dropout, any scale
-  kPlainNarrowTile,  // as kPlain, in CTAs of 64 keys: where grouped heads leave the L2 cache no room
 };
-constexpr bool is_plain(BackwardSm90Features features) {
-  return features == BackwardSm90Features::kPlain || features == BackwardSm90Features::kPlainNarrowTile;
-}
 
 // A CTA owns `keys` keys and loops over blocks of `queries` queries. It has a producer warpgroup and math warpgroups of 64 keys
-// each. A CTA of 64 keys has one math warpgroup, or three that form a pipeline. A CTA of 96 keys has three that share them.
+// each. A CTA of 64 keys has one math warpgroup, or three that form a pipeline.
 struct BackwardSm90Tile {
   int head_dim, head_dim_v;
   BackwardSm90Features features;
@@ -47,7 +43,6 @@ struct BackwardSm90Tile {
   int ctas_per_sm = 1;
 
   constexpr bool pipelined() const { return keys == 64 && warpgroups == 2; }
-  constexpr bool shares_keys() const { return warpgroups == 3; }
   constexpr int threads() const { return 128 * (warpgroups + 1 + pipelined()) + 32 * dropout_warps; }
 };
 
@@ -74,16 +69,12 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kAllOptions, .keys = 128, .queries = 64,
      .math_registers = 240, .producer_registers = 24},
 
-    {.head_dim = 160, .head_dim_v = 160, .features = BackwardSm90Features::kPlain, .keys = 96, .queries = 64,
-     .math_registers = 160, .producer_registers = 32, .warpgroups = 3},
-    {.head_dim = 192, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 96, .queries = 64,
-     .math_registers = 160, .producer_registers = 32, .warpgroups = 3},
-    {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlain, .keys = 96, .queries = 64,
-     .math_registers = 160, .producer_registers = 32, .warpgroups = 3},
-    {.head_dim = 192, .head_dim_v = 128, .features = BackwardSm90Features::kPlainNarrowTile, .keys = 64, .queries = 64,
-     .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
-    {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlainNarrowTile, .keys = 64, .queries = 64,
-     .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+    {.head_dim = 160, .head_dim_v = 160, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
+     .dq_register_tiles = 4, .cluster = 2, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
+    {.head_dim = 192, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
+     .dq_register_tiles = 4, .cluster = 2, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
+    {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
+     .dq_register_tiles = 4, .cluster = 2, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
      .dq_register_tiles = 2, .cluster = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kMasks, .keys = 64, .queries = 64,
@@ -99,14 +90,12 @@ constexpr bool is_valid(const BackwardSm90Tile& tile) {
   // (setmaxnreg) wait for ever.
   const int launch_registers = 65536 / (tile.threads() * tile.ctas_per_sm) / 8 * 8 * tile.threads();
   return tile.head_dim % 32 == 0 && tile.head_dim_v % 32 == 0 && tile.head_dim_v <= tile.head_dim &&
-         (tile.keys == (tile.shares_keys() ? 32 : 64) * tile.warpgroups || tile.pipelined()) &&
-         (tile.queries == 64 || tile.queries == 128) && tile.threads() <= 1024 && is_register_count(tile.math_registers) &&
-         is_register_count(tile.producer_registers) &&
+         (tile.keys == 64 * tile.warpgroups || tile.pipelined()) && (tile.queries == 64 || tile.queries == 128) &&
+         tile.threads() <= 1024 && is_register_count(tile.math_registers) && is_register_count(tile.producer_registers) &&
          (aux_threads == 0 ? tile.aux_registers == 0 : is_register_count(tile.aux_registers)) &&
          tile.dropout_warps == (tile.features == BackwardSm90Features::kDropout ? 4 : 0) &&
          (!tile.persistent || tile.features == BackwardSm90Features::kPlain) &&
-         (tile.cluster == 1 ||
-          (tile.cluster == 2 && tile.pipelined() && is_plain(tile.features) && tile.head_dim % 128 == 0)) &&
+         (tile.cluster == 1 || (tile.cluster == 2 && tile.pipelined() && tile.features == BackwardSm90Features::kPlain)) &&
          128 * (tile.warpgroups * tile.math_registers + tile.producer_registers) + aux_threads * tile.aux_registers <=
              launch_registers;
 }

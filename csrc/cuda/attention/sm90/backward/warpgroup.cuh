@@ -29,8 +29,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   int warp = 0;  // among those of the math warpgroups: uniform, as far as the compiler knows
   int block_count = 0;  // blocks of queries before this one
   int tile_count = 0;   // work tiles before this one
-  std::conditional_t<kSharesKeys, TransposedGrads, GradAccumulator<kHeadDim>> dk;
-  std::conditional_t<kSharesKeys, TransposedGrads, GradAccumulator<kHeadDimV>> dv;
+  GradAccumulator<kHeadDim> dk;
+  GradAccumulator<kHeadDimV> dv;
 
   // ---- where this thread stands
 
@@ -169,9 +169,10 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   // Starts this warpgroup's piece of dQ = dS K, from the dS in `buffer`: the block before's, or where a warpgroup is alone this
   // block's. `piece`: the pipeline's third warpgroup takes kDqPieces of them one after another.
   __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0) {
+    if constexpr (kSharesDq) return start_shared_dq_piece(d, buffer, piece);
     if constexpr (!kPipelined && !kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
     const uint64_t ds = k_major_descriptor(shared_address(shared.ds[buffer].box[kDqSideBySide ? 0 : warpgroup()])),
-                   keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? first_dq_piece() + piece
+                   keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? piece
                                                                             : kDqSideBySide ? warpgroup()
                                                                                             : 0]),
                                               kKeys * kRowBytes);
@@ -193,52 +194,72 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     for (int step = 0; step < kKeySteps; ++step)
       Wgmma<T, kDqPieceColumns>::template ss<true, true>(d, offset_descriptor(ds, step * 16 * kRowBytes),
                                                          offset_descriptor(keys, step * 16 * kRowBytes), step > 0);
-    if constexpr (kSharesDq) {
-      const uint64_t peer_ds = k_major_descriptor(shared_address(shared.peer.ds[buffer].box[0])),
-                     peer_keys = mn_major_descriptor(shared_address(shared.peer.key.box[piece]), kKeys * kRowBytes);
+    wgmma_commit();
+  }
+
+  // The same where two CTAs share dQ: of the dS and the keys of both. Where they share an odd number of boxes, the piece's last
+  // columns are half of the box in the middle.
+  __device__ __forceinline__ void start_shared_dq_piece(DqAccumulator& d, int buffer, int piece) {
+    constexpr unsigned kBoxBytes = kKeys * kRowBytes, kNarrowBytes = kDqNarrowColumns * sizeof(T);
+    const int box = rank() * (kBoxes - kDqPieces) + piece, peer_box = box - first_peer_box(), middle = kBoxes / 2;
+    const auto start = [&](const DsTile& ds, const auto& keys, int wide, int narrow, bool adds) {
+      const uint64_t left = k_major_descriptor(shared_address(ds.box[0])),
+                     right = mn_major_descriptor(shared_address(keys.box[wide]), kBoxBytes),
+                     last = mn_major_descriptor(shared_address(keys.box[narrow]) + rank() * kNarrowBytes, kBoxBytes);
 #pragma unroll
-      for (int step = 0; step < kKeySteps; ++step)
-        Wgmma<T, kDqPieceColumns>::template ss<true, true>(d, offset_descriptor(peer_ds, step * 16 * kRowBytes),
-                                                           offset_descriptor(peer_keys, step * 16 * kRowBytes), true);
-    }
+      for (int step = 0; step < kKeySteps; ++step) {
+        constexpr int kStepBytes = 16 * kRowBytes;
+        const uint64_t left_step = offset_descriptor(left, step * kStepBytes);
+        Wgmma<T, kBoxColumns>::template ss<true, true>(reinterpret_cast<float (&)[kBoxColumns / 2]>(d), left_step,
+                                                       offset_descriptor(right, step * kStepBytes), adds || step > 0);
+        if constexpr (kDqNarrowColumns > 0)
+          Wgmma<T, kDqNarrowColumns>::template ss<true, true>(
+              reinterpret_cast<float (&)[kDqNarrowColumns / 2]>(d[kBoxColumns / 2]), left_step,
+              offset_descriptor(last, step * kStepBytes), adds || step > 0);
+      }
+    };
+    wgmma_fence();
+    start(shared.ds[buffer], key_tile(), box, middle, false);
+    start(shared.peer.ds[buffer], shared.peer.key, peer_box, middle - first_peer_box(), true);
     wgmma_commit();
   }
 
   // ---- dQ on its way to global memory
 
-  // Of a row's pieces, the pipeline's first in this CTA; a `piece` below counts from it.
-  __device__ __forceinline__ int first_dq_piece() const { return rank() * kDqPieces; }
-
-  // Where in the dQ accumulator this lane adds its part of a block's dQ, from this CTA's first piece on; null: the warpgroup's
-  // piece is padding.
+  // Where in the dQ accumulator this lane's part of a block's dQ begins; null: the warpgroup's piece is padding.
   __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const {
     const int width = dq_accum_width(a.space);
     constexpr int kRowTiles = kDqSideBySide ? 0 : kDqPieceColumns / 16,
-                  kColumnTiles = kDqSideBySide ? kDqPieceColumns / 8 : 0;  // per warpgroup
+                  kColumnTiles = kDqSideBySide && !kPipelined ? kDqPieceColumns / 8 : 0;  // per warpgroup
     const bool exists = kDqSideBySide ? kPipelined || warpgroup() * kDqPieceColumns < width
                                       : block.query + warpgroup() * kDqPieceColumns < tile().queries;
-    const int column_tile = kPipelined ? first_dq_piece() * (kDqPieceColumns / 8) : warpgroup() * kColumnTiles,
-              first = ((warpgroup() * kRowTiles + warp % 4) * (width / 8) + column_tile) * 128;
+    const int first = ((warpgroup() * kRowTiles + warp % 4) * (width / 8) + warpgroup() * kColumnTiles) * 128;
     return exists ? a.space.dq_accum + block.dq_offset + first + dq_accum_offset(lane(), 0) : nullptr;
   }
-  // How many tiles of 16 x 8 of this warp's piece are not padding.
-  __device__ __forceinline__ int dq_piece_tiles(int piece = 0) const {
+  // How many tiles of 16 x 8 from there on are not padding.
+  __device__ __forceinline__ int dq_tiles() const {
     constexpr int kTiles = kDqPieceColumns / 8;
-    if constexpr (kPipelined)
-      return min(max(static_cast<int>(a.problem.head_dim + 7) / 8 - (first_dq_piece() + piece) * kTiles, 0), kTiles);
+    if constexpr (kPipelined) return static_cast<int>(a.problem.head_dim + 7) / 8;
     return kAllOptions || kHeadDim % kDqPieceColumns == 0 || warpgroup() < kHeadDim / kDqPieceColumns
                ? kTiles
                : kHeadDim % kDqPieceColumns / 8;
+  }
+  // The tile that a piece's n-th is there.
+  __device__ __forceinline__ int dq_tile(int piece, int n) const {
+    constexpr int kBoxTiles = kBoxColumns / 8, kNarrowTiles = kDqNarrowColumns / 8;
+    if (!kPipelined) return n;
+    if (kDqNarrowColumns > 0 && n >= kBoxTiles) return kBoxes / 2 * kBoxTiles + rank() * kNarrowTiles + n - kBoxTiles;
+    return (rank() * (kBoxes - kDqPieces) + piece) * kBoxTiles + n;
   }
   // Adds from registers; in deterministic mode when the dQ semaphore admits this CTA.
   __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int piece = 0) {
     if (a.dq_semaphore) wait(&shared.dq_may_add[buffer], (block_count - 1) / 2 % 2);
     if (to) {
-      const int tiles = dq_piece_tiles(piece);
+      const int tiles = dq_tiles();
 #pragma unroll
       for (int j = 0; j < kDqPieceColumns / 8; ++j)
-        if (j < tiles)
-          dq_accum_add(to + (piece * (kDqPieceColumns / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+        if (dq_tile(piece, j) < tiles)
+          dq_accum_add(to + dq_tile(piece, j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
     }
     if (a.dq_semaphore && piece == kDqPieces - 1) {
       __syncwarp();
@@ -247,21 +268,17 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   // Adds by bulk reductions, but for the last tiles of the piece: put into shared memory, published, and sent.
   __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int piece = 0) {
-    if constexpr (kSharesKeys) {
-      wait(&shared.dq.empty[warpgroup()], block_count % 2);  // of the block before: block_count counts this one already
-    } else {
-      if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
-      __syncwarp();
-    }
+    if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
+    __syncwarp();
     float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()][piece % kDqSlots]) + lane();
 #pragma unroll
     for (int j = 0; j < kDqBulkTiles; ++j) to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
   }
   __device__ __forceinline__ void send_dq(float* to, int piece = 0) {
-    const int tiles = min(dq_piece_tiles(piece), kDqBulkTiles);
+    const int first = dq_tile(piece, 0), tiles = min(dq_tiles() - first, kDqBulkTiles);
     if (to && lane() == 0) {
       if (!kPipelined || tiles > 0)
-        bulk_reduce_add(to + piece * (kDqPieceColumns / 8) * 128, shared.dq_staging[row_warp()][piece % kDqSlots],
+        bulk_reduce_add(to + first * 128, shared.dq_staging[row_warp()][piece % kDqSlots],
                         tiles * 128 * static_cast<int>(sizeof(float)));
       tma_store_commit();
     }
@@ -277,11 +294,11 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int piece = 0) {
     if constexpr (kDqBulkTiles < kDqPieceColumns / 8)
       if (to) {
-        const int tiles = dq_piece_tiles(piece);
+        const int tiles = dq_tiles();
 #pragma unroll
         for (int j = kDqBulkTiles; j < kDqPieceColumns / 8; ++j)
-          if (j < tiles)
-            dq_accum_add(to + (piece * (kDqPieceColumns / 8) + j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
+          if (dq_tile(piece, j) < tiles)
+            dq_accum_add(to + dq_tile(piece, j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
       }
   }
 
@@ -720,23 +737,6 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void accumulate_and_publish_ds(ScoreAccumulator& score, ScoreAccumulator& dp,
                                                             const PackedScores& weight);
   __device__ __forceinline__ void run_all_options();
-
-  // Three warpgroups share keys (schedule_shared_keys.cuh).
-  __device__ __forceinline__ bool has_values() const { return kValueBoxes == 3 || warpgroup() < kValueBoxes; }
-  template <int kColumns, int kCount>
-  __device__ __forceinline__ void start_shared_scores(ScoreAccumulator& d, const TmaTile<kCount, kQueries>& left,
-                                                      const TmaTile<kCount, kKeys>& right);
-  __device__ __forceinline__ void start_transposed_grads(TransposedGrads& d, const T (&left)[kQueries][kBoxColumns],
-                                                         const DsTile& right);
-  __device__ __forceinline__ void start_shared_dq(DqAccumulator& d);
-  __device__ __forceinline__ int score_query() const;
-  __device__ __forceinline__ void hide_shared_scores(ScoreAccumulator& score) const;
-  __device__ __forceinline__ void store_shared_scores(DsTile& to, const PackedScores& words);
-  __device__ __forceinline__ void shared_keys_block();
-  __device__ __forceinline__ void store_transposed_grad(const TransposedGrads& d, T (&box)[kKeys][kBoxColumns], float scale,
-                                                        const MutableView4& view, int64_t width);
-  __device__ __forceinline__ void store_transposed_part(const TransposedGrads& d, int first, int width) const;
-  __device__ __forceinline__ void run_shared_keys();
 
   // Three warpgroups form a pipeline (schedule_pipeline.cuh).
   __device__ __forceinline__ void make_weights_with_options(int now, ScoreAccumulator& score, const Prefetch& block,
