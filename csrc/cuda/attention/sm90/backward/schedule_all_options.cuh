@@ -7,6 +7,7 @@
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/named_barrier.cuh"
 #include "../../../hw/wgmma.cuh"
+#include "dq.cuh"
 #include "warpgroup.cuh"
 
 namespace flash_online::cuda {

@@ -8,6 +8,7 @@
 #include "../../../hw/named_barrier.cuh"
 #include "../../../hw/tma.cuh"
 #include "../../../hw/wgmma.cuh"
+#include "dq.cuh"
 #include "warpgroup.cuh"
 
 namespace flash_online::cuda {

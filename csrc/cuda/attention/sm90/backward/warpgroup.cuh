@@ -1,5 +1,5 @@
 // A math warpgroup of the Hopper backward kernel: what all of its schedules (schedule_*.cuh) are made of. Products, weights,
-// the ways by which dQ leaves, the stores of dK and dV.
+// the stores of dK and dV; dQ is in dq.cuh.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,6 @@
 #include "../../../hw/tma.cuh"
 #include "../../../hw/vector.cuh"
 #include "../../../hw/wgmma.cuh"
-#include "../../common/dq_accum.cuh"
 #include "../../common/store_rows.cuh"
 #include "../gemm.cuh"
 #include "config.cuh"
@@ -166,141 +165,20 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     wgmma_commit();
   }
 
-  // Starts this warpgroup's piece of dQ = dS K, from the dS in `buffer`: the block before's, or where a warpgroup is alone this
-  // block's. `piece`: the pipeline's third warpgroup takes kDqPieces of them one after another.
-  __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0) {
-    if constexpr (kSharesDq) return start_shared_dq_piece(d, buffer, piece);
-    if constexpr (!kPipelined && !kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
-    const uint64_t ds = k_major_descriptor(shared_address(shared.ds[buffer].box[kDqSideBySide ? 0 : warpgroup()])),
-                   keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? piece
-                                                                            : kDqSideBySide ? warpgroup()
-                                                                                            : 0]),
-                                              kKeys * kRowBytes);
-    if constexpr (kTransposed && kKeys > kWarpgroupKeys) {
-      const int visible = query_block(-1).mask_flags & kBothVisible;
-      if (visible != kBothVisible) {  // only one warpgroup's keys are seen: half of the sum
-        const unsigned first = (visible >> 1) * kWarpgroupKeys * kRowBytes;
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kKeySteps / 2; ++step)
-          Wgmma<T, kDqPieceColumns>::template ss<true, true>(d, offset_descriptor(ds, first + step * 16 * kRowBytes),
-                                                             offset_descriptor(keys, first + step * 16 * kRowBytes), step > 0);
-        wgmma_commit();
-        return;
-      }
-    }
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kKeySteps; ++step)
-      Wgmma<T, kDqPieceColumns>::template ss<true, true>(d, offset_descriptor(ds, step * 16 * kRowBytes),
-                                                         offset_descriptor(keys, step * 16 * kRowBytes), step > 0);
-    wgmma_commit();
-  }
+  // ---- dQ (dq.cuh)
 
-  // The same where two CTAs share dQ: of the dS and the keys of both. Where they share an odd number of boxes, the piece's last
-  // columns are half of the box in the middle.
-  __device__ __forceinline__ void start_shared_dq_piece(DqAccumulator& d, int buffer, int piece) {
-    constexpr unsigned kBoxBytes = kKeys * kRowBytes, kNarrowBytes = kDqNarrowColumns * sizeof(T);
-    const int box = rank() * (kBoxes - kDqPieces) + piece, peer_box = box - first_peer_box(), middle = kBoxes / 2;
-    const auto start = [&](const DsTile& ds, const auto& keys, int wide, int narrow, bool adds) {
-      const uint64_t left = k_major_descriptor(shared_address(ds.box[0])),
-                     right = mn_major_descriptor(shared_address(keys.box[wide]), kBoxBytes),
-                     last = mn_major_descriptor(shared_address(keys.box[narrow]) + rank() * kNarrowBytes, kBoxBytes);
-#pragma unroll
-      for (int step = 0; step < kKeySteps; ++step) {
-        constexpr int kStepBytes = 16 * kRowBytes;
-        const uint64_t left_step = offset_descriptor(left, step * kStepBytes);
-        Wgmma<T, kBoxColumns>::template ss<true, true>(reinterpret_cast<float (&)[kBoxColumns / 2]>(d), left_step,
-                                                       offset_descriptor(right, step * kStepBytes), adds || step > 0);
-        if constexpr (kDqNarrowColumns > 0)
-          Wgmma<T, kDqNarrowColumns>::template ss<true, true>(
-              reinterpret_cast<float (&)[kDqNarrowColumns / 2]>(d[kBoxColumns / 2]), left_step,
-              offset_descriptor(last, step * kStepBytes), adds || step > 0);
-      }
-    };
-    wgmma_fence();
-    start(shared.ds[buffer], key_tile(), box, middle, false);
-    start(shared.peer.ds[buffer], shared.peer.key, peer_box, middle - first_peer_box(), true);
-    wgmma_commit();
-  }
-
-  // ---- dQ on its way to global memory
-
-  // Where in the dQ accumulator this lane's part of a block's dQ begins; null: the warpgroup's piece is padding.
-  __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const {
-    const int width = dq_accum_width(a.space);
-    constexpr int kRowTiles = kDqSideBySide ? 0 : kDqPieceColumns / 16,
-                  kColumnTiles = kDqSideBySide && !kPipelined ? kDqPieceColumns / 8 : 0;  // per warpgroup
-    const bool exists = kDqSideBySide ? kPipelined || warpgroup() * kDqPieceColumns < width
-                                      : block.query + warpgroup() * kDqPieceColumns < tile().queries;
-    const int first = ((warpgroup() * kRowTiles + warp % 4) * (width / 8) + warpgroup() * kColumnTiles) * 128;
-    return exists ? a.space.dq_accum + block.dq_offset + first + dq_accum_offset(lane(), 0) : nullptr;
-  }
-  // How many tiles of 16 x 8 from there on are not padding.
-  __device__ __forceinline__ int dq_tiles() const {
-    constexpr int kTiles = kDqPieceColumns / 8;
-    if constexpr (kPipelined) return static_cast<int>(a.problem.head_dim + 7) / 8;
-    return kAllOptions || kHeadDim % kDqPieceColumns == 0 || warpgroup() < kHeadDim / kDqPieceColumns
-               ? kTiles
-               : kHeadDim % kDqPieceColumns / 8;
-  }
-  // The tile that a piece's n-th is there.
-  __device__ __forceinline__ int dq_tile(int piece, int n) const {
-    constexpr int kBoxTiles = kBoxColumns / 8, kNarrowTiles = kDqNarrowColumns / 8;
-    if (!kPipelined) return n;
-    if (kDqNarrowColumns > 0 && n >= kBoxTiles) return kBoxes / 2 * kBoxTiles + rank() * kNarrowTiles + n - kBoxTiles;
-    return (rank() * (kBoxes - kDqPieces) + piece) * kBoxTiles + n;
-  }
-  // Adds from registers; in deterministic mode when the dQ semaphore admits this CTA.
-  __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int piece = 0) {
-    if (a.dq_semaphore) wait(&shared.dq_may_add[buffer], (block_count - 1) / 2 % 2);
-    if (to) {
-      const int tiles = dq_tiles();
-#pragma unroll
-      for (int j = 0; j < kDqPieceColumns / 8; ++j)
-        if (dq_tile(piece, j) < tiles)
-          dq_accum_add(to + dq_tile(piece, j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
-    }
-    if (a.dq_semaphore && piece == kDqPieces - 1) {
-      __syncwarp();
-      release(&shared.dq_added[buffer]);
-    }
-  }
-  // Adds by bulk reductions, but for the last tiles of the piece: put into shared memory, published, and sent.
-  __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int piece = 0) {
-    if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
-    __syncwarp();
-    float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()][piece % kDqSlots]) + lane();
-#pragma unroll
-    for (int j = 0; j < kDqBulkTiles; ++j) to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
-  }
-  __device__ __forceinline__ void send_dq(float* to, int piece = 0) {
-    const int first = dq_tile(piece, 0), tiles = min(dq_tiles() - first, kDqBulkTiles);
-    if (to && lane() == 0) {
-      if (!kPipelined || tiles > 0)
-        bulk_reduce_add(to + first * 128, shared.dq_staging[row_warp()][piece % kDqSlots],
-                        tiles * 128 * static_cast<int>(sizeof(float)));
-      tma_store_commit();
-    }
-  }
-  // The last tiles of the piece, which go from registers: copied, and then added.
-  __device__ __forceinline__ static void keep_last_dq(DqAccumulator& to, const DqAccumulator& from) {
-#pragma unroll
-    for (int n = 4 * kDqBulkTiles; n < kDqPieceColumns / 2; ++n) {
-      to[n] = from[n];
-      make_opaque(to[n]);
-    }
-  }
-  __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int piece = 0) {
-    if constexpr (kDqBulkTiles < kDqPieceColumns / 8)
-      if (to) {
-        const int tiles = dq_tiles();
-#pragma unroll
-        for (int j = kDqBulkTiles; j < kDqPieceColumns / 8; ++j)
-          if (dq_tile(piece, j) < tiles)
-            dq_accum_add(to + dq_tile(piece, j) * 128, reinterpret_cast<const float (&)[4]>(d[4 * j]));
-      }
-  }
+  __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0);
+  __device__ __forceinline__ void start_shared_dq_piece(DqAccumulator& d, int buffer, int piece);
+  __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const;
+  __device__ __forceinline__ int dq_tiles() const;
+  __device__ __forceinline__ int dq_tile(int piece, int n) const;
+  template <int kFirst>
+  __device__ __forceinline__ void add_dq_tiles(float* to, const DqAccumulator& d, int piece) const;
+  __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int piece = 0);
+  __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int piece = 0);
+  __device__ __forceinline__ void send_dq(float* to, int piece = 0);
+  __device__ __forceinline__ static void keep_last_dq(DqAccumulator& to, const DqAccumulator& from);
+  __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int piece = 0);
 
   // ---- row statistics
 
