@@ -262,12 +262,14 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ bool has_query_tail() const {
     return a.problem.query_starts && query_block().query + kQueries > tile().queries;
   }
+  // The condition is has_query_tail(), but with it the loops of head dims up to 128 take 2 to 5 % more clocks (`make sass`).
   __device__ __forceinline__ void clear_query_tail(int stage) {
-    if (has_query_tail()) {
-      const int from = tile().queries - query_block().query;
+    const WorkTile& tile = this->tile();
+    const int query = query_block().query;
+    if (a.problem.query_starts && query + kQueries > tile.queries) {
       wait_for_grad_out();
-      clear_tail(shared.stage[stage].query, from);
-      clear_tail(grad_out_tile(shared, stage), from);
+      clear_tail(shared.stage[stage].query, tile.queries - query);
+      clear_tail(grad_out_tile(shared, stage), tile.queries - query);
       publish_tail(kQueryTail + (kPipelined ? stage : 0));
     }
   }
