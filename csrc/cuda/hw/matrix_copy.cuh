@@ -29,11 +29,4 @@ __device__ __forceinline__ void stmatrix_x4(const unsigned (&words)[4], unsigned
                : "memory");
 }
 
-// The same, transposing each matrix on the way: a lane's words are of columns of shared memory's matrix.
-__device__ __forceinline__ void stmatrix_x4_trans(const unsigned (&words)[4], unsigned shared_address) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
 }  // namespace flash_online::cuda

@@ -262,8 +262,8 @@ struct BackwardSm90Kernel {
     return mask_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
   }
 
-  // Named barriers; kPingPongBarrier + warpgroup, kMeetingBarrier + 2 * Meeting + warpgroup, kWarpgroupBarrier + warpgroup.
-  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kMeetingBarrier = 4, kWarpgroupBarrier = 2;
+  // Named barriers; kPingPongBarrier + warpgroup, kMeetingBarrier + 2 * Meeting + warpgroup.
+  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kMeetingBarrier = 4;
   // Where all math threads wait for each other.
   enum Meeting { kQueryTail, kKeyTail = 2, kEnd };  // kQueryTail + stage
   static_assert(kMeetingBarrier + 2 * kEnd + 2 <= 16);

@@ -53,7 +53,7 @@ template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_shared_dq_piece(DqAccumulator& d,
                                                                                                     int buffer, int piece) {
   constexpr unsigned kBoxBytes = kKeys * kRowBytes, kNarrowBytes = kDqNarrowColumns * sizeof(T);
-  const int box = rank() * (kBoxes - kDqPieces) + piece, peer_box = box - first_peer_box(), middle = kBoxes / 2;
+  const int box = dq_box(piece), peer_box = box - first_peer_box(), middle = kBoxes / 2;
   const auto start = [&](const DsTile& ds, const auto& keys, int wide, int narrow, bool adds) {
     const uint64_t left = k_major_descriptor(shared_address(ds.box[0])),
                    right = mn_major_descriptor(shared_address(keys.box[wide]), kBoxBytes),
@@ -106,7 +106,7 @@ __device__ __forceinline__ int BackwardSm90Kernel<T, Config>::MathWarpgroup::dq_
   constexpr int kBoxTiles = kBoxColumns / 8, kNarrowTiles = kDqNarrowColumns / 8;
   if (!kPipelined) return n;
   if (kDqNarrowColumns > 0 && n >= kBoxTiles) return kBoxes / 2 * kBoxTiles + rank() * kNarrowTiles + n - kBoxTiles;
-  return (rank() * (kBoxes - kDqPieces) + piece) * kBoxTiles + n;
+  return dq_box(piece) * kBoxTiles + n;
 }
 
 // Adds a piece's tiles from number kFirst on from registers.
@@ -133,7 +133,8 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ad
   }
 }
 
-// Adds by bulk reductions, but for the last tiles of the piece: these two, and publish() between them.
+// A piece, but for its last tiles, is added by bulk reductions: stage_dq() writes it into shared memory, publish() follows, and
+// send_dq() starts the reduction.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::stage_dq(const DqAccumulator& d, int piece) {
   if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
@@ -154,7 +155,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::se
   }
 }
 
-// Adds the last tiles of the piece from registers: copies them first, so that the next piece can be started.
+// The last tiles of the piece are added from registers. They are copied first, so that the next piece can be started.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::keep_last_dq(DqAccumulator& to,
                                                                                            const DqAccumulator& from) {

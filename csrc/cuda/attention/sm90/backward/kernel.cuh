@@ -199,8 +199,8 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     for (int i = 0; i < kDsBuffers; ++i) arrive_expect_tx(&shared.peer.ds_full[i], sizeof(DsTile));
 }
 
-// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others only give up
-// their registers. The dropout warps follow, then the math warpgroups.
+// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others only give up their
+// registers. The dropout warps follow, then the math warpgroups.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();

@@ -62,7 +62,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void release(uint64_t* barrier) {
     if (lane() == 0) arrive(barrier);
   }
-  // In each CTA of the cluster.
+  // The same barrier in each CTA of the cluster.
   __device__ __forceinline__ void release_in_cluster(uint64_t* barrier) {
     if constexpr (!kSharesDq)
       release(barrier);
@@ -82,10 +82,15 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     wait(&shared.query_full[stage], (block_count + offset) / 2 % 2);
     return query_block(offset).query >= 0;
   }
-  // grad_out of the block at hand: its buffer's barriers, and the wait for it.
+  // grad_out of the block at hand: the number of its buffer, the parity of that buffer's phase, and the wait for it.
   __device__ __forceinline__ int grad_out_buffer() const { return block_count % kGradOutStages; }
   __device__ __forceinline__ unsigned grad_out_parity() const { return block_count / kGradOutStages % 2; }
   __device__ __forceinline__ void wait_for_grad_out() { wait(&shared.grad_out_full[grad_out_buffer()], grad_out_parity()); }
+  // Waits until all dS have been read, for dQ of the last blocks.
+  __device__ __forceinline__ void wait_for_last_dq() {
+    for (int n = 0; n < kDsBuffers; ++n)
+      wait(&shared.ds_empty[(block_count + n) % kDsBuffers], (block_count + n) / kDsBuffers % 2 ^ 1);
+  }
   // Whether a phase is complete, the same answer for the whole warp.
   __device__ __forceinline__ bool is_complete(uint64_t* barrier, unsigned parity) const {
     return __shfl_sync(~0u, static_cast<int>(test_wait(barrier, parity)), 0) != 0;
@@ -170,6 +175,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0);
   __device__ __forceinline__ void start_shared_dq_piece(DqAccumulator& d, int buffer, int piece);
   __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const;
+  // The first of a piece's boxes of columns, where the pipeline makes it.
+  __device__ __forceinline__ static int dq_box(int piece) { return rank() * (kBoxes - kDqPieces) + piece; }
   __device__ __forceinline__ int dq_tiles() const;
   __device__ __forceinline__ int dq_tile(int piece, int n) const;
   template <int kFirst>
@@ -519,30 +526,23 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     return is_key ? shared.ds[box].box[0][score_row()]
                   : reinterpret_cast<T*>(shared.dq_staging[warp][0]) + box * kWarpKeys * kBoxColumns;
   }
-  // Columns 16 t to 16 t + 15 of an accumulator, times `scale`, as words that stmatrix takes.
-  template <int kCount>
-  __device__ __forceinline__ static void pack_scaled(const Accumulator<1, kCount>& d, int t, float scale,
-                                                     unsigned (&words)[4]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float* const x = &d[0][2 * t + n / 2][n % 2 * 2];
-      words[n] = pair(scale * x[0], scale * x[1]);
-    }
-  }
   template <int kColumns>
   __device__ __forceinline__ void stage_grad(const GradAccumulator<kColumns>& d, float scale, bool is_key) {
 #pragma unroll
     for (int t = 0; t < kColumns / 16; ++t) {
       unsigned words[4];
-      pack_scaled(d, t, scale, words);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* const x = &d[0][2 * t + n / 2][n % 2 * 2];
+        words[n] = pair(scale * x[0], scale * x[1]);
+      }
       stmatrix_x4(words, shared_address(outgoing_rows(is_key, t / 4)) + swizzle128(lane() % 16, t % 4 * 2 + lane() / 16));
     }
   }
   __device__ __forceinline__ void send_dk_and_dv() {
     if (lane() == 0) tma_store_wait_read();
     __syncwarp();
-    for (int n = 0; n < kDsBuffers; ++n)
-      wait(&shared.ds_empty[(block_count + n) % 2], (block_count + n) / 2 % 2 ^ 1);  // all have made the last dQ of it
+    wait_for_last_dq();
     stage_grad<kHeadDimV>(dv, 1.0f, false);
     stage_grad<kHeadDim>(dk, static_cast<float>(a.problem.scale), true);
     publish();
@@ -577,7 +577,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     } else {
 #pragma unroll
       for (float& x : flat(d)) x *= scale;
-      // In the memory of queries and grad_out, of which the warpgroups of the pipeline have a part each.
+      // Staged where queries and grad_out were; each warpgroup of the pipeline has a part of that memory.
       char* const tile_at = reinterpret_cast<char*>(&shared.stage) + (kPipelined ? warpgroup() * OutTile::bytes(kKeys) : 0);
       store_rows<T>(d, OutTile{reinterpret_cast<T*>(tile_at)}, 0, score_row(), to, view.stride[2], view.stride[3], rows,
                     columns);
