@@ -29,21 +29,21 @@ LIMITS = {
     64: Loop(16.8, 660, 1560),
     96: Loop(11.8, 450, 1080),
     128: Loop(12.2, 472, 1150),
-    160: Loop(22.8, 740, 1810),
-    192: Loop(23.1, 760, 1880),
-    256: Loop(26.3, 830, 2010),
+    160: Loop(19.6, 685, 1670),
+    192: Loop(20.0, 705, 1745),
+    256: Loop(23.4, 780, 1880),
 }
 
 
 def products_of(head_dim: int) -> list[int]:
-    """The wgmma instructions of a block, per loop. S and dP sum over the head dim, dV and dK over the block's queries, dQ over
-    the keys. Up to head dim 128 one loop has them all, and S and dP have a step more, which subtracts lse and delta. Over it,
-    one warpgroup makes S and dV, one dP and dK, one half of dQ's columns for two CTAs' keys; products of more than 192 columns
+    """The wgmma instructions of a block, per loop. S and dP sum over the head dim, and have a step more, which subtracts lse or
+    delta; dV and dK sum over the block's queries, dQ over the keys. Up to head dim 128 one loop has them all. Over it, one
+    warpgroup makes S and dV, one dP and dK, one half of dQ's columns for two CTAs' keys; products of more than 192 columns
     come in two parts."""
     queries = 128 if head_dim == 64 else 64
     if head_dim <= 128:
         return [(2 * head_dim + 2 * queries + 128) // 16 + 2]
-    scores_and_gradient = head_dim // 16 + queries // 16 * (2 if head_dim > 192 else 1)
+    scores_and_gradient = head_dim // 16 + 1 + queries // 16 * (2 if head_dim > 192 else 1)
     return [scores_and_gradient, scores_and_gradient, 2 * 128 // 16]
 
 

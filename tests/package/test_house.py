@@ -94,7 +94,7 @@ class TestMainloops:
 
     @pytest.mark.parametrize(
         ("head_dim", "products"),
-        [(64, [34]), (96, [30]), (128, [34]), (160, [14, 14, 16]), (192, [16] * 3), (256, [24, 24, 16])],
+        [(64, [34]), (96, [30]), (128, [34]), (160, [15, 15, 16]), (192, [17, 17, 16]), (256, [25, 25, 16])],
     )
     def test_products_of_a_block(self, mainloops, head_dim, products):
         assert mainloops.products_of(head_dim) == products

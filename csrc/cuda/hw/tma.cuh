@@ -63,6 +63,11 @@ struct TmaCoord {
   int column, row, head, batch;
 };
 
+// Fetches the map itself ahead of the first copy.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Copies the box that starts at `at` into shared memory. The mbarrier counts the bytes of the whole box, also of what lies
 // outside the tensor.
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, TmaCoord at, uint64_t* barrier) {
@@ -94,11 +99,8 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, TmaCoord at, c
 }
 // Puts this thread's stores and reductions since the last commit into a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all of this thread's groups but the last kGroups have read their shared memory, which may then be overwritten.
-template <int kGroups = 0>
-__device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
-}
+// Waits until all of this thread's groups have read their shared memory, which may then be overwritten.
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // Waits until all of this thread's groups are complete.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

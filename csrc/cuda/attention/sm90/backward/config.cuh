@@ -69,11 +69,10 @@ struct BackwardSm90Kernel {
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
 
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = 2;
-  // The two CTAs of a cluster share dQ: each computes half of its columns, of the dS and the keys of both.
-  static constexpr int kCluster = kTile.cluster, kClusterKeys = kCluster * kKeys;
-  static constexpr bool kSharesDq = kCluster == 2;
-  // CTAs that share dQ have no room for a second buffer of grad_out at head dim 256.
-  static constexpr int kGradOutStages = kSharesDq && kHeadDim > 192 ? 1 : kStages;
+  // In the pipeline the two CTAs of a cluster share dQ: each computes half of its columns, of the dS and the keys of both.
+  static constexpr int kCluster = kTile.ctas_per_cluster(), kClusterKeys = kCluster * kKeys;
+  // There is no room for a second buffer of grad_out at head dim 256.
+  static constexpr int kGradOutStages = kHeadDim > 192 ? 1 : kStages;
   static constexpr int kWarpgroupKeys = 64, kWarpKeys = 16;
   static constexpr int kWarpgroupThreads = 128, kThreads = kTile.threads(), kMathThreads = kWarpgroupThreads * kTile.warpgroups,
                        kMathWarps = kMathThreads / kWarpSize;
@@ -87,7 +86,7 @@ struct BackwardSm90Kernel {
   // takes one piece after another, half of them in each CTA of a cluster, and a single warpgroup takes all columns at once.
   static constexpr bool kDqSideBySide = kQueries == 64;
   // Where a row has an odd number of boxes, each CTA of a cluster has half of the middle one besides, as the end of its piece.
-  static constexpr int kDqNarrowColumns = kSharesDq && kBoxes % 2 != 0 ? kBoxColumns / 2 : 0;
+  static constexpr int kDqNarrowColumns = kPipelined && kBoxes % 2 != 0 ? kBoxColumns / 2 : 0;
   static constexpr int kDqPieces = kPipelined ? kBoxes / kCluster : 1;
   static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90 + kDqNarrowColumns;
   static constexpr int kDqWarps = kPipelined ? 4 : kMathWarps;
@@ -98,9 +97,6 @@ struct BackwardSm90Kernel {
   static constexpr int kDqBulkTiles = kDqPieceColumns / 8 - kTile.dq_register_tiles;
   static constexpr int kDqAlignment = kPersistent ? kBoxAlignment : kVectorBytes;
   static_assert(kDqNarrowColumns == 0 || kTile.dq_register_tiles * 8 == kDqNarrowColumns);
-  // While a piece is on its way, the next one goes to the other slot. CTAs that share dQ send less of it, and are faster with
-  // one: TMA works in the order of what it is given, and the less of dQ is on its way, the sooner queries come.
-  static constexpr int kDqSlots = kPipelined && !kSharesDq ? 2 : 1;
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
   static constexpr int kKeyBuffers = kPersistent ? 2 : 1;
   // In the pipeline, a block's weights lie where its dS is going to.
@@ -110,12 +106,12 @@ struct BackwardSm90Kernel {
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
   // The tensor cores subtract lse and delta, as one more step of the products. Where scores are [key][query], all of a warp's
   // rows need the same numbers, but each lane has to read them: a clock of shared memory per register and warp.
-  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain && !kPipelined;
+  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain;
   using RowStats = std::conditional_t<kSubtractsByProducts, StatsOperand, float[kStatsRows * (kLseLowInStaging ? 2 : 3)]>;
 
   static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
-  static_assert(!kPipelined || (!kAllOptions && kDqSideBySide && (kHeadDim % kBoxColumns == 0 || kSharesDq)));
+  static_assert(!kPipelined || (!kAllOptions && kDqSideBySide));
   static_assert(!kPersistent || (kStagesDq && !kHasMaskMap && !kPipelined));
 
   // ---- what a CTA works on
@@ -144,7 +140,7 @@ struct BackwardSm90Kernel {
     bool last, third;  // whether it is the last of its work tile; whether two or more precede it there
   };
   struct MaskedQueryBlock : PlainQueryBlock {
-    int mask_flags;  // kVisible and kMixed per warpgroup
+    int mask_flags;  // kVisible and kMixed per warpgroup; in the pipeline kMixed alone, of this CTA
     float slope;  // of ALiBi, in the units of the products
   };
   using QueryBlock = std::conditional_t<kHasMaskMap, MaskedQueryBlock, PlainQueryBlock>;
@@ -191,7 +187,7 @@ struct BackwardSm90Kernel {
     Stage stage[kStages];
     [[no_unique_address]] std::conditional_t<kGradOutStages == 1, GradOutTile, Without<GradOutTile>> grad_out;
     DsTile ds[kDsBuffers];
-    [[no_unique_address]] std::conditional_t<kSharesDq, Peer, Without<Peer>> peer;
+    [[no_unique_address]] std::conditional_t<kPipelined, Peer, Without<Peer>> peer;
 
     // These members are not the last ones: compute-sanitizer takes row_stats for an operand without gaps between its matrices,
     // which would be longer, and would end outside of shared memory.
@@ -213,7 +209,7 @@ struct BackwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kHasMaskBarriers, MaskBarriers, Without<MaskBarriers>> mask;
 
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
-    alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kDqSlots][kStagesDq ? kDqBulkTiles * 128 : 4];
+    alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kStagesDq ? kDqBulkTiles * 128 : 4];
   };
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
@@ -301,7 +297,7 @@ struct BackwardSm90Kernel {
   // ---- the kernel
 
   // This CTA's number in its cluster.
-  __device__ __forceinline__ static int rank() { return kSharesDq ? cluster_rank() : 0; }
+  __device__ __forceinline__ static int rank() { return kPipelined ? cluster_rank() : 0; }
   // Of the boxes of the other CTA's keys, the first that this CTA has.
   __device__ __forceinline__ static int first_peer_box() { return rank() * (kBoxes - kPeerBoxes); }
 

@@ -19,13 +19,10 @@ namespace flash_online::cuda {
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_dq(DqAccumulator& d, int buffer,
                                                                                        int piece) {
-  if constexpr (kSharesDq) return start_shared_dq_piece(d, buffer, piece);
+  if constexpr (kPipelined) return start_shared_dq_piece(d, buffer, piece);
   if constexpr (!kPipelined && !kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
   const uint64_t ds = k_major_descriptor(shared_address(shared.ds[buffer].box[kDqSideBySide ? 0 : warpgroup()])),
-                 keys = mn_major_descriptor(shared_address(key_tile().box[kPipelined      ? piece
-                                                                          : kDqSideBySide ? warpgroup()
-                                                                                          : 0]),
-                                            kKeys * kRowBytes);
+                 keys = mn_major_descriptor(shared_address(key_tile().box[kDqSideBySide ? warpgroup() : 0]), kKeys * kRowBytes);
   if constexpr (kTransposed && kKeys > kWarpgroupKeys) {
     const int visible = query_block(-1).mask_flags & kBothVisible;
     if (visible != kBothVisible) {  // only one warpgroup's keys are seen: half of the sum
@@ -137,9 +134,9 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ad
 // send_dq() starts the reduction.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::stage_dq(const DqAccumulator& d, int piece) {
-  if (lane() == 0) tma_store_wait_read<kDqSlots - 1>();
+  if (lane() == 0) tma_store_wait_read();
   __syncwarp();
-  float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()][piece % kDqSlots]) + lane();
+  float4* const to = reinterpret_cast<float4*>(shared.dq_staging[row_warp()]) + lane();
 #pragma unroll
   for (int j = 0; j < kDqBulkTiles; ++j) to[j * kWarpSize] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
 }
@@ -149,8 +146,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::se
   const int first = dq_tile(piece, 0), tiles = min(dq_tiles() - first, kDqBulkTiles);
   if (to && lane() == 0) {
     if (!kPipelined || tiles > 0)
-      bulk_reduce_add(to + first * 128, shared.dq_staging[row_warp()][piece % kDqSlots],
-                      tiles * 128 * static_cast<int>(sizeof(float)));
+      bulk_reduce_add(to + first * 128, shared.dq_staging[row_warp()], tiles * 128 * static_cast<int>(sizeof(float)));
     tma_store_commit();
   }
 }

@@ -9,7 +9,7 @@
 //
 // schedule_own_keys.cuh:    these two warpgroups; or one with 64 keys, where a mask hides one half of many tiles of 128 keys
 // schedule_all_options.cuh: two warpgroups, with whatever a problem may have
-// schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128; two CTAs may share dQ
+// schedule_pipeline.cuh:    64 keys and a pipeline of three warpgroups, over head dim 128; two CTAs share dQ
 #pragma once
 
 #include <cstdint>
@@ -187,15 +187,16 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     if constexpr (kHasDropout) mbarrier_init(&shared.mask.dropout_full[i], kTile.dropout_warps);
   }
   if constexpr (kPipelined)
-    for (int i = 0; i < kDsBuffers; ++i) mbarrier_init(&shared.hand_over.weights_full[i], 4);
-  if constexpr (kSharesDq)
-    for (int i = 0; i < kDsBuffers; ++i) mbarrier_init(&shared.peer.ds_full[i], 1);
+    for (int i = 0; i < kDsBuffers; ++i) {
+      mbarrier_init(&shared.hand_over.weights_full[i], 4);
+      mbarrier_init(&shared.peer.ds_full[i], 1);
+    }
   if constexpr (kHasMaskBarriers) {
     mbarrier_init(&shared.mask.full, 1);
     mbarrier_init(&shared.mask.empty, kMathWarps);
   }
   fence_barrier_init();
-  if constexpr (kSharesDq)  // for the first blocks; for those after them wait_for_peer_ds does it
+  if constexpr (kPipelined)  // for the first blocks; for those after them wait_for_peer_ds does it
     for (int i = 0; i < kDsBuffers; ++i) arrive_expect_tx(&shared.peer.ds_full[i], sizeof(DsTile));
 }
 
@@ -204,16 +205,19 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();
+  // Beside the search for a work tile, by warps that would only search as well.
+  if (threadIdx.x == kWarpgroupThreads) init_barriers(a, shared);
+  if (threadIdx.x == kWarpgroupThreads + kWarpSize)
+    for (const TmaTensor* tensor : {&a.query, &a.key, &a.value, &a.grad_out}) tma_prefetch(tensor->map);
   if (a.problem.query_starts) clear_padding(a);
   if (!kPersistent && !find_work_tile(a, blockIdx.x / kCluster, shared.tile[0])) {
     grid_dependency_wait();  // the next kernel waits for this one alone, and all of its CTAs may return here
     return;
   }
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  if (threadIdx.x == 0) init_barriers(a, shared);
   grid_dependency_wait();
   __syncthreads();
-  if constexpr (kSharesDq) {
+  if constexpr (kPipelined) {
     cluster_arrive_relaxed();
     cluster_wait();
   }

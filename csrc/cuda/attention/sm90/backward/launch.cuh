@@ -35,7 +35,7 @@ inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90;
-  if (scaled && (wide || p.scale >= kMinScale) && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0)
+  if (scaled && p.scale >= kMinScale && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0)
     return BackwardSm90Features::kPlain;
   if (wide) return BackwardSm90Features::kMasks;
   if (!scaled || p.softcap != 0 || p.scale < kMinScale || p.dropout > kMaxDropout ||

@@ -14,8 +14,8 @@ namespace flash_online::cuda {
 
 // ---- which blocks of queries there are
 
-// Iterates over those blocks of a head's queries to which the mask shows some of the work tile's keys. A whole warp calls it,
-// and all lanes get the same answers.
+// Iterates over those blocks of a head's queries to which the mask shows some of the work tile's keys, or of those of the
+// cluster's other CTA. A whole warp calls it, and all lanes get the same answers.
 template <class T, class Config>
 class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
  public:
@@ -26,8 +26,9 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
     kinds_ = map.row(tile.batch, head, 0);
     row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
     rows_ = (tile.queries + kMaskMapTile - 1) / kMaskMapTile;
-    first_column_ = map.size[3] == 1 ? 0 : tile.key / kMaskMapTile;
-    second_column_ = kKeys == kWarpgroupKeys || tile.key + kWarpgroupKeys >= tile.keys ? -1 : map.size[3] == 1 ? 0 : 1;
+    const int key = tile.key - rank() * kKeys;
+    first_column_ = map.size[3] == 1 ? 0 : key / kMaskMapTile;
+    second_column_ = kClusterKeys == kWarpgroupKeys || key + kWarpgroupKeys >= tile.keys ? -1 : map.size[3] == 1 ? 0 : 1;
   }
   // The number of the next block, tile.end if there is none; sets its QueryBlock::mask_flags.
   __device__ __forceinline__ int next(int& mask_flags) {
@@ -175,6 +176,8 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     block.query = query;
     block.all_visible = all_visible(tile, query);
     block.dq_offset = (first_row_block + int64_t{number} * (kQueries / kStatsRows)) * (kStatsRows * dq_accum_width(a.space));
+    // Keys that are all hidden, while the other CTA's are not, are hidden bit by bit.
+    if constexpr (kPipelined && kHasMaskMap) mask_flags = (mask_flags >> rank() & (kVisible | kMixed)) == kVisible ? 0 : kMixed;
     if constexpr (kHasMaskMap) block.mask_flags = mask_flags;
     if constexpr (kPersistent) block.last = last, block.third = third;
     unsigned bytes = sizeof(QueryTile) + sizeof(shared.row_stats[stage]);
@@ -220,7 +223,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     const bool leads = threadIdx.x == 0;
     if (leads) {
       load_keys(shared.key[0], a.key, tile, &shared.key_full[0]);
-      if constexpr (kSharesDq) load_peer_keys(a, shared, tile);
+      if constexpr (kPipelined) load_peer_keys(a, shared, tile);
     }
     int count = 0;
     if constexpr (kHasMaskMap) {

@@ -20,15 +20,9 @@ template <class T, class Config>
 template <bool kFirst>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_scores_and_dp(
     int now, ScoreAccumulator& score, ScoreAccumulator& dp, const Prefetch& ahead, int shift) {
-  Stage& stage = shared.stage[now];
-  if constexpr (!kHasDropout && !kSubtractsByProducts) begin_dp_at_minus_delta(now, dp);
+  if constexpr (!kHasDropout) begin_dp(now, dp);
   ping_pong_enter();
-  start_scores<kHeadDim, false, !kSubtractsByProducts>(score, key_tile(), stage.query, shift);
-  if constexpr (kSubtractsByProducts) {
-    // Last, so that before it the scores are those of the forward pass to the last bit: lse is made of them.
-    start_subtraction<StatsOperand::kLse, true>(score, now, shift);
-    wgmma_commit();
-  }
+  start_scores_of(now, score, shift);
   if constexpr (kFirst) wait(&shared.value_full, tile_count % 2);
   if constexpr (!kFirst && kTile.send_dq_late)
     if ((kPersistent ? ahead.third : block_count > 1) && !a.dq_semaphore) {
@@ -37,7 +31,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
     }
   if constexpr (kSubtractsByProducts) start_subtraction<StatsOperand::kDelta, false>(dp, now, shift);
   wait(&shared.grad_out_full[now], parity());
-  start_scores<kHeadDimV, !kHasDropout>(dp, shared.value, stage.grad_out, shift);
+  start_scores<kHeadDimV, !kHasDropout>(dp, shared.value, shared.stage[now].grad_out, shift);
   ping_pong_leave();
 }
 

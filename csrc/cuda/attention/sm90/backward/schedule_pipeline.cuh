@@ -28,8 +28,7 @@ __device__ __forceinline__ uint4* BackwardSm90Kernel<T, Config>::MathWarpgroup::
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::make_weights_with_options(
     int now, ScoreAccumulator& score, const Prefetch& block, PackedScores& weight, PackedScores& sloped) {
-  const bool capped = a.score_mod.cap > 0,
-             has_mask_bits = a.transposed_mask == TransposedMask::kBits && (block.mask_flags & kMixed);
+  const bool capped = a.score_mod.cap > 0, has_mask_bits = a.transposed_mask == TransposedMask::kBits && block.mask_flags != 0;
   const unsigned visible[1] = {has_mask_bits ? mask_bits(shared, now).word[0][row_warp()][lane()] : 0};
   if (capped)
     apply_softcap(score);
@@ -94,7 +93,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
     return false;
   }
   clear_query_tail(next);
-  start_scores<kHeadDim>(score, key_tile(), shared.stage[next].query);
+  start_scores_of(next, score);
   if (!releases_early) {
     wgmma_wait<1>();
     release(grad_out_empty);
@@ -113,7 +112,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     clear_key_tail();
     clear_query_tail(0);
     ScoreAccumulator score;
-    start_scores<kHeadDim>(score, key_tile(), shared.stage[0].query);
+    start_scores_of(0, score);
     wgmma_wait<0>();
     fence_registers(flat(score));
     while (weights_and_dv_block(stage(), score)) continue;
@@ -150,7 +149,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
   store_ds(shared.ds[buffer], ds);
   publish();
   release(&shared.ds_full[buffer]);
-  if constexpr (kSharesDq) send_ds(buffer);
+  send_ds(buffer);
   start_grads<kHeadDim>(dk, ds, shared.stage[now].query);
   ++block_count;
   if (!wait_for_block(next)) {
@@ -158,7 +157,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
     return false;
   }
   clear_query_tail(next);
-  begin_dp_at_minus_delta(next, dp);
+  begin_dp(next, dp);
   // While grad_out is on its way there is time to wait for dK, which lets the queries of the block after the next set out.
   const bool releases_early = !is_complete(&shared.grad_out_full[grad_out_buffer()], grad_out_parity());
   if (releases_early) {
@@ -166,7 +165,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
     release(&shared.stage_empty[now]);
   }
   wait_for_grad_out();
-  start_scores<kHeadDimV, true>(dp, shared.value, grad_out_tile(shared, next));
+  start_dp_less_delta(next, dp);
   if (!releases_early) {
     wgmma_wait<1>();
     release(&shared.stage_empty[now]);
@@ -186,9 +185,9 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     clear_key_tail();
     clear_query_tail(0);
     ScoreAccumulator dp;
-    begin_dp_at_minus_delta(0, dp);
+    begin_dp(0, dp);
     wait_for_grad_out();
-    start_scores<kHeadDimV, true>(dp, shared.value, grad_out_tile(shared, 0));
+    start_dp_less_delta(0, dp);
     wgmma_wait<0>();
     fence_registers(flat(dp));
     release(&shared.hand_over.grad_out_empty[0]);
@@ -200,7 +199,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   meet(kEnd);
   is_part() ? store_part(dk, 0) : store_dk();
   // The other CTA still reads the dS that this one sent, and arrives here: its last arrivals must find this CTA running.
-  if constexpr (kSharesDq) wait_for_last_dq();
+  if constexpr (kPipelined) wait_for_last_dq();
 }
 
 // Sends this warp's dS of a block to the cluster's other CTA. Its buffer there is free, as this CTA's is: ds_empty counts both.
@@ -230,7 +229,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     wait(&shared.ds_full[buffer], block_count / kDsBuffers % 2);
     if (query_block().query < 0) break;
     float* const to = dq_accum_of(query_block());
-    if constexpr (kSharesDq) wait_for_peer_ds(buffer);
+    wait_for_peer_ds(buffer);
     ++block_count;
     recompute_warp_index();
     DqAccumulator dq;

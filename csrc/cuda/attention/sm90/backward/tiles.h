@@ -31,10 +31,8 @@ struct BackwardSm90Tile {
   // A CTA takes one work tile after another. While it ends one, the next one's queries, keys and values are on their way.
   bool persistent = false;
 
-  // These two are for the pipeline. Of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by
-  // bulk reductions; and the CTAs of a cluster, 1 or 2, which own neighbouring keys and compute dQ together.
+  // For the pipeline: of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by bulk reductions.
   int dq_register_tiles = 0;
-  int cluster = 1;
 
   int math_registers, producer_registers;  // per thread
   int aux_registers = 0;  // of the dropout warps, or of the pipeline's third warpgroup
@@ -43,6 +41,7 @@ struct BackwardSm90Tile {
   int ctas_per_sm = 1;
 
   constexpr bool pipelined() const { return keys == 64 && warpgroups == 2; }
+  constexpr int ctas_per_cluster() const { return pipelined() ? 2 : 1; }  // which have neighbouring keys and share dQ
   constexpr int threads() const { return 128 * (warpgroups + 1 + pipelined()) + 32 * dropout_warps; }
 };
 
@@ -70,15 +69,15 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .math_registers = 240, .producer_registers = 24},
 
     {.head_dim = 160, .head_dim_v = 160, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
-     .dq_register_tiles = 4, .cluster = 2, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
+     .dq_register_tiles = 4, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
     {.head_dim = 192, .head_dim_v = 128, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
-     .dq_register_tiles = 4, .cluster = 2, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
+     .dq_register_tiles = 4, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
     {.head_dim = 192, .head_dim_v = 192, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
-     .dq_register_tiles = 4, .cluster = 2, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
+     .dq_register_tiles = 4, .math_registers = 192, .producer_registers = 24, .aux_registers = 104},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kPlain, .keys = 64, .queries = 64,
-     .dq_register_tiles = 2, .cluster = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+     .dq_register_tiles = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kMasks, .keys = 64, .queries = 64,
-     .dq_register_tiles = 4, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+     .dq_register_tiles = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
 };
 // clang-format on
 
@@ -95,7 +94,6 @@ constexpr bool is_valid(const BackwardSm90Tile& tile) {
          (aux_threads == 0 ? tile.aux_registers == 0 : is_register_count(tile.aux_registers)) &&
          tile.dropout_warps == (tile.features == BackwardSm90Features::kDropout ? 4 : 0) &&
          (!tile.persistent || tile.features == BackwardSm90Features::kPlain) &&
-         (tile.cluster == 1 || (tile.cluster == 2 && tile.pipelined() && tile.features == BackwardSm90Features::kPlain)) &&
          128 * (tile.warpgroups * tile.math_registers + tile.producer_registers) + aux_threads * tile.aux_registers <=
              launch_registers;
 }

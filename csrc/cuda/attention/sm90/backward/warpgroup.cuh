@@ -64,7 +64,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   // The same barrier in each CTA of the cluster.
   __device__ __forceinline__ void release_in_cluster(uint64_t* barrier) {
-    if constexpr (!kSharesDq)
+    if constexpr (!kPipelined)
       release(barrier);
     else if (lane() < kCluster)
       arrive_at(barrier, lane());
@@ -151,6 +151,21 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     Wgmma<__nv_bfloat16, kQueries>::template rs<true>(flat(d), left, stats, kAdd);
   }
 
+  // Starts the scores of a block, less lse where products subtract it: last, so that before it the scores are those of the
+  // forward pass to the last bit, since lse is made of them.
+  __device__ __forceinline__ void start_scores_of(int stage, ScoreAccumulator& score, unsigned shift = 0) {
+    start_scores<kHeadDim, false, !kSubtractsByProducts>(score, key_tile(), shared.stage[stage].query, shift);
+    if constexpr (kSubtractsByProducts) {
+      start_subtraction<StatsOperand::kLse, true>(score, stage, shift);
+      wgmma_commit();
+    }
+  }
+  // Starts dP less delta of a block, after begin_dp.
+  __device__ __forceinline__ void start_dp_less_delta(int stage, ScoreAccumulator& dp) {
+    if constexpr (kSubtractsByProducts) start_subtraction<StatsOperand::kDelta, false>(dp, stage, 0);
+    start_scores<kHeadDimV, true>(dp, shared.value, grad_out_tile(shared, stage));
+  }
+
   // Starts dV += P^T dO or dK += dS^T Q, [this warpgroup's keys][columns]; `shift` as for start_scores.
   template <int kColumns, int kCount>
   __device__ __forceinline__ void start_grads(GradAccumulator<kColumns>& d, const PackedScores& left,
@@ -194,7 +209,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ float2 row_stats(int stage, int kind, int j) const {
     const int at = 8 * j % kStatsRows + lane() % 4 * 2;
     if constexpr (kLseLowInStaging) {
-      if (kind == kLseLow) return *reinterpret_cast<const float2*>(&shared.dq_staging[warp][0][8 * j + lane() % 4 * 2]);
+      if (kind == kLseLow) return *reinterpret_cast<const float2*>(&shared.dq_staging[warp][8 * j + lane() % 4 * 2]);
       kind /= 2;
     }
     return *reinterpret_cast<const float2*>(&shared.row_stats[stage][8 * j / kStatsRows][kind * kStatsRows + at]);
@@ -206,7 +221,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     const QueryBlock& block = query_block();
     const int n = 4 * lane() / kStatsRows, last = (tile().queries - 1) / kStatsRows - block.query / kStatsRows;
     const int64_t row_block = block.dq_offset / (kStatsRows * kHeadDim) + min(n, last);  // as in Producer::load_block
-    reinterpret_cast<float4*>(shared.dq_staging[warp][0])[lane()] =
+    reinterpret_cast<float4*>(shared.dq_staging[warp])[lane()] =
         reinterpret_cast<const float4*>(a.space.row_stats + row_block * kRowStats + kStatsRows)[lane() % (kStatsRows / 4)];
     __syncwarp();
   }
@@ -262,7 +277,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       const int from = max(tile.keys - tile.key, 0);
       clear_tail(key_tile(), from);
       clear_tail(shared.value, from);
-      if constexpr (kSharesDq) clear_tail(shared.peer.key, max(tile.keys - cluster_key - (rank() ^ 1) * kKeys, 0));
+      if constexpr (kPipelined) clear_tail(shared.peer.key, max(tile.keys - cluster_key - (rank() ^ 1) * kKeys, 0));
       publish_tail(kKeyTail);
     }
   }
@@ -475,15 +490,17 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       dp[0][j][2] -= delta.x, dp[0][j][3] -= delta.y;
     }
   }
-  // What a block's dP is added to, so that it comes out less delta.
-  __device__ __forceinline__ void begin_dp_at_minus_delta(int stage, ScoreAccumulator& dp) {
+  // Makes minus delta, to which dP is added, unless a product does it.
+  __device__ __forceinline__ void begin_dp(int stage, ScoreAccumulator& dp) {
+    if constexpr (!kSubtractsByProducts) {
 #pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 delta = row_stats(stage, kDelta, j);
-      dp[0][j][0] = dp[0][j][2] = -delta.x;
-      dp[0][j][1] = dp[0][j][3] = -delta.y;
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 delta = row_stats(stage, kDelta, j);
+        dp[0][j][0] = dp[0][j][2] = -delta.x;
+        dp[0][j][1] = dp[0][j][3] = -delta.y;
+      }
+      fence_registers(flat(dp));
     }
-    fence_registers(flat(dp));
   }
   __device__ __forceinline__ void store_ds(DsTile& to, const PackedScores& ds) {
     const int r = score_row() + lane() % 16;  // its chunks are swizzled as TMA does
@@ -524,7 +541,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ T* outgoing_rows(bool is_key, int box) {
     if constexpr (kQueryBoxes == 2) return shared.ds[0].box[is_key ? 1 : 0][score_row()];
     return is_key ? shared.ds[box].box[0][score_row()]
-                  : reinterpret_cast<T*>(shared.dq_staging[warp][0]) + box * kWarpKeys * kBoxColumns;
+                  : reinterpret_cast<T*>(shared.dq_staging[warp]) + box * kWarpKeys * kBoxColumns;
   }
   template <int kColumns>
   __device__ __forceinline__ void stage_grad(const GradAccumulator<kColumns>& d, float scale, bool is_key) {
