@@ -95,7 +95,7 @@ def packed(choose: random.Random, seed: int) -> Packed:
 def on_cuda(problem: Attention, choose: random.Random) -> Attention:
     """The problem as CUDA takes it, with head dims and lengths that fill whole tiles among them."""
     if type(problem) is Attention and choose.random() < 0.3:
-        head_dim = choose.choice([64, 72, 96, 128, 136, 192, 256])
+        head_dim = choose.choice([64, 72, 96, 128, 136, 160, 192, 256])
         problem.head_dims = (head_dim, head_dim)
         problem.lengths = (choose.choice([64, 128, 192, 300]), choose.choice([128, 257, 400]))
     return problem
