@@ -154,22 +154,29 @@ FLASH_ONLINE_INLINE Vector<float> magnitude(Vector<float> x) {
   return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0x7fffffffu);
 }
 struct MeanLanes {
-  Vector<float> product, magnitude, weight;  // sums of grad * y, |grad| y and y
+  Vector<float> product, weight;  // sums of grad * y and of y
+  Vector<float> magnitude = {};  // sum of the slots' |product|: at most that of |grad| y
 
+  // Of one slot of a lane, whose terms have all been added.
+  FLASH_ONLINE_INLINE MeanLanes with_magnitude() const { return {product, weight, cpu::FLASH_ONLINE_ISA::magnitude(product)}; }
   FLASH_ONLINE_INLINE void operator+=(const MeanLanes& other) {
-    product += other.product, magnitude += other.magnitude, weight += other.weight;
+    product += other.product, weight += other.weight, magnitude += other.magnitude;
   }
 };
 template <int kUnits, bool kMagnitudes>
 FLASH_ONLINE_INLINE MeanLanes mean_lanes(const GradientRow<float>& row) {
-  Vector<float> products[4] = {}, magnitudes[4] = {}, weights[4] = {};
+  Vector<float> products[4] = {}, weights[4] = {};
   for_each_unit<kUnits, float>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
     const Vector<float> g = row.load(row.grad + i, at_end).part[0], y = row.load(row.output + i, at_end).part[0];
     products[s] += g * y;
-    if (kMagnitudes) magnitudes[s] += magnitude(g) * y;
     weights[s] += y;
   });
-  return {total_of_slots(products), total_of_slots(magnitudes), total_of_slots(weights)};
+  MeanLanes lanes{total_of_slots(products), total_of_slots(weights)};
+  if constexpr (kMagnitudes) {
+    for (Vector<float>& x : products) x = magnitude(x);
+    lanes.magnitude = total_of_slots(products);
+  }
+  return lanes;
 }
 
 // Prefetches what comes so many elements after a row, in a pass that finds the row in the first-level cache and would leave the
@@ -196,9 +203,10 @@ FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const GradientRow<float>& row,
   return total_of_slots(deviations);
 }
 // The pivot of a chunk, or of a chunk per lane. It is 0 where the deviations from 0, which are |grad| y, add up to at most
-// twice what those from the mean do: that spares most chunks a pass. Chunks of few classes do not ask, as of sixteen rows one
-// would mostly need the pass. Else the pivot is the mean, but 0 where that is infinite or NaN. The divisor is the weight, but 1
-// where that is 0.
+// twice what those from the mean do: that spares most chunks a pass. It is certain where MeanLanes::magnitude is twice the sum
+// of grad * y or more, and mostly so then: that takes no operation per class. Chunks of few classes do not ask, as of sixteen
+// rows one would mostly need the pass. Else the pivot is the mean, but 0 where that is infinite or NaN. The divisor is the
+// weight, but 1 where that is 0.
 constexpr int64_t kFewClasses = 64;
 struct Pivots {
   Vector<float> product, divisor;
@@ -249,7 +257,8 @@ struct Subtrahend {
 };
 
 // Writes gradients, into the caches or past them.
-template <class E, bool kLog, class R>
+// kOneTerm: of what is subtracted, `high` is 0.
+template <class E, bool kLog, class R, bool kOneTerm = false>
 struct GradientWriter {
   using T = Accumulator<R>;
   static constexpr bool kMayStream = std::is_same_v<E, R>;
@@ -264,7 +273,7 @@ struct GradientWriter {
       if constexpr (kLog)
         to.part[p] = minus_product(g.part[p], exp_rounded_to<E>(y.part[p]), high);
       else if constexpr (kTakesMean<R, kLog>)
-        to.part[p] = ((g.part[p] - high) - low) * y.part[p];
+        to.part[p] = ((kOneTerm ? g.part[p] : g.part[p] - high) - low) * y.part[p];
       else
         to.part[p] = (g.part[p] - high) * y.part[p];
     return to;

@@ -124,7 +124,10 @@ FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
         sum += term(begin(i));
         if constexpr (!kOneTerm)
           for (int64_t c = begin(i) + kGroup; c < classes; c += kGroup) sum += term(c);
-        return sum;
+        if constexpr (requires { sum.with_magnitude(); })
+          return sum.with_magnitude();
+        else
+          return sum;
       };
       constexpr int kSecond = kNeighboursFirst ? 1 : 2, kThird = 3 - kSecond;
       V total = sum(0);

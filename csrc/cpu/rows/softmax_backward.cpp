@@ -90,7 +90,7 @@ struct SoftmaxBackwardOp : RowOp {
     Partial chunk;
     if constexpr (kTakesMean<R, kLog>) {
       const auto sum = [](Vector<float> x) FLASH_ONLINE_LAMBDA_INLINE { return broadcast(sum_of_lanes<float>(x)); };
-      const MeanLanes lanes = mean_lanes<0, true>(row), sums{sum(lanes.product), sum(lanes.magnitude), sum(lanes.weight)};
+      const MeanLanes lanes = mean_lanes<0, true>(row), sums{sum(lanes.product), sum(lanes.weight), sum(lanes.magnitude)};
       const Pivots pivots(sums, count);
       chunk.weight = sums.weight[0];
       if (pivots.near_zero[0]) {
@@ -184,6 +184,7 @@ struct ContiguousRows {
     const Ahead<kRows == 1, kRows == 1> after_streams{next_grad, next_output};
     Vector<S> sums[kRows];
     T high[kLanes<S>], low[kLanes<S>];
+    [[maybe_unused]] bool one_term = false;  // all of `high` are 0
     if constexpr (kTakesMean<R, kLog>) {
       const auto total = [](Vector<S>* rows) FLASH_ONLINE_LAMBDA_INLINE { return sums_of_rows<kRows, kLanes<S> / 2>(rows); };
       constexpr bool kAsks = kRows < kMostRows;  // as rows are few otherwise
@@ -192,9 +193,10 @@ struct ContiguousRows {
         const MeanLanes lanes = mean_lanes<kUnits, kAsks>(row(r));
         sums[r] = lanes.product, magnitudes[r] = lanes.magnitude, weights[r] = lanes.weight;
       }
-      const Pivots pivots({total(sums), kAsks ? total(magnitudes) : Vector<float>{}, total(weights)}, kAsks ? count : 0);
+      const Pivots pivots({total(sums), total(weights), kAsks ? total(magnitudes) : Vector<float>{}}, kAsks ? count : 0);
       Vector<float> deviations = pivots.product, pivot = {};
-      if (!kAsks || !pivots.are_zero()) {
+      one_term = kAsks && pivots.are_zero();
+      if (!one_term) {
         pivot = pivots.pivots();
         store_vector(high, pivot);
         for (int r = 0; r < kRows; ++r)
@@ -208,13 +210,18 @@ struct ContiguousRows {
       const Vector<S> total = sums_of_rows<kRows, kLanes<S> / 2>(sums);
       for (int l = 0; l < kLanes<S>; ++l) high[l] = static_cast<T>(total[l]), low[l] = T(0);
     }
-    for (int r = 0; r < kRows; ++r) {
-      const GradientWriter<E, kLog, R> writer({high[r * kGroup], low[r * kGroup]});
-      if (stream)
-        writer.write_streaming(row(r), to + r * count, after_streams);
-      else
-        writer.template write<kUnits>(row(r), to + r * count, r < loose.written, after_streams);
-    }
+    const auto write = [&](auto one_term) __attribute__((always_inline)) {
+      for (int r = 0; r < kRows; ++r) {
+        const GradientWriter<E, kLog, R, one_term> writer({high[r * kGroup], low[r * kGroup]});
+        if (stream)
+          writer.write_streaming(row(r), to + r * count, after_streams);
+        else
+          writer.template write<kUnits>(row(r), to + r * count, r < loose.written, after_streams);
+      }
+    };
+    if constexpr (kTakesMean<R, kLog>)
+      if (one_term) return write(std::true_type());
+    write(std::false_type());
   }
 };
 
@@ -235,14 +242,8 @@ FLASH_ONLINE_INLINE void gradients_of_lanes(int64_t classes, Vector<T>* g, const
   const auto sum = [&](const auto& term)
                        __attribute__((always_inline)) { return sum_of_classes<R, SumOf<R, kLog>, kMost, true>(classes, term); };
   if constexpr (kTakesMean<R, kLog>) {
-    const auto mean_lanes = [&](auto magnitudes) FLASH_ONLINE_LAMBDA_INLINE {
-      return sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE {
-        return MeanLanes{g[c] * y[c], magnitudes ? magnitude(g[c]) * y[c] : Vector<float>{}, y[c]};
-      });
-    };
     const bool asks = kMost > kFewClasses && classes > kFewClasses;
-    const Pivots pivots(asks ? mean_lanes(std::bool_constant<(kMost > kFewClasses)>()) : mean_lanes(std::false_type()),
-                        classes);
+    const Pivots pivots(sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return MeanLanes{g[c] * y[c], y[c]}; }), classes);
     Vector<float> deviations = pivots.product, pivot = {};
     if (!asks || !pivots.are_zero()) {
       pivot = pivots.pivots();
