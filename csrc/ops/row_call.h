@@ -54,14 +54,6 @@ View view_of(Tensor& tensor, int64_t dim) {
   return view;
 }
 
-inline std::string text_of(const std::vector<int64_t>& sizes) {
-  std::ostringstream text;
-  text << '[';
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  text << ']';
-  return text.str();
-}
-
 inline void check_dim(const Tensor& input, int64_t dim) {
   check(input.dim() >= 1, "input: at least 1 dimension is needed, got a tensor of none");
   check(dim >= 0 && dim < input.dim(), "dim: must lie in [0, ", input.dim() - 1, "] for an input of shape ", shape_of(input),
@@ -70,7 +62,7 @@ inline void check_dim(const Tensor& input, int64_t dim) {
 
 inline void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& sizes, ScalarType type,
                        const Tensor& other) {
-  check(has_sizes(tensor, sizes), name, ": the shape must be ", text_of(sizes), ", got ", shape_of(tensor));
+  check(has_sizes(tensor, sizes), name, ": the shape must be ", Sizes{sizes}, ", got ", shape_of(tensor));
   check(tensor.scalar_type() == type, name, ": the dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
   check_device(tensor, name, other, "the other tensors");
 }

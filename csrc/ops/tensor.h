@@ -31,13 +31,21 @@ void check(bool condition, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
-// A tensor's shape for an error message; its text is made only when the message is.
+// Sizes, and a tensor's shape, for an error message: their text is made only when the message is.
+struct Sizes {
+  const std::vector<int64_t>& sizes;
+};
 struct Shape {
   const Tensor& tensor;
 };
 
 inline Shape shape_of(const Tensor& tensor) { return {tensor}; }
 
+inline std::ostream& operator<<(std::ostream& stream, const Sizes& of) {
+  stream << '[';
+  for (size_t i = 0; i < of.sizes.size(); ++i) stream << (i ? ", " : "") << of.sizes[i];
+  return stream << ']';
+}
 inline std::ostream& operator<<(std::ostream& stream, const Shape& shape) {
   stream << '[';
   for (int64_t i = 0; i < shape.tensor.dim(); ++i) stream << (i ? ", " : "") << shape.tensor.size(i);
