@@ -199,7 +199,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   meet(kEnd);
   is_part() ? store_part(dk, 0) : store_dk();
   // The other CTA still reads the dS that this one sent, and arrives here: its last arrivals must find this CTA running.
-  if constexpr (kPipelined) wait_for_last_dq();
+  wait_for_last_dq();
 }
 
 // Sends this warp's dS of a block to the cluster's other CTA. Its buffer there is free, as this CTA's is: ds_empty counts both.
