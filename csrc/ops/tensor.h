@@ -31,6 +31,11 @@ void check(bool condition, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
 // Sizes, and a tensor's shape, for an error message: their text is made only when the message is.
 struct Sizes {
   const std::vector<int64_t>& sizes;
@@ -46,11 +51,7 @@ inline std::ostream& operator<<(std::ostream& stream, const Sizes& of) {
   for (size_t i = 0; i < of.sizes.size(); ++i) stream << (i ? ", " : "") << of.sizes[i];
   return stream << ']';
 }
-inline std::ostream& operator<<(std::ostream& stream, const Shape& shape) {
-  stream << '[';
-  for (int64_t i = 0; i < shape.tensor.dim(); ++i) stream << (i ? ", " : "") << shape.tensor.size(i);
-  return stream << ']';
-}
+inline std::ostream& operator<<(std::ostream& stream, const Shape& shape) { return stream << Sizes{sizes_of(shape.tensor)}; }
 
 inline DType dtype_of(ScalarType type) {
   switch (type) {
@@ -184,11 +185,6 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Te
     next *= std::max<int64_t>(sizes[i], 1);
   }
   return empty_strided(sizes, strides, type, like);
-}
-
-inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return {sizes.begin(), sizes.end()};
 }
 
 inline bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {

@@ -203,10 +203,10 @@ FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const GradientRow<float>& row,
   return total_of_slots(deviations);
 }
 // The pivot of a chunk, or of a chunk per lane. It is 0 where the deviations from 0, which are |grad| y, add up to at most
-// twice what those from the mean do: that spares most chunks a pass. It is certain where MeanLanes::magnitude is twice the sum
-// of grad * y or more, and mostly so then: that takes no operation per class. Chunks of few classes do not ask, as of sixteen
-// rows one would mostly need the pass. Else the pivot is the mean, but 0 where that is infinite or NaN. The divisor is the
-// weight, but 1 where that is 0.
+// twice what those from the mean do: that spares most chunks a pass. MeanLanes::magnitude is at most the sum of |grad| y, so
+// this is certain where it is at least twice the sum of grad * y, and asking takes no operation per class. Chunks of few
+// classes do not ask, as of sixteen rows one would mostly need the pass. Else the pivot is the mean, but 0 where that is
+// infinite or NaN. The divisor is the weight, but 1 where that is 0.
 constexpr int64_t kFewClasses = 64;
 struct Pivots {
   Vector<float> product, divisor;
@@ -256,8 +256,7 @@ struct Subtrahend {
   T high = T(0), low = T(0);
 };
 
-// Writes gradients, into the caches or past them.
-// kOneTerm: of what is subtracted, `high` is 0.
+// Writes gradients, into the caches or past them. kOneTerm: of what is subtracted, `high` is 0.
 template <class E, bool kLog, class R, bool kOneTerm = false>
 struct GradientWriter {
   using T = Accumulator<R>;

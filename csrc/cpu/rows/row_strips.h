@@ -124,7 +124,7 @@ FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
         sum += term(begin(i));
         if constexpr (!kOneTerm)
           for (int64_t c = begin(i) + kGroup; c < classes; c += kGroup) sum += term(c);
-        if constexpr (requires { sum.with_magnitude(); })
+        if constexpr (requires { sum.with_magnitude(); })  // MeanLanes
           return sum.with_magnitude();
         else
           return sum;

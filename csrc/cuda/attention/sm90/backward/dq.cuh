@@ -15,12 +15,10 @@ namespace flash_online::cuda {
 // ---- the products
 
 // Starts this warpgroup's piece of dQ = dS K, from the dS in `buffer`: the block before's, or where a warpgroup is alone this
-// block's. `piece`: the pipeline's third warpgroup takes kDqPieces of them one after another.
+// block's.
 template <class T, class Config>
-__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_dq(DqAccumulator& d, int buffer,
-                                                                                       int piece) {
-  if constexpr (kPipelined) return start_shared_dq_piece(d, buffer, piece);
-  if constexpr (!kPipelined && !kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
+__device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_dq(DqAccumulator& d, int buffer) {
+  if constexpr (!kSingleWarpgroup) wait(&shared.ds_full[buffer], (block_count - 1) / 2 % 2);
   const uint64_t ds = k_major_descriptor(shared_address(shared.ds[buffer].box[kDqSideBySide ? 0 : warpgroup()])),
                  keys = mn_major_descriptor(shared_address(key_tile().box[kDqSideBySide ? warpgroup() : 0]), kKeys * kRowBytes);
   if constexpr (kTransposed && kKeys > kWarpgroupKeys) {
@@ -44,8 +42,9 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
   wgmma_commit();
 }
 
-// The same where two CTAs share dQ: of the dS and the keys of both. Where they share an odd number of boxes, the piece's last
-// columns are half of the box in the middle.
+// The same in the pipeline, for one of the kDqPieces that its third warpgroup makes one after another: of the dS and the keys
+// of both CTAs of the cluster. Where they share an odd number of boxes, the piece's last columns are half of the box in the
+// middle.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::start_shared_dq_piece(DqAccumulator& d,
                                                                                                     int buffer, int piece) {

@@ -233,7 +233,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     ++block_count;
     recompute_warp_index();
     DqAccumulator dq;
-    start_dq(dq, buffer, 0);
+    start_shared_dq_piece(dq, buffer, 0);
 #pragma unroll
     for (int piece = 0; piece < kDqPieces; ++piece) {
       wgmma_wait<0>();
@@ -241,13 +241,13 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
       if (piece == kDqPieces - 1) release_in_cluster(&shared.ds_empty[buffer]);
       if (a.dq_semaphore) {
         add_dq(to, dq, (block_count - 1) % 2, piece);
-        if (piece < kDqPieces - 1) start_dq(dq, buffer, piece + 1);
+        if (piece < kDqPieces - 1) start_shared_dq_piece(dq, buffer, piece + 1);
       } else {
         stage_dq(dq, piece);
         DqAccumulator last;
         keep_last_dq(last, dq);
         // The registers are free: the next product runs beside the fence.
-        if (piece < kDqPieces - 1) start_dq(dq, buffer, piece + 1);
+        if (piece < kDqPieces - 1) start_shared_dq_piece(dq, buffer, piece + 1);
         publish();
         send_dq(to, piece);
         add_last_dq(to, last, piece);  // after the fence, which would wait for these additions

@@ -187,7 +187,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   // ---- dQ (dq.cuh)
 
-  __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer, int piece = 0);
+  __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer);
   __device__ __forceinline__ void start_shared_dq_piece(DqAccumulator& d, int buffer, int piece);
   __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const;
   // The first of a piece's boxes of columns, where the pipeline makes it.
