@@ -24,8 +24,8 @@ class Cell(Case):
     Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
     sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`; `alibi`; `mask` "random"
     ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or "blocks" (a quarter of
-    the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p; `deterministic`. `lengths`: those
-    of packed sequences, in place of B and L.
+    the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p; `deterministic`; `tf32`, which
+    lets every provider round the factors of float32. `lengths`: those of packed sequences, in place of B and L.
     """
 
     kind: str = ""
@@ -161,6 +161,11 @@ def _features() -> list[Cell]:
         cell("bool mask, GQA", sizes={"Hkv": 4}, mask="random"),
         cell("dropout", dropout=0.1),
         *(cell("float32", head_dim, dtype=torch.float32, sizes={"B": 2, "L": 2048}) for head_dim in (64, 128)),
+        *(
+            cell("tf32", head_dim, dtype=torch.float32, sizes={"B": 1, "L": 2048}, **options)
+            for head_dim in (64, 128, 256)
+            for options in ({"tf32": True}, {"causal": True, "tf32": True})
+        ),
         *(cell("other head dims", head_dim) for head_dim in (80, 96, 160)),
         cell("other head dims", 192, sizes={"Ev": 128}),
         cell("E 512", 512, sizes={"B": 1, "H": 4}),

@@ -205,7 +205,25 @@ def timers_of(group: str, call: Call, backward: bool, device: str) -> dict[str, 
     return timers
 
 
+@contextlib.contextmanager
+def precision_of(cell: Cell):
+    """Torch's setting for products of float32 while the cell is checked and timed."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if cell.options.get("tf32"):
+        matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[str] | None = None) -> dict:
+    with precision_of(cell):
+        return _measure(cell, device, seconds, rounds, peers)
+
+
+def _measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[str] | None) -> dict:
     result = cell.head()
     problem = Problem(cell, device)
     checked = check(problem, providers(cell, peers), result)

@@ -116,6 +116,7 @@ TARGETS = (
     Target("dropout", _of("features", "dropout"), (CUDNN, FLASH), None, 1.3, FORWARD),
     Target("dropout", _of("features", "dropout"), (CUDNN,), None, 1.0, BACKWARD),
     Target("float32", _of("features", "float32"), (EFFICIENT,), None, 1.1),
+    Target("tf32", _of("features", "tf32"), (EFFICIENT, MATH), None, 1.0),
     Target("E 512", _of("features", "E 512"), (EFFICIENT,), None, 1.5),
     Target("GQA, 8 key heads", _of("features", "GQA", Hkv=8), (), None, 1.0),
     Target("window", _of("features", "window"), (), None, 1.0),

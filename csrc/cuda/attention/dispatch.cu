@@ -81,9 +81,11 @@ constexpr Family<ForwardPass> kCached[] = {
     family<ForwardPass, AttentionCachedSm90, HeadDimsCachedSm90>("sm90"),
     family<ForwardPass, AttentionCachedSm80, HeadDimsCachedSm80>("sm80")};
 constexpr Family<ForwardPass> kCachedTiles[] = {kCached[3], kCached[0], kCached[1], kCached[2], kCached[4]};  // sm90 first
-constexpr Family<BackwardPass> kBackward[] = {family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
-                                              family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
-                                              family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
+constexpr Family<BackwardPass> kBackward[] = {
+    family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
+    family<BackwardPass, AttentionBackwardSplitSm90, HeadDimsBackwardSplitSm90>("split_sm90"),
+    family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
+    family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
 
 // Why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family where there is
 // a choice: float64 has one alone.

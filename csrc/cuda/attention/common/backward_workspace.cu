@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_as_operand(StatsOperand& to, int query, do
 }
 
 // Writes the row statistics of the thread's query, and returns its share of the gradient of the head's sink. `products` are the
-// sums of grad_out * out; of float32 problems, precise_products are these as sums of two floats. Low parts of infinities and
-// NaN are 0.
+// sums of grad_out * out; of float32 problems with all digits, precise_products are these as sums of two floats. Low parts of
+// infinities and NaN are 0.
 template <bool kFloat32, class Sum>
 __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& arguments, int64_t tile, int64_t head,
                                                   const LseInputs& inputs, const Sum* products, const float2* precise_products,
@@ -199,7 +199,9 @@ __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& argu
   float high = -lowest<float>(), low = 0;
   if (inputs.lse != lowest<float>()) {
     if constexpr (kFloat32) {
-      const double whole = static_cast<double>(precise_products[thread].x) + precise_products[thread].y - inputs.grad_lse;
+      const double product = problem.tf32 ? static_cast<double>(products[thread])
+                                          : static_cast<double>(precise_products[thread].x) + precise_products[thread].y,
+                   whole = product - inputs.grad_lse;
       delta = static_cast<float>(whole);
       const float rounding = static_cast<float>(whole - delta);
       delta_low = rounding - rounding == 0 ? rounding : 0;
@@ -273,11 +275,13 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   // These loads come first, to overlap with the products.
   const LseInputs inputs = load_lse(problem, gradients, coord, sequence, first + thread);
   if (space.dq_accum) clear_dq_accum(space, tile);
+  const bool precise = kFloat32 && !problem.tf32;  // with fewer digits no bits have to be those of the backward kernels
   // The gradient of a sink is a sum over all queries, which needs every digit of the products.
-  if (!kFloat32 || space.sink_parts) multiply_rows(grad_out, out, first, queries, products);
+  if (!precise || space.sink_parts) multiply_rows(grad_out, out, first, queries, products);
   if constexpr (kFloat32)
-    for (int r = thread / kWarpSize * 16; r < kStatsRows; r += kRowThreads / kWarpSize * 16)
-      multiply_rows_precisely(out, grad_out, first + r, queries, precise_products + r);
+    if (precise)
+      for (int r = thread / kWarpSize * 16; r < kStatsRows; r += kRowThreads / kWarpSize * 16)
+        multiply_rows_precisely(out, grad_out, first + r, queries, precise_products + r);
   __syncthreads();
   __shared__ __align__(16) StatsOperand operand;
   double sink = 0;

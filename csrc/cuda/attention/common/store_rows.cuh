@@ -105,4 +105,17 @@ __device__ __forceinline__ void clear_rows(const MutableView4& to, int64_t head,
     data[(rows.begin + n / width) * to.stride[2] + n % width * to.stride[3]] = narrow<Element>(0.0f);
 }
 
+// Zeros the padding rows of dK and dV before a packed sequence, and after the last one, in one head.
+template <class Element, int kThreads>
+__device__ __forceinline__ void clear_key_padding(const AttentionProblem& problem, const AttentionGradients& gradients,
+                                                  int64_t batch, int64_t head) {
+  const auto clear_before = [&](int64_t sequence) {
+    const Rows rows = padding_rows(problem.key_starts, problem.batch, sequence, problem.keys, problem.total_keys);
+    clear_rows<Element, kThreads>(gradients.grad_key, head, problem.head_dim, rows);
+    clear_rows<Element, kThreads>(gradients.grad_value, head, problem.head_dim_v, rows);
+  };
+  clear_before(batch);
+  if (batch == problem.batch - 1) clear_before(problem.batch);
+}
+
 }  // namespace flash_online::cuda

@@ -6,6 +6,8 @@
 // tile that no sequence has exits at once. With zero sequences we still launch one CTA per head, to zero the padding rows.
 #pragma once
 
+#include <algorithm>
+
 #include "../../../core/integer.h"
 #include "../../../core/mask.h"
 #include "../../../core/sequence.h"
@@ -13,17 +15,44 @@
 
 namespace flash_online::cuda {
 
+// Heads in sections of `heads` each; the last section has all that are left.
+struct HeadSections {
+  int heads, last;  // last: that section's number
+  bool in_list_order = false;  // every head is a section of its own
+};
+
 // Tiles of `size` queries or keys: first those of one head of one sequence, then its next head, then the next sequence.
 struct TileList {
   int64_t blocks;  // tiles per head: of one dense sequence, or of all packed ones
   int64_t sequences;  // 1 if packed
   int64_t heads;
+  HeadSections sections = {.heads = 1, .last = 0, .in_list_order = true};  // in which tile_coord() takes the tiles
   FLASH_ONLINE_HD int64_t count() const { return blocks * heads * sequences; }
 
   static TileList of(const AttentionProblem& problem, bool over_keys, int64_t heads, int64_t size) {
     if (!problem.query_starts) return {ceil_div(over_keys ? problem.keys : problem.queries, size), problem.batch, heads};
     return {(over_keys ? problem.total_keys : problem.total_queries) / size + (problem.batch > 0 ? problem.batch : 1), 1,
             heads};
+  }
+
+  // The sections in which tiles should be launched, of which so many run at once. Where tiles differ in how much they see, the
+  // tiles of as many heads as run at once go by length, and not head by head: then the last ones to run are short. What is left
+  // of the heads joins the last sections: a section of one head has its longest tile among the last to run (28 % of the time
+  // idle at 45 heads of 12 tiles). `least`: heads per section at least.
+  HeadSections sections_by_length(const Visibility& visible, int64_t tiles_at_once, int64_t least = 1) const {
+    const bool bounded = visible.left >= 0 || visible.right >= 0;
+    const int64_t all = heads * sequences, at_once = bounded ? tiles_at_once / std::max(blocks, int64_t{1}) : 1,
+                  section = std::clamp(std::max(at_once, least), int64_t{1}, std::max(all, int64_t{1})),
+                  joined = bounded ? 2 : 1;  // full sections that the last one is made of, besides what is left
+    return {.heads = static_cast<int>(section),
+            .last = static_cast<int>(std::max(all / section - joined, int64_t{0})),
+            .in_list_order = section == 1 && joined == 1};
+  }
+  // The list in this order, for tiles that take one CTA each.
+  TileList by_length(const Visibility& visible, int64_t ctas_at_once) const {
+    TileList ordered = *this;
+    ordered.sections = sections_by_length(visible, ctas_at_once);
+    return ordered;
   }
 };
 
@@ -48,12 +77,6 @@ __device__ __forceinline__ int64_t sequence_of_tile(const int32_t* starts, int64
   return low;
 }
 
-// Heads in sections of `heads` each; the last section has all that are left.
-struct HeadSections {
-  int heads, last;  // last: that section's number
-  bool in_list_order = false;  // every head is a section of its own
-};
-
 // The index in the list of the tile that is launched as number `launched`, where tiles are launched section by section: within
 // a section, the first tiles of all its heads, then the second tiles of all its heads, and so on.
 FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned launched, const HeadSections& sections) {
@@ -65,10 +88,11 @@ FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned la
   return (first_head + within_section % section_heads) * tiles + within_section / section_heads;
 }
 
-// The coordinates of tile `index` of a list. `reversed` numbers a head's tiles from the last to the first, so that the longest
-// ones start first where later rows have more to do.
+// The coordinates of tile `index` of a list in its order. `reversed` numbers a head's tiles from the last to the first, so that
+// the longest ones start first where later rows have more to do.
 __device__ __forceinline__ TileCoord tile_coord(const AttentionProblem& problem, const TileList& list, int64_t index,
                                                 bool over_keys, int64_t size, bool reversed) {
+  if (!list.sections.in_list_order) index = tile_index_in_sections(list, static_cast<unsigned>(index), list.sections);
   // A grid has less than 2^31 CTAs: 32-bit divisions suffice, and take a fraction of the time of 64-bit ones.
   const unsigned index32 = static_cast<unsigned>(index), tiles = static_cast<unsigned>(list.blocks),
                  heads = static_cast<unsigned>(list.heads);
@@ -83,5 +107,20 @@ __device__ __forceinline__ TileCoord tile_coord(const AttentionProblem& problem,
   coord.block = block - (clamp(starts[coord.sequence], 0, total) / size + coord.sequence);
   return coord;
 }
+
+// A tile of queries or of keys of one head, and the sequence that it is part of.
+struct WorkTile {
+  int64_t batch, head, block;  // block: the tile's number in the sequence; may be past its end
+  Sequence sequence;
+  int queries, keys;  // the sequence's
+
+  __device__ __forceinline__ WorkTile(const AttentionProblem& problem, const TileCoord& coord)
+      : batch(coord.sequence),
+        head(coord.head),
+        block(coord.block),
+        sequence(sequence_of(problem, batch)),
+        queries(static_cast<int>(sequence.queries.count)),
+        keys(static_cast<int>(sequence.keys.count)) {}
+};
 
 }  // namespace flash_online::cuda

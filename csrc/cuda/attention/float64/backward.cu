@@ -313,7 +313,7 @@ bool launch_pairs(BackwardArguments arguments, CUstream_st* stream) {
   if (std::max(problem.head_dim, problem.head_dim_v) > kWidth || device_attribute<cudaDevAttrComputeCapabilityMajor>() != 9)
     return false;
   const auto launch_over = [&]<auto kKernel>(bool over_keys, int64_t heads) {
-    arguments.list = TileList::of(problem, over_keys, heads, P::kRows);
+    arguments.list = TileList::of(problem, over_keys, heads, P::kRows).by_length(problem.visible, sm_count());
     if (arguments.list.count() > 0) launch<kKernel>(arguments, arguments.list.count(), P::kThreads, P::kSharedBytes, stream);
   };
   launch_over.template operator()<tile_gradients<kWidth, false>>(false, problem.heads);

@@ -12,7 +12,6 @@
 #include "../common/scores.cuh"
 #include "../common/tile_list.cuh"
 #include "../sm80/load.cuh"
-#include "../sm80/work_tile.cuh"
 
 namespace flash_online::cuda::float64 {
 
@@ -350,7 +349,7 @@ void launch_tiles(Arguments arguments, bool over_keys, int64_t heads, int64_t co
   const AttentionProblem& problem = arguments.problem;
   const int warps = warps_for(over_keys ? problem.keys : problem.queries, row_bytes,
                               device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-  arguments.list = TileList::of(problem, over_keys, heads, warps * kWarpRows);
+  arguments.list = TileList::of(problem, over_keys, heads, warps * kWarpRows).by_length(problem.visible, sm_count());
   const int64_t pieces = std::max<int64_t>(ceil_div(columns, int64_t{kColumns}), 1);
   if (arguments.list.count() > 0)
     launch<kKernel>(arguments, arguments.list.count() * pieces, warps * kWarpSize, shared_bytes_of(warps, row_bytes), stream);

@@ -16,11 +16,11 @@
 #include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_rows.cuh"
+#include "../common/tile_list.cuh"
 #include "../kernels.h"
 #include "load.cuh"
 #include "tiles.h"
 #include "variants.cuh"
-#include "work_tile.cuh"
 
 namespace flash_online::cuda {
 
@@ -139,7 +139,8 @@ class BackwardSm80Kernel {
     // Read here and not where they are used: two variants of the kernel would spill more registers.
     const bool makes_dq = arguments.dq_mode != DqMode::kNone, direct = arguments.dq_mode == DqMode::kDirect;
     const WorkTile tile(problem, tile_coord(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0));
-    if (problem.query_starts && tile.block == 0) clear_padding(arguments, tile);
+    if (problem.query_starts && tile.block == 0)
+      clear_key_padding<Element, kThreads>(problem, arguments.gradients, tile.batch, tile.head);
     if (tile.block < 0 || tile.block * kKeys >= tile.keys) return;
 
     BackwardSm80Kernel kernel(arguments, tile, makes_dq, direct, shared);
@@ -189,18 +190,6 @@ class BackwardSm80Kernel {
   static constexpr int kBytes = 2 * kKeyBytes + kStages * kStageBytes + (kInRegisters ? 1 : 2) * kScoreBytes;
   static_assert(kKeyBytes % 16 == 0 && kQueryBytes % 16 == 0 && kScoreBytes % 16 == 0);
   static_assert(kBytes == kTile.shared_bytes());
-
-  // Clears dK and dV of the padding rows around a packed sequence in the tile's head.
-  __device__ __forceinline__ static void clear_padding(const BackwardSm80Arguments& arguments, const WorkTile& tile) {
-    const AttentionProblem& problem = arguments.problem;
-    const auto clear_before = [&](int64_t sequence) {
-      const Rows rows = padding_rows(problem.key_starts, problem.batch, sequence, problem.keys, problem.total_keys);
-      clear_rows<Element, kThreads>(arguments.gradients.grad_key, tile.head, problem.head_dim, rows);
-      clear_rows<Element, kThreads>(arguments.gradients.grad_value, tile.head, problem.head_dim_v, rows);
-    };
-    clear_before(tile.batch);
-    if (tile.batch == problem.batch - 1) clear_before(problem.batch);
-  }
 
   // ---- what a CTA works on -------------------------------------------------------------------------------------------------
   const BackwardSm80Arguments& arguments;
@@ -599,7 +588,8 @@ void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradie
       .problem = problem,
       .gradients = gradients,
       .space = space,
-      .list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kKeys),
+      .list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kKeys)
+                  .by_length(problem.visible, int64_t{sm_count()} * Kernel::kTile.ctas_per_sm),
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       .dq_mode = dq_mode,

@@ -9,10 +9,10 @@
 #include "../common/dropout.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_rows.cuh"
+#include "../common/tile_list.cuh"
 #include "../kernels.h"
 #include "load.cuh"
 #include "tiles.h"
-#include "work_tile.cuh"
 
 namespace flash_online::cuda {
 
@@ -243,7 +243,7 @@ void AttentionBackwardDqSm80<kHeadDim>::run(const BackwardPass& pass, const Back
         .problem = problem,
         .gradients = pass.gradients,
         .space = space,
-        .list = TileList::of(problem, false, problem.heads, Kernel::kQueries),
+        .list = TileList::of(problem, false, problem.heads, Kernel::kQueries).by_length(problem.visible, sm_count()),
         .score_mod = ScoreMod(problem),
         .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
     };

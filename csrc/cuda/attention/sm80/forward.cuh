@@ -440,7 +440,8 @@ void launch_forward_sm80(const AttentionProblem& problem, const MaskMap& map, CU
   using Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant>;
   const ForwardSm80Arguments arguments{
       .problem = problem,
-      .list = TileList::of(problem, false, problem.heads, Kernel::kQueries),
+      .list = TileList::of(problem, false, problem.heads, Kernel::kQueries)
+                  .by_length(problem.visible, int64_t{sm_count()} * Kernel::kTile.ctas_per_sm),
       .map = map,
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,

@@ -58,21 +58,38 @@ struct FloatsInRegisters {
       values[n] = r < left && c < from.columns ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
     }
   }
-  // Stores the pieces of the vectors, each times `factor`.
-  __device__ __forceinline__ void put(SharedTile<Element, kCopy.width> tile, int first = 0, float factor = 1) const {
-    using F = Fragments<Element>;
+  // The same, element by element, of a tensor whose vectors cannot be read.
+  __device__ __forceinline__ void fetch_elements(const HeadRows<Element>& from, int row, int rows) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const unsigned index = threadIdx.x + n * kCopy.threads;
+      const int r = row + static_cast<int>(index / kPerRow), c = static_cast<int>(index % kPerRow) * 4;
+      const float* const at = reinterpret_cast<const float*>(from.data + r * from.row_stride + c * from.column_stride);
+      const auto element = [&](int e) { return r < rows && c + e < from.columns ? at[e * from.column_stride] : 0.0f; };
+      values[n] = make_float4(element(0), element(1), element(2), element(3));
+    }
+  }
+  // Calls f(row, column, piece, words) for the pieces of the vectors, each times `factor`.
+  template <class F>
+  __device__ __forceinline__ void for_each_piece(F&& f, int first = 0, float factor = 1) const {
+    using Operand = Fragments<Element>;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const unsigned index = threadIdx.x + (first + n) * kCopy.threads;
       if (kVectors % (kCopy.threads * kCount) != 0 && index >= kVectors) return;
-      unsigned left[F::kPieces], right[F::kPieces];
-      F::split(left, values[n].x * factor, values[n].y * factor);
-      F::split(right, values[n].z * factor, values[n].w * factor);
+      unsigned left[Operand::kPieces], right[Operand::kPieces];
+      Operand::split(left, values[n].x * factor, values[n].y * factor);
+      Operand::split(right, values[n].z * factor, values[n].w * factor);
 #pragma unroll
-      for (int piece = 0; piece < F::kPieces; ++piece)
-        *reinterpret_cast<uint2*>(tile.row(index / kPerRow, piece) + index % kPerRow * 4) =
-            make_uint2(left[piece], right[piece]);
+      for (int piece = 0; piece < Operand::kPieces; ++piece)
+        f(index / kPerRow, index % kPerRow * 4, piece, make_uint2(left[piece], right[piece]));
     }
+  }
+  // Stores them to a tile.
+  __device__ __forceinline__ void put(SharedTile<Element, kCopy.width> tile, int first = 0, float factor = 1) const {
+    for_each_piece([&](unsigned row, unsigned column, int piece,
+                       uint2 words) { *reinterpret_cast<uint2*>(tile.row(row, piece) + column) = words; },
+                   first, factor);
   }
 };
 

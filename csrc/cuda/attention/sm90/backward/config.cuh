@@ -38,7 +38,6 @@ struct BackwardSm90Arguments {
   BackwardWorkspace space;
   TransposedMask transposed_mask;
   TransposedMaskBits mask_bits;
-  HeadSections sections;     // of heads whose tiles of keys run side by side
   bool may_use_narrow_tile;  // use_narrow_tile() decides per work tile
   bool batch_innermost;      // heads are numbered with the batch inside, for a mask that the batch shares
   // Per block of space.list, 0 at the start: how many CTAs have added to its dQ. Null: they add in any order.

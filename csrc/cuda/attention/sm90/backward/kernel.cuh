@@ -89,8 +89,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
     // Which part it is stays in shared memory until the tile's blocks are known: the producer warp has few registers.
     if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
   }
-  const int64_t in_list = a.sections.in_list_order ? index : tile_index_in_sections(a.tile_list, index, a.sections);
-  const TileCoord at = tile_coord(problem, a.tile_list, in_list, true, kClusterKeys, a.kv_grad_parts.reversed);
+  const TileCoord at = tile_coord(problem, a.tile_list, index, true, kClusterKeys, a.kv_grad_parts.reversed);
   int64_t batch = at.sequence;
   int kv_grad_head = at.head;
   if (kTransposed && a.batch_innermost) {

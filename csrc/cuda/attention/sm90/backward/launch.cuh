@@ -118,24 +118,15 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   const auto grad_tensor = [&](const MutableView4& view, int64_t width) {
     return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
-  const TileList tile_list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kClusterKeys);
+  TileList tile_list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kClusterKeys);
   const TransposedMask transposed_mask = Kernel::kTransposed ? transposed_mask_of(problem) : TransposedMask::kNone;
   const bool may_use_narrow_tile =
       Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
   // A mask in TMA boxes that the batch shares is read once for the whole batch.
   const bool batch_innermost =
       transposed_mask == TransposedMask::kTma && problem.mask.stride[0] == 0 && problem.mask.stride[1] != 0;
-  // Where tiles of keys differ in how many queries see them, the tiles of as many heads as the device holds at a time go by
-  // length, and not head by head: then the last ones to run are short. What is left of the heads joins the last sections: a
-  // section of one head has its longest tile among the last to run (28 % of the time idle at 45 heads of 12 tiles).
-  const bool bounded = problem.visible.left >= 0 || problem.visible.right >= 0;
-  const int64_t heads_at_once = bounded ? sm_count() / Kernel::kCluster / std::max(tile_list.blocks, int64_t{1}) : 1;
-  const int64_t heads = tile_list.heads * tile_list.sequences,
-                section = std::clamp(std::max(heads_at_once, batch_innermost ? tile_list.sequences : 1), int64_t{1}, heads),
-                joined = bounded ? 2 : 1;  // full sections that the last one is made of, besides what is left
-  const HeadSections sections{.heads = static_cast<int>(section),
-                              .last = static_cast<int>(std::max(heads / section - joined, int64_t{0})),
-                              .in_list_order = section == 1 && joined == 1};
+  tile_list.sections =
+      tile_list.sections_by_length(problem.visible, sm_count() / Kernel::kCluster, batch_innermost ? tile_list.sequences : 1);
   const BackwardSm90Arguments arguments{
       .query = tensor(problem.query, false, problem.heads, problem.head_dim),
       .key = tensor(problem.key, true, problem.key_heads, problem.head_dim),
@@ -150,7 +141,6 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .space = space,
       .transposed_mask = transposed_mask,
       .mask_bits = mask_bits,
-      .sections = sections,
       .may_use_narrow_tile = may_use_narrow_tile,
       .batch_innermost = batch_innermost,
       .dq_semaphore = dq_semaphore,
