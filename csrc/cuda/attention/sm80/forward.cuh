@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../../hw/launch.h"
+#include "../../hw/named_barrier.cuh"
 #include "../../mma/gemm.cuh"
 #include "../cache/pieces.cuh"
 #include "../common/dropout.cuh"
@@ -41,6 +42,7 @@ class ForwardSm80Kernel {
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
+  static constexpr int kWarpKeys = kKeys / kTile.key_parts;  // of a step, per warp
 
   static int shared_bytes(const AttentionProblem& problem) {
     const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
@@ -56,8 +58,8 @@ class ForwardSm80Kernel {
   using QueryTile = SharedTile<Element, kHeadDim>;
   using ValueTile = SharedTile<Element, kHeadDimV>;
   using Outputs = Accumulator<kRowTiles, kHeadDimV / 8>;
-  using Scores = Accumulator<kRowTiles, kKeys / 8>;
-  using Compensation = CompensatedAccumulator<Element, kRowTiles, kKeys / 8>;
+  using Scores = Accumulator<kRowTiles, kWarpKeys / 8>;
+  using Compensation = CompensatedAccumulator<Element, kRowTiles, kWarpKeys / 8>;
   using RowStates = ScoreState[kRowTiles][2];
   static constexpr TileCopy kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
       kValueCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads};
@@ -174,7 +176,7 @@ class ForwardSm80Kernel {
       for (int half = 0; half < 2; ++half) {
         float block_max = lowest<float>();
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
+        for (int j = 0; j < kWarpKeys / 8; ++j)
           block_max = fmaxf(block_max, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
         block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 1));
         block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 2));
@@ -189,7 +191,7 @@ class ForwardSm80Kernel {
         const bool rounds_first = Compensation::kCompensated && is_rounding_large(states[i][half].max);
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
+        for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = scores[i][j][2 * half + e];
@@ -203,6 +205,46 @@ class ForwardSm80Kernel {
           }
         states[i][half].add(sum);
       }
+  }
+
+  // Merges the results of the warps that share queries into those of the first of them, by way of shared memory that nobody
+  // else uses.
+  __device__ __forceinline__ static void merge_key_parts(float4* memory, int warp, int key_part, Outputs& out,
+                                                         RowStates& states) {
+    constexpr int kVectors = kRowTiles * (kHeadDimV / 8), kStates = kRowTiles;  // per lane
+    static_assert(kTile.warps / kTile.key_parts * (kVectors + kStates) * kWarpSize * 16 <= kTile.shared_bytes());
+    float4* const from = memory + warp % (kTile.warps / kTile.key_parts) * (kVectors + kStates) * kWarpSize + lane();
+    if (key_part == 1) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        from[i * kWarpSize] = {states[i][0].max, states[i][0].sum, states[i][1].max, states[i][1].sum};
+#pragma unroll
+        for (int j = 0; j < kHeadDimV / 8; ++j)
+          from[(kStates + i * (kHeadDimV / 8) + j) * kWarpSize] = {out[i][j][0], out[i][j][1], out[i][j][2], out[i][j][3]};
+      }
+    }
+    __syncthreads();
+    if (key_part == 1) return;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float4 other = from[i * kWarpSize];
+      float factors[2], others[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ScoreState& state = states[i][half];
+        const ScoreState part{half ? other.z : other.x, half ? other.w : other.y};
+        factors[half] = state.raise_max(part.max);
+        others[half] = ScoreState::rescale(part.max, state.max);
+        state.add(part.sum * others[half]);
+      }
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j) {
+        const float4 x = from[(kStates + i * (kHeadDimV / 8) + j) * kWarpSize];
+        const float added[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[i][j][e] = out[i][j][e] * factors[e / 2] + added[e] * others[e / 2];
+      }
+    }
   }
 
   // Adds up the sums of a row's weights that the lanes of a quad have.
@@ -347,7 +389,10 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, batch, key_head));
   const Dropout dropout(problem, batch, head);
   const float scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
-  const int row = static_cast<int>(threadIdx.x) / kWarpSize * 16 * kRowTiles;  // the warp's first in the tile
+  constexpr int kRowWarps = kTile.warps / kTile.key_parts;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, key_part = kTile.key_parts == 1 ? 0 : warp / kRowWarps,
+            own_keys = key_part * kWarpKeys;  // the warp's first key in a step
+  const int row = (warp - key_part * kRowWarps) * 16 * kRowTiles;  // the warp's first in the tile
   const bool is_idle = kCached && row >= (last_query - query) * rows.heads;  // the warp loads for the others alone
 
   const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
@@ -379,7 +424,8 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
     Compensation compensation;
     clear(scores);
     // Sums over a wide head dim lose several units in the last place to the tensor cores, and lse would show it.
-    if (!is_idle) multiply_rows<GemmOptions{.rounded = kHeadDim > 128}>(scores, compensation, query_tile, row, key_tile);
+    if (!is_idle)
+      multiply_rows<GemmOptions{.rounded = kHeadDim > 128}>(scores, compensation, query_tile, row, key_tile.from(own_keys, 0));
     next = key_blocks.next(next_mask_is_clear);
     values.finish(value_tile, value_rows, key, keys);
     if constexpr (kCached) key_rows.locate(next * kKeys, range);
@@ -390,7 +436,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
 
     if (!is_idle) {
       const bool whole = all_see(sequence.visible, query, last_query, key, key + kKeys, keys);
-      const auto here = score_block({query, key, queries, keys, whole}, rows);
+      const auto here = score_block({query, key + own_keys, queries, keys, whole}, rows);
       if (kHasOptions && score_mod.has_score_mod)
         apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, nullptr, &compensation);
       const auto least = [&] { return least_max(states); };
@@ -399,12 +445,17 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
       if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
       softmax_step(scores, compensation, out, states, scale);
       if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
-      multiply_accumulators(out, scores, value_tile);
+      multiply_accumulators(out, scores, value_tile.from(own_keys, 0));
     }
     if (next < end) next_keys.finish(key_tile, key_rows, next * kKeys, keys);
   }
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
+  if constexpr (kTile.key_parts > 1) {
+    merge_key_parts(reinterpret_cast<float4*>(shared), warp, key_part, out, states);
+    if (key_part > 0) return;
+    sync_named(1, kRowWarps * kWarpSize);  // all have read what they merge
+  }
 
   const int first_column = static_cast<int>(value_piece) * kHeadDimV;
   const ResultTile results{batch,

@@ -16,7 +16,7 @@ inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kAllOptions, 
 // Bytes of a row of a SharedTile, whose elements take `bytes` each.
 constexpr int shared_row_bytes(int bytes, int width) { return bytes * (width + 8); }
 
-// forward.cuh: a CTA takes `warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
+// forward.cuh: a CTA takes `warps` / `key_parts` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
 struct ForwardSm80Tile {
   int bytes;        // per element in shared memory: 2 of 16 bits, 4 or 6 of a float in two or three pieces (kSplitBytes)
   int head_dim;     // of queries and keys
@@ -26,13 +26,17 @@ struct ForwardSm80Tile {
   int warps;
   int keys;         // per step of the mainloop
   int ctas_per_sm;  // the compiler's bound on registers follows from it
+  // Warps that share queries: each takes a part of the keys of a step, and their results are merged at the end. For rows so
+  // long that shared memory has room for the queries of four warps alone, of which each scheduler has one.
+  int key_parts = 1;
   constexpr int threads() const { return 32 * warps; }
-  constexpr int queries() const { return warps * row_tiles * 16; }
+  constexpr int queries() const { return warps / key_parts * row_tiles * 16; }
   constexpr int shared_bytes() const {  // without a mask
     return (queries() + keys) * shared_row_bytes(bytes, head_dim) + keys * shared_row_bytes(bytes, head_dim_v);
   }
   constexpr bool is_valid() const {
-    return head_dim % 16 == 0 && head_dim_v % 16 == 0 && head_dim_v <= head_dim && keys % 16 == 0 && row_tiles > 0 &&
+    return head_dim % 16 == 0 && head_dim_v % 16 == 0 && head_dim_v <= head_dim && keys % (16 * key_parts) == 0 &&
+           row_tiles > 0 && warps % key_parts == 0 && (key_parts == 1 || (key_parts == 2 && variant == kPlain)) &&
            threads() * ctas_per_sm <= 2048;
   }
 };
@@ -77,8 +81,8 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   {.bytes = 6, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 6, .head_dim = 128, .variant = kPlain, .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
-  {.bytes = 6, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
-  {.bytes = 6, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
+  {.bytes = 6, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1, .key_parts = 2},
+  {.bytes = 6, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1, .key_parts = 2},
   {.bytes = 6, .head_dim = 32,  .variant = kAll,   .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 64,  .variant = kAll,   .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 96,  .variant = kAll,   .head_dim_v = 96,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
