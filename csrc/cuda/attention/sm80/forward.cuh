@@ -42,6 +42,7 @@ class ForwardSm80Kernel {
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
+  static constexpr int kRowWarps = kTile.warps / kTile.key_parts;  // whose rows differ
   static constexpr int kWarpKeys = kKeys / kTile.key_parts;  // of a step, per warp
 
   static int shared_bytes(const AttentionProblem& problem) {
@@ -212,8 +213,8 @@ class ForwardSm80Kernel {
   __device__ __forceinline__ static void merge_key_parts(float4* memory, int warp, int key_part, Outputs& out,
                                                          RowStates& states) {
     constexpr int kVectors = kRowTiles * (kHeadDimV / 8), kStates = kRowTiles;  // per lane
-    static_assert(kTile.warps / kTile.key_parts * (kVectors + kStates) * kWarpSize * 16 <= kTile.shared_bytes());
-    float4* const from = memory + warp % (kTile.warps / kTile.key_parts) * (kVectors + kStates) * kWarpSize + lane();
+    static_assert(kRowWarps * (kVectors + kStates) * kWarpSize * 16 <= kTile.shared_bytes());
+    float4* const from = memory + warp % kRowWarps * (kVectors + kStates) * kWarpSize + lane();
     if (key_part == 1) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -360,6 +361,28 @@ class ForwardSm80Kernel {
     else
       store_rows<Element>(out, tile, 0, results.row, to, row_stride, view.stride[3], rows, results.columns);
   }
+
+  // Stores the results of a warp's rows from `row` on, once the warps that share them have merged theirs.
+  __device__ __forceinline__ static void finish(const ForwardSm80Arguments& arguments, const Work& work, char* shared, int warp,
+                                                int row, Outputs& out, RowStates& states) {
+    if constexpr (kTile.key_parts > 1) {
+      merge_key_parts(reinterpret_cast<float4*>(shared), warp, warp / kRowWarps, out, states);
+      if (warp >= kRowWarps) return;
+      sync_named(1, kRowWarps * kWarpSize);  // all have read what they merge
+    }
+    const int first_column = static_cast<int>(work.value_piece) * kHeadDimV;
+    const ResultTile results{work.batch,
+                             work.head,
+                             work.rows,
+                             {work.sequence.queries.begin + work.query, work.last_query - work.query},
+                             row,
+                             first_column,
+                             min(static_cast<int>(arguments.problem.head_dim_v) - first_column, kHeadDimV)};
+    if (kCached && work.pieces > 1)
+      store_part(arguments, results, work.key_piece, out, states);
+    else
+      store_results(arguments, results, ValueTile{reinterpret_cast<Piece*>(shared)}, out, states);
+  }
 };
 
 template <class Element, int kHeadDim, Variant kVariant, bool kCached>
@@ -389,7 +412,6 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, batch, key_head));
   const Dropout dropout(problem, batch, head);
   const float scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
-  constexpr int kRowWarps = kTile.warps / kTile.key_parts;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, key_part = kTile.key_parts == 1 ? 0 : warp / kRowWarps,
             own_keys = key_part * kWarpKeys;  // the warp's first key in a step
   const int row = (warp - key_part * kRowWarps) * 16 * kRowTiles;  // the warp's first in the tile
@@ -451,24 +473,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   }
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
-  if constexpr (kTile.key_parts > 1) {
-    merge_key_parts(reinterpret_cast<float4*>(shared), warp, key_part, out, states);
-    if (key_part > 0) return;
-    sync_named(1, kRowWarps * kWarpSize);  // all have read what they merge
-  }
-
-  const int first_column = static_cast<int>(value_piece) * kHeadDimV;
-  const ResultTile results{batch,
-                           head,
-                           rows,
-                           {sequence.queries.begin + query, last_query - query},
-                           row,
-                           first_column,
-                           min(static_cast<int>(problem.head_dim_v) - first_column, kHeadDimV)};
-  if (kCached && pieces > 1)
-    store_part(arguments, results, key_piece, out, states);
-  else
-    store_results(arguments, results, ValueTile{query_tile.data}, out, states);
+  finish(arguments, work, shared, warp, row, out, states);
 }
 
 template <class Element, int kHeadDim, Variant kVariant, bool kCached = false,

@@ -252,11 +252,11 @@ class BackwardSplitSm90Kernel {
   // Of packed sequences the next one's rows follow a sequence's last.
   __device__ __forceinline__ static void clear_tail(Tile& tile, int from) { cuda::clear_tail<128>(tile.box, from, thread()); }
 
-  // Starts the scores of a block once it is there; of any old numbers if there is none: the compiler keeps no products on their
-  // way beside a condition.
-  __device__ __forceinline__ void start_block(Scores& scores, const Position& here, bool there, int warpgroup) const {
+  // Starts the scores of a block once it has arrived; where no block is left (`more` is false), of what the stage holds, which
+  // nobody reads: the compiler would make a product that is started under a condition wait for those before it.
+  __device__ __forceinline__ void start_block(Scores& scores, const Position& here, bool more, int warpgroup) const {
     Stage& stage = shared.stage[here.at.stage];
-    if (there) {
+    if (more) {
       wait(&shared.query_full[here.at.stage], here.at.parity);
       const int left = queries - here.block * kRows;
       if (problem.query_starts && left < kRows) {  // both warpgroups do it: zeros over zeros
@@ -270,8 +270,8 @@ class BackwardSplitSm90Kernel {
     start_scores(scores, shared.key[warpgroup], stage.query);
   }
 
-  // Adds a block's share to dK, dV and dQ; its scores have been started. Then it moves on to the next one and starts that one's
-  // scores. The order keeps a product on the way beside all other work.
+  // Adds a block's share to dK, dV and dQ, given its scores; moves on to the next block and makes that one's scores. Returns
+  // whether there is one. In this order a product is on its way beside all other work.
   __device__ __forceinline__ bool process_block(Grads& dk, Grads& dv, Scores& scores, Position& here, const Blocks& seen,
                                                 int warpgroup) const {
     const int at = here.at.stage;
