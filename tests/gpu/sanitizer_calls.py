@@ -12,6 +12,7 @@ though their rows are not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -53,18 +54,15 @@ def attention(heads=(2, 2, 2), lengths=(152, 210), head_dims=(64, 64), dtype=tor
     return call
 
 
-def tf32(call):
-    """The call where torch allows tf32."""
-
-    def with_setting():
-        before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        try:
-            return call()
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = before
-
-    return with_setting
+@contextlib.contextmanager
+def tf32():
+    """Torch allows tf32; decorates a call."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def inference():
@@ -125,9 +123,9 @@ ATTENTION = {
         dtype=torch.float32, lengths=(70, 90), causal=True, window=(50, 9), softcap=3.0, dropout_p=0.1,
         tensors={"mask": float_mask(70, 90, dtype=torch.float32, grad=True), "sinks": lambda: randn(2, dtype=torch.float32)},
     ),
-    "tf32": tf32(attention(dtype=torch.float32, heads=(4, 2, 2), lengths=(2200, 210), causal=True)),
-    "tf32, head dim 100": tf32(attention(dtype=torch.float32, head_dims=(100, 36), window=(40, 9))),
-    "tf32, packed": tf32(packed((70, 0, 130, 1), dtype=torch.float32, causal=True, spare=9)),
+    "tf32": tf32()(attention(dtype=torch.float32, heads=(4, 2, 2), lengths=(2200, 210), causal=True)),
+    "tf32, head dim 100": tf32()(attention(dtype=torch.float32, head_dims=(100, 36), window=(40, 9))),
+    "tf32, packed": tf32()(packed((70, 0, 130, 1), dtype=torch.float32, causal=True, spare=9)),
     **{f"head dim {e}": attention(head_dims=(e, e), lengths=(70, 130), causal=True) for e in (40, 96, 128, 160, 192, 256, 512)},
     "head dims 192 and 128": attention(head_dims=(192, 128), lengths=(70, 130)),
     "grouped heads, head dim 192": attention(heads=(4, 2, 2), head_dims=(192, 192), lengths=(70, 130), causal=True),

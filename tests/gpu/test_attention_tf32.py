@@ -81,19 +81,15 @@ def test_tf32_is_as_it_was_in_the_forward_pass(setting):
     assert not torch.equal(gradients(first, then)[2], gradients(then, then)[2])
 
 
+@pytest.mark.usefixtures("tf32")
 def test_tf32_of_packed_sequences_and_infinities():
     lengths = torch.tensor([0, 70, 70, 331], dtype=torch.int32, device="cuda")
     query, key, value = (gpu(331, 2, 64, dtype=torch.float32) for _ in range(3))
     value[330, :, 7] = INF
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        out = flash_online.varlen_attention(query, key, value, lengths, lengths, 261, 261)
-        for begin, end in ((0, 70), (70, 331)):
-            alone = flash_online.attention(*(t[begin:end].transpose(0, 1).unsqueeze(0) for t in (query, key, value)))
-            torch.testing.assert_close(out[begin:end], alone[0].transpose(0, 1), rtol=2**-15, atol=2**-15)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    out = flash_online.varlen_attention(query, key, value, lengths, lengths, 261, 261)
+    for begin, end in ((0, 70), (70, 331)):
+        alone = flash_online.attention(*(t[begin:end].transpose(0, 1).unsqueeze(0) for t in (query, key, value)))
+        torch.testing.assert_close(out[begin:end], alone[0].transpose(0, 1), rtol=2**-15, atol=2**-15)
     assert (out[70:, :, 7] == INF).all() and out[:70].isfinite().all() and out[70:, :, 8:].isfinite().all()
 
 

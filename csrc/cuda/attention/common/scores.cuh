@@ -326,6 +326,17 @@ __device__ __forceinline__ float subtract_delta(float x, float x_low, float delt
   return Compensation::kCompensated ? (x - delta) + (x_low - delta_low) : x - delta;
 }
 
+// Makes weights, 2^(product * scale - lse), of column j of transposed products, [key][query]. `high` and `low`: lse in base 2
+// of the queries 8 * j + 2 * lane_in_quad() and the next, as a sum of two floats.
+template <int kColumns>
+__device__ __forceinline__ void exp_column(Accumulator<1, kColumns>& d, int j, float scale, float2 high, float2 low) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    float& x = d[0][j][e];
+    x = FastBinary::exp(fmaf(x, scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
+  }
+}
+
 // Makes weights, 2^(product * scale - high - low), of transposed products, [key][query], whose ScoreMod leaves them alone
 // (has_score_mod is false); `weight` has them in 16 bits, as a left operand takes them. read_lse(j, high, low) sets the two
 // parts of lse for the queries 8 * j + 2 * lane_in_quad() and the next.
@@ -336,11 +347,7 @@ __device__ __forceinline__ void exp_products(Accumulator<1, kColumns>& d, const 
   for (int j = 0; j < kColumns; ++j) {
     float2 high, low;
     read_lse(j, high, low);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& x = d[0][j][e];
-      x = FastBinary::exp(fmaf(x, score_mod.scale, e % 2 ? -high.y : -high.x) - (e % 2 ? low.y : low.x));
-    }
+    exp_column(d, j, score_mod.scale, high, low);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       weight[j / 2][j % 2 * 2 + half] = Fragments<T>::pair(d[0][j][2 * half], d[0][j][2 * half + 1]);

@@ -26,7 +26,7 @@ struct TileList {
   int64_t blocks;  // tiles per head: of one dense sequence, or of all packed ones
   int64_t sequences;  // 1 if packed
   int64_t heads;
-  HeadSections sections = {.heads = 1, .last = 0, .in_list_order = true};  // in which tile_coord() takes the tiles
+  HeadSections sections = {.heads = 1, .last = 0, .in_list_order = true};  // the order in which a launch takes the tiles
   FLASH_ONLINE_HD int64_t count() const { return blocks * heads * sequences; }
 
   static TileList of(const AttentionProblem& problem, bool over_keys, int64_t heads, int64_t size) {
@@ -35,23 +35,19 @@ struct TileList {
             heads};
   }
 
-  // The sections in which tiles should be launched, of which so many run at once. Where tiles differ in how much they see, the
-  // tiles of as many heads as run at once go by length, and not head by head: then the last ones to run are short. What is left
-  // of the heads joins the last sections: a section of one head has its longest tile among the last to run (28 % of the time
-  // idle at 45 heads of 12 tiles). `least`: heads per section at least.
-  HeadSections sections_by_length(const Visibility& visible, int64_t tiles_at_once, int64_t least = 1) const {
+  // The same tiles in an order in which a launch ends evenly. Where tiles see different numbers of rows, those of as many heads
+  // as run at once (`tiles_at_once`) are launched by length, the longest first, and not head by head, so that the last ones to
+  // run are short. Heads that are left over join the last sections: in a section of one head, its longest tile would be among
+  // the last to run (28 % of the time idle at 45 heads of 12 tiles). `least`: the least number of heads per section.
+  TileList by_length(const Visibility& visible, int64_t tiles_at_once, int64_t least = 1) const {
     const bool bounded = visible.left >= 0 || visible.right >= 0;
     const int64_t all = heads * sequences, at_once = bounded ? tiles_at_once / std::max(blocks, int64_t{1}) : 1,
                   section = std::clamp(std::max(at_once, least), int64_t{1}, std::max(all, int64_t{1})),
                   joined = bounded ? 2 : 1;  // full sections that the last one is made of, besides what is left
-    return {.heads = static_cast<int>(section),
-            .last = static_cast<int>(std::max(all / section - joined, int64_t{0})),
-            .in_list_order = section == 1 && joined == 1};
-  }
-  // The list in this order, for tiles that take one CTA each.
-  TileList by_length(const Visibility& visible, int64_t ctas_at_once) const {
     TileList ordered = *this;
-    ordered.sections = sections_by_length(visible, ctas_at_once);
+    ordered.sections = {.heads = static_cast<int>(section),
+                        .last = static_cast<int>(std::max(all / section - joined, int64_t{0})),
+                        .in_list_order = section == 1 && joined == 1};
     return ordered;
   }
 };
@@ -79,20 +75,20 @@ __device__ __forceinline__ int64_t sequence_of_tile(const int32_t* starts, int64
 
 // The index in the list of the tile that is launched as number `launched`, where tiles are launched section by section: within
 // a section, the first tiles of all its heads, then the second tiles of all its heads, and so on.
-FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned launched, const HeadSections& sections) {
-  const unsigned tiles = static_cast<unsigned>(list.blocks), size = static_cast<unsigned>(sections.heads),
-                 last = static_cast<unsigned>(sections.last), section = launched / (size * tiles),
+FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned launched) {
+  const unsigned tiles = static_cast<unsigned>(list.blocks), size = static_cast<unsigned>(list.sections.heads),
+                 last = static_cast<unsigned>(list.sections.last), section = launched / (size * tiles),
                  first_head = (section < last ? section : last) * size,
                  section_heads = section < last ? size : static_cast<unsigned>(list.heads * list.sequences) - first_head,
                  within_section = launched - first_head * tiles;
   return (first_head + within_section % section_heads) * tiles + within_section / section_heads;
 }
 
-// The coordinates of tile `index` of a list in its order. `reversed` numbers a head's tiles from the last to the first, so that
-// the longest ones start first where later rows have more to do.
+// The coordinates of the tile that a list has at `index` in its order. `reversed` numbers a head's tiles from the last to the
+// first, so that the longest ones start first where later rows have more to do.
 __device__ __forceinline__ TileCoord tile_coord(const AttentionProblem& problem, const TileList& list, int64_t index,
                                                 bool over_keys, int64_t size, bool reversed) {
-  if (!list.sections.in_list_order) index = tile_index_in_sections(list, static_cast<unsigned>(index), list.sections);
+  if (!list.sections.in_list_order) index = tile_index_in_sections(list, static_cast<unsigned>(index));
   // A grid has less than 2^31 CTAs: 32-bit divisions suffice, and take a fraction of the time of 64-bit ones.
   const unsigned index32 = static_cast<unsigned>(index), tiles = static_cast<unsigned>(list.blocks),
                  heads = static_cast<unsigned>(list.heads);

@@ -26,8 +26,8 @@ struct ForwardSm80Tile {
   int warps;
   int keys;         // per step of the mainloop
   int ctas_per_sm;  // the compiler's bound on registers follows from it
-  // Warps that share queries: each takes a part of the keys of a step, and their results are merged at the end. For rows so
-  // long that shared memory has room for the queries of four warps alone, of which each scheduler has one.
+  // Warps that share queries: each takes a part of the keys of a step, and their results are merged at the end. Where shared
+  // memory holds the queries of only four warps, each scheduler has two warps by this instead of one.
   int key_parts = 1;
   constexpr int threads() const { return 32 * warps; }
   constexpr int queries() const { return warps / key_parts * row_tiles * 16; }

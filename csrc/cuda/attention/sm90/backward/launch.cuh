@@ -118,15 +118,15 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   const auto grad_tensor = [&](const MutableView4& view, int64_t width) {
     return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
-  TileList tile_list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kClusterKeys);
   const TransposedMask transposed_mask = Kernel::kTransposed ? transposed_mask_of(problem) : TransposedMask::kNone;
   const bool may_use_narrow_tile =
       Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
   // A mask in TMA boxes that the batch shares is read once for the whole batch.
   const bool batch_innermost =
       transposed_mask == TransposedMask::kTma && problem.mask.stride[0] == 0 && problem.mask.stride[1] != 0;
-  tile_list.sections =
-      tile_list.sections_by_length(problem.visible, sm_count() / Kernel::kCluster, batch_innermost ? tile_list.sequences : 1);
+  const TileList list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kClusterKeys);
+  const TileList tile_list =
+      list.by_length(problem.visible, sm_count() / Kernel::kCluster, batch_innermost ? list.sequences : 1);
   const BackwardSm90Arguments arguments{
       .query = tensor(problem.query, false, problem.heads, problem.head_dim),
       .key = tensor(problem.key, true, problem.key_heads, problem.head_dim),

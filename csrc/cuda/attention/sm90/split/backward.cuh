@@ -345,14 +345,7 @@ class BackwardSplitSm90Kernel {
   // Weights of scores, P = exp(S - lse).
   __device__ __forceinline__ void make_weights(Scores& scores, int stage) const {
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const float2 lse = row_stat(stage, 0, j), lse_low = row_stat(stage, 1, j);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& x = scores[0][j][e];
-        x = FastBinary::exp(fmaf(x, a.scale, e % 2 ? -lse.y : -lse.x) - (e % 2 ? lse_low.y : lse_low.x));
-      }
-    }
+    for (int j = 0; j < kRows / 8; ++j) exp_column(scores, j, a.scale, row_stat(stage, 0, j), row_stat(stage, 1, j));
   }
 
   // dS = P (dP - delta), where the pieces of P stand for it: its float would take registers.

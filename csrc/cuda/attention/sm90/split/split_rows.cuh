@@ -1,5 +1,5 @@
-// Cuts float tensors into pieces of bfloat16 in global memory, from where TMA copies them. The backward pass reads every row of
-// queries once per tile of keys: it is cut once, and not on each of these ways.
+// Splits float tensors into bfloat16 pieces in global memory, from where TMA copies them. The backward pass reads every row of
+// queries once per tile of keys; here it is split once, and not each time that it is read.
 #pragma once
 
 #include "../../../hw/launch.h"
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(SplitRows<kHeadDim>::kThreads)
   SplitRows<kHeadDim>::run(arguments);
 }
 
-// Cuts the tensors whose `pieces` are set; the CTAs are numbered here.
+// Splits the four tensors in one launch, whose CTAs are numbered here.
 template <int kHeadDim>
 void launch_split_rows(SplitRowsArguments arguments, CUstream_st* stream) {
   using Rows = SplitRows<kHeadDim>;
