@@ -182,10 +182,9 @@ int64_t listed_tiles(int64_t batch, int64_t heads, int64_t rows_per_sequence, co
 int64_t tiles_in_sections(int64_t blocks, int64_t sequences, int64_t heads, int section, int last_section, int64_t* out,
                           int64_t capacity) {
   return guarded([&] {
-    const TileList list{blocks, sequences, heads};
+    const TileList list{blocks, sequences, heads, {section, last_section}};
     Rows4 rows(out, capacity);
-    for (int64_t n = 0; n < list.count(); ++n)
-      rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n), {section, last_section}), 0, 0);
+    for (int64_t n = 0; n < list.count(); ++n) rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n)), 0, 0);
     return rows.count;
   });
 }
