@@ -35,11 +35,13 @@ inline __attribute__((always_inline)) void for_each_item_of_ranges(const Executo
     const Item* item;
     int64_t items, ranges;
     struct alignas(64) Range {
-      std::atomic<int64_t> next{0};
+      int64_t next;  // accessed by atomic operations
     } range[kMostRanges];
-  } context{&executor, &item, items, 0, {}};
+  } context;
   const int64_t workers = executor.workers < items ? executor.workers : items;
+  context.executor = &executor, context.item = &item, context.items = items;
   context.ranges = workers < kMostRanges ? workers : kMostRanges;
+  for (int64_t r = 0; r < context.ranges; ++r) context.range[r].next = 0;  // of many ranges, few are in use
   executor.run(
       workers,
       [](void* opaque, int64_t worker) {
@@ -48,8 +50,8 @@ inline __attribute__((always_inline)) void for_each_item_of_ranges(const Executo
         for (int64_t n = 0; n < shared.ranges; ++n) {
           const int64_t r = (worker + n) % shared.ranges, first = shared.items * r / shared.ranges,
                         count = shared.items * (r + 1) / shared.ranges - first;
-          for (int64_t i; (i = shared.range[r].next.fetch_add(1, std::memory_order_relaxed)) < count;)
-            (*shared.item)(first + i, scratch);
+          std::atomic_ref<int64_t> next(shared.range[r].next);
+          for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) (*shared.item)(first + i, scratch);
         }
       },
       &context);

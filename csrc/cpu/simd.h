@@ -249,6 +249,21 @@ FLASH_ONLINE_INLINE T sum_of_lanes(Vector<T> x) {
   return reduce(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
 }
 
+// Bit i is the sign of lane i.
+FLASH_ONLINE_INLINE uint32_t lane_bits(Vector<int32_t> x) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#elif defined(__SSE2__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(x)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes<float>; ++i) bits |= static_cast<uint32_t>(x[i] < 0) << i;
+  return bits;
+#endif
+}
+
 // The larger of each pair of lanes, and b's lane where either is NaN. This is one instruction; GCC does not make one of ?:.
 FLASH_ONLINE_INLINE Vector<float> vector_max(Vector<float> a, Vector<float> b) {
 #if defined(__AVX512F__)

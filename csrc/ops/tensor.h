@@ -205,23 +205,28 @@ class __attribute__((visibility("hidden"))) CpuExecutor {
     executor_.workers = std::clamp<int64_t>(items, 1, torch::stable::get_num_threads());
     executor_.scratch_bytes = (memory.scratch + 63) / 64 * 64;
     executor_.run = [](int64_t workers, void (*body)(void*, int64_t), void* context) {
+      if (workers == 1) return body(context, 0);
       torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
         for (int64_t worker = begin; worker < end; ++worker) body(context, worker);
       });
     };
     const int64_t scratch = executor_.workers * executor_.scratch_bytes;
-    if (scratch + memory.shared > 0) {
+    if (scratch + memory.shared <= static_cast<int64_t>(sizeof small_memory_)) {
+      executor_.scratch = small_memory_;
+    } else {
       memory_ = empty({scratch + memory.shared + 64}, ScalarType::Byte, like);
       const auto address = reinterpret_cast<uintptr_t>(memory_->data_ptr());
       executor_.scratch = reinterpret_cast<std::byte*>((address + 63) / 64 * 64);
-      executor_.shared = executor_.scratch + scratch;
     }
+    executor_.shared = executor_.scratch + scratch;
   }
+  CpuExecutor(const CpuExecutor&) = delete;  // executor_ points into it
   operator const cpu::Executor&() const { return executor_; }
 
  private:
   cpu::Executor executor_;
   std::optional<Tensor> memory_;
+  alignas(64) std::byte small_memory_[4096];  // an allocation takes as long as a small call's kernel
 };
 
 }  // namespace flash_online::ops

@@ -103,6 +103,22 @@ def test_gradient_of_a_peaked_row(classes, dim, device):
     assert ((ours - truth).abs().amax(dim) < 2e-6 * truth.abs().amax(dim)).all()
 
 
+@pytest.mark.parametrize("classes", [2, 7, 16, 33, 64, 100, 300, 1000, 5000])
+@pytest.mark.parametrize("mean", [0.0, 0.5, 1.0, 2.0, 30.0, 1e4])
+def test_gradient_where_grads_have_a_mean(classes, mean):
+    """What is subtracted is exact to the last digits of the deviations from it, however large it is itself."""
+    y = torch.softmax(torch.randn(max(64, 200_000 // classes), classes), 1)
+    grad = torch.randn(y.shape) + mean
+    subtracted = (grad.double() * y).sum(1, keepdim=True) / y.double().sum(1, keepdim=True)
+    deviation = grad - subtracted
+    allowed = 16 * 2**-24 * y * (deviation.abs() + (deviation.abs() * y).sum(1, keepdim=True))
+    for dim in (1, 0):
+        g, output = (t.T.contiguous() if dim == 0 else t for t in (grad, y))
+        ours = torch.ops.flash_online.softmax_backward(g, output, dim, False, torch.float32)
+        ours = ours.T if dim == 0 else ours
+        assert ((ours - deviation * y).abs() <= allowed).all()
+
+
 def test_rows_of_softmax_sum_to_one(device):
     x = torch.randn(64, 50257, device=device)
     sums = flash_online.softmax(x, 1).double().sum(1)

@@ -31,21 +31,23 @@ FLASH_ONLINE_INLINE UnitBits<R> first_elements(int64_t n) {
   return reinterpret_cast<UnitBits<R>>(index < UnitBits<R>{} + static_cast<Bits<R>>(n));
 }
 
+// How the unit at the end of a row is accessed, if it has elements that are not the row's.
+enum class RowEnd {
+  kNone,  // all units are whole
+  kLoose,  // read and written whole: behind the row lies more of the same tensors, which is written later
+  kExact
+};
+
 // The grad and the output of a row, or of a chunk of it.
-template <class R>
+template <class R, RowEnd kRowEnd = RowEnd::kExact>
 struct GradientRow {
+  static constexpr RowEnd kEnd = kRowEnd;
   const R *grad, *output;
   int64_t count;
-  bool loose;  // whether the unit at the end may be read whole: behind the row lies more of the same tensors
-  UnitBits<R> end;  // the elements of that unit that belong to the row
+  UnitBits<R> end;  // the elements of the unit at the end that belong to the row
 
-  GradientRow(const R* grad, const R* output, int64_t count, bool loose = false)
-      : grad(grad), output(output), count(count), loose(loose), end(first_elements<R>(left())) {}
-  GradientRow at(const R* grad, const R* output, bool loose) const {
-    GradientRow row = *this;
-    row.grad = grad, row.output = output, row.loose = loose;
-    return row;
-  }
+  FLASH_ONLINE_INLINE GradientRow(const R* grad, const R* output, int64_t count)
+      : grad(grad), output(output), count(count), end(first_elements<R>(left())) {}
   // How many elements the unit at the end has.
   FLASH_ONLINE_INLINE int64_t left() const { return (count - 1) % kUnit<R> + 1; }
   // The unit at `from`; if it is the one at the end, the elements behind the row are 0. A masked load would do, but those of
@@ -53,17 +55,18 @@ struct GradientRow {
   // long.
   template <bool kAtEnd>
   FLASH_ONLINE_INLINE Unit<R> load(const R* from, std::bool_constant<kAtEnd>) const {
-    if constexpr (!kAtEnd && sizeof(R) >= 4) {
+    constexpr bool kWhole = !kAtEnd || kRowEnd == RowEnd::kNone;
+    if constexpr (kWhole && sizeof(R) >= 4) {
       return {load_vector(from)};
-    } else if (!kAtEnd || loose) {
+    } else if constexpr (kWhole || kRowEnd == RowEnd::kLoose) {
       UnitBits<R> bits;
       __builtin_memcpy(&bits, from, sizeof bits);
-      return unit_of<R>(kAtEnd ? bits & end : bits);
-    }
-    if constexpr (sizeof(R) == 2)
+      return unit_of<R>(kWhole ? bits : bits & end);
+    } else if constexpr (sizeof(R) == 2) {
       return unit_of<R>(load_bits(from, left(), 0.f));
-    else
+    } else {
       return unit_of<R>(reinterpret_cast<UnitBits<R>>(load_row(from, left())));
+    }
   }
 };
 
@@ -80,8 +83,10 @@ FLASH_ONLINE_INLINE void for_last_units(int64_t i, int64_t count, const F& f) {
 }
 template <int kUnits, class R, class F>
 FLASH_ONLINE_INLINE void for_each_unit(int64_t count, const F& f) {
-  static_assert(kUnits <= 2);
-  if constexpr (kUnits == 2) f(0, 0, std::false_type{});
+  static_assert(kUnits <= 4 && kUnits <= kSlots<R>);
+  if constexpr (kUnits > 1) f(0, 0, std::false_type{});
+  if constexpr (kUnits > 2) f(1, kUnit<R>, std::false_type{});
+  if constexpr (kUnits > 3) f(2, 2 * kUnit<R>, std::false_type{});
   if constexpr (kUnits > 0) return f(kUnits - 1, (kUnits - 1) * kUnit<R>, std::true_type{});
   int64_t i = 0;
   for (; i + kSlots<R> * kUnit<R> <= count; i += kSlots<R> * kUnit<R>)
@@ -118,10 +123,10 @@ struct WeightedMean {
 };
 
 // The sums of a row's grad, or of grad * y, lane by lane.
-template <int kUnits, bool kLog, class R>
-FLASH_ONLINE_INLINE Vector<SumOf<R, kLog>> sum_lanes(const GradientRow<R>& row) {
+template <int kUnits, bool kLog, class R, RowEnd kRowEnd>
+FLASH_ONLINE_INLINE Vector<SumOf<R, kLog>> sum_lanes(const GradientRow<R, kRowEnd>& row) {
   if constexpr (std::is_same_v<R, float>) {
-    static_assert(kLog, "MeanLanes has more digits");
+    static_assert(kLog, "ProductLanes has more digits");
     // Four terms are added in float, with roundings as small as those of a single term; the sums of four are added in double.
     Vector<float> four[kSlots<R>] = {};
     DoubleSum sum;
@@ -153,79 +158,85 @@ FLASH_ONLINE_INLINE Vector<SumOf<R, kLog>> sum_lanes(const GradientRow<R>& row) 
 FLASH_ONLINE_INLINE Vector<float> magnitude(Vector<float> x) {
   return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0x7fffffffu);
 }
-struct MeanLanes {
-  Vector<float> product, weight;  // sums of grad * y and of y
-  Vector<float> magnitude = {};  // sum of the slots' |product|: at most that of |grad| y
-
-  // Of one slot of a lane, whose terms have all been added.
-  FLASH_ONLINE_INLINE MeanLanes with_magnitude() const { return {product, weight, cpu::FLASH_ONLINE_ISA::magnitude(product)}; }
-  FLASH_ONLINE_INLINE void operator+=(const MeanLanes& other) {
-    product += other.product, weight += other.weight, magnitude += other.magnitude;
-  }
+// Sums of grad * y, and of |sums| over two slots of a lane, which add up to at most the sum of |grad| y.
+struct ProductLanes {
+  Vector<float> product, magnitude;
 };
-template <int kUnits, bool kMagnitudes>
-FLASH_ONLINE_INLINE MeanLanes mean_lanes(const GradientRow<float>& row) {
-  Vector<float> products[4] = {}, weights[4] = {};
+template <int kUnits, class Row>
+FLASH_ONLINE_INLINE ProductLanes product_lanes(const Row& row) {
+  Vector<float> products[4] = {};
   for_each_unit<kUnits, float>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
-    const Vector<float> g = row.load(row.grad + i, at_end).part[0], y = row.load(row.output + i, at_end).part[0];
-    products[s] += g * y;
-    weights[s] += y;
+    products[s] += row.load(row.grad + i, at_end).part[0] * row.load(row.output + i, at_end).part[0];
   });
-  MeanLanes lanes{total_of_slots(products), total_of_slots(weights)};
-  if constexpr (kMagnitudes) {
-    for (Vector<float>& x : products) x = magnitude(x);
-    lanes.magnitude = total_of_slots(products);
-  }
-  return lanes;
+  const Vector<float> first = products[0] + products[1], second = products[2] + products[3];
+  return {first + second, magnitude(first) + magnitude(second)};
+}
+template <int kUnits, class Row>
+FLASH_ONLINE_INLINE Vector<float> weight_lanes(const Row& row) {
+  Vector<float> weights[4] = {};
+  for_each_unit<kUnits, float>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
+    weights[s] += row.load(row.output + i, at_end).part[0];
+  });
+  return total_of_slots(weights);
 }
 
 // Prefetches what comes so many elements after a row, in a pass that finds the row in the first-level cache and would leave the
 // memory idle.
-template <bool kGrad, bool kOutput>
 struct Ahead {
   int64_t grad = 0, output = 0;
-  template <class R>
-  FLASH_ONLINE_INLINE void prefetch(const GradientRow<R>& row, int64_t i) const {
-    if (kGrad) __builtin_prefetch(row.grad + i + grad);
-    if (kOutput) __builtin_prefetch(row.output + i + output);
+  template <class Row>
+  FLASH_ONLINE_INLINE void prefetch(const Row& row, int64_t i) const {
+    __builtin_prefetch(row.grad + i + grad);
+    __builtin_prefetch(row.output + i + output);
   }
+};
+struct NoneAhead {
+  template <class Row>
+  FLASH_ONLINE_INLINE void prefetch(const Row&, int64_t) const {}
 };
 
 // The deviations from the pivot (see WeightedMean).
-template <int kUnits, class Next>
-FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const GradientRow<float>& row, Vector<float> pivot, const Next& ahead) {
+template <int kUnits, class Row>
+FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const Row& row, Vector<float> pivot) {
   Vector<float> deviations[4] = {};
   for_each_unit<kUnits, float>(row.count, [&](int s, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
-    ahead.prefetch(row, i);
     const Vector<float> g = row.load(row.grad + i, at_end).part[0], y = row.load(row.output + i, at_end).part[0];
     deviations[s] += (g - pivot) * y;
   });
   return total_of_slots(deviations);
 }
-// The pivot of a chunk, or of a chunk per lane. It is 0 where the deviations from 0, which are |grad| y, add up to at most
-// twice what those from the mean do: that spares most chunks a pass. MeanLanes::magnitude is at most the sum of |grad| y, so
-// this is certain where it is at least twice the sum of grad * y, and asking takes no operation per class. Chunks of few
-// classes do not ask, as of sixteen rows one would mostly need the pass. Else the pivot is the mean, but 0 where that is
-// infinite or NaN. The divisor is the weight, but 1 where that is 0.
-constexpr int64_t kFewClasses = 64;
-struct Pivots {
-  Vector<float> product, divisor;
-  Vector<int32_t> near_zero;
-
-  FLASH_ONLINE_INLINE Pivots(const MeanLanes& sums, int64_t count)
-      : product(sums.product),
-        divisor(sums.weight == 0 ? broadcast(1.f) : sums.weight),
-        near_zero((2 * magnitude(sums.product) <= sums.magnitude) & -static_cast<int32_t>(count > kFewClasses)) {}
-  FLASH_ONLINE_INLINE bool are_zero() const {
-    return reduce(near_zero, [](auto a, auto b) FLASH_ONLINE_LAMBDA_INLINE { return a & b; }) != 0;
-  }
-  FLASH_ONLINE_INLINE Vector<float> pivots() const {
-    const Vector<float> mean = product / divisor;
-    return near_zero | (mean - mean != 0) ? Vector<float>{} : mean;
-  }
-  // The sums of deviations, which from 0 are known already.
-  FLASH_ONLINE_INLINE Vector<float> deviations(Vector<float> from_pivots) const { return near_zero ? product : from_pivots; }
+// What the pass that writes subtracts from a row's grad, as the sum of two numbers; of log-softmax, what it multiplies.
+template <class T>
+struct Subtrahend {
+  T high = {}, low = {};
 };
+
+// Whether a sum of grad * y is itself as good as a mean by a pivot, of a chunk or of a chunk per lane: |grad| y adds up to at
+// most eight times what the deviations from the mean do. That spares most chunks two passes. `magnitude` is at most the sum of
+// |grad| y, so this is certain where |product| is at most 7/8 of it. It is false for NaN.
+FLASH_ONLINE_INLINE Vector<int32_t> needs_no_pivot(const ProductLanes& sums) {
+  return 8 * magnitude(sums.product) <= 7 * sums.magnitude;
+}
+// The pivot of other chunks: the mean, but 0 where that is infinite or NaN. The divisor is the weight, but 1 where that is 0.
+FLASH_ONLINE_INLINE Vector<float> divisor_of(Vector<float> weight) { return weight == 0 ? broadcast(1.f) : weight; }
+FLASH_ONLINE_INLINE Vector<float> pivot_of(Vector<float> product, Vector<float> divisor) {
+  const Vector<float> mean = product / divisor;
+  return mean - mean == 0 ? mean : Vector<float>{};
+}
+FLASH_ONLINE_INLINE Vector<float> sum_in_all_lanes(Vector<float> x) { return broadcast(sum_of_lanes<float>(x)); }
+// What is subtracted besides the pivot, in a row that is one chunk; `product` is the sum of grad * y.
+FLASH_ONLINE_INLINE Vector<float> beside_pivot(Vector<float> pivot, Vector<float> product, Vector<float> deviation,
+                                               Vector<float> divisor) {
+  return pivot == 0 ? product : deviation / divisor;
+}
+
+// What is subtracted in a row that is one chunk and needs a pivot.
+template <class Row>
+__attribute__((noinline)) Subtrahend<float> about_pivot(const Row& row, float product) {
+  const Vector<float> products = broadcast(product), divisor = divisor_of(sum_in_all_lanes(weight_lanes<0>(row))),
+                      pivot = pivot_of(products, divisor), deviation = sum_in_all_lanes(deviation_lanes<0>(row, pivot));
+  return {pivot[0], beside_pivot(pivot, products, deviation, divisor)[0]};
+}
 
 // Adds up the lanes of each of kRows vectors, in the order of sum_of_lanes: the sum of vector r is in all of the lanes r * s to
 // r * s + s - 1 of the result, where s is their number divided by kRows.
@@ -250,12 +261,6 @@ FLASH_ONLINE_INLINE V sums_of_rows(V* rows) {
     return rows[0];
 }
 
-// What the pass that writes subtracts from a row's grad, as the sum of two numbers; of log-softmax, what it multiplies.
-template <class T>
-struct Subtrahend {
-  T high = T(0), low = T(0);
-};
-
 // Writes gradients, into the caches or past them. kOneTerm: of what is subtracted, `high` is 0.
 template <class E, bool kLog, class R, bool kOneTerm = false>
 struct GradientWriter {
@@ -264,9 +269,10 @@ struct GradientWriter {
   Vector<T> high, low;
   explicit FLASH_ONLINE_INLINE GradientWriter(const Subtrahend<T>& of) : high(broadcast(of.high)), low(broadcast(of.low)) {}
 
-  template <class AtEnd>
-  FLASH_ONLINE_INLINE Unit<R> gradients(const GradientRow<R>& row, int64_t i, AtEnd at_end) const {
-    const Unit<R> g = row.load(row.grad + i, at_end), y = row.load(row.output + i, at_end);
+  template <RowEnd kRowEnd, class AtEnd>
+  FLASH_ONLINE_INLINE Unit<R> gradients(const GradientRow<R, kRowEnd>& row, int64_t i, AtEnd) const {
+    constexpr std::bool_constant<AtEnd::value && kRowEnd == RowEnd::kExact> kCut;
+    const Unit<R> g = row.load(row.grad + i, kCut), y = row.load(row.output + i, kCut);
     Unit<R> to;
     for (int p = 0; p < kParts<R>; ++p)
       if constexpr (kLog)
@@ -300,16 +306,15 @@ struct GradientWriter {
     else if constexpr (kMayStream)
       stream_vector(to, x.part[0]);
   }
-  // With `loose`, the unit at the end is stored whole: what lies behind is written afterwards.
-  template <int kUnits, class Next>
-  FLASH_ONLINE_INLINE void write(const GradientRow<R>& row, E* to, bool loose, const Next& ahead) const {
+  template <int kUnits, class Row, class Next>
+  FLASH_ONLINE_INLINE void write(const Row& row, E* to, const Next& ahead) const {
     for_each_unit<kUnits, R>(row.count, [&](int, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
       ahead.prefetch(row, i);
       const Unit<R> x = gradients(row, i, at_end);
-      if (!at_end || loose)
-        store(to + i, x);
-      else
+      if constexpr (at_end && Row::kEnd == RowEnd::kExact)
         store(to + i, row.left(), x);
+      else
+        store(to + i, x);
     });
   }
   template <class Next>

@@ -30,6 +30,12 @@ FLASH_ONLINE_INLINE bool lie_in_strips(const RowProblem& problem, const Views&..
 struct RowStrip {
   int64_t outer, inner, rows;
 
+  // Leaves out the first rows.
+  void move(const RowProblem& problem, int64_t count) {
+    (problem.inner == 1 ? outer : inner) += count;
+    rows -= count;
+  }
+
   template <class E, class View>
   FLASH_ONLINE_INLINE auto address(const View& view) const {
     using Element = std::conditional_t<std::is_same_v<View, ConstView3>, const E, E>;
@@ -97,9 +103,9 @@ __attribute__((noinline)) void store_strip(const RowProblem& problem, const Muta
 // The sum over all classes, at most kMost, of term(c), which has a row in each lane. It is added up in the order of a row of
 // contiguous classes: four sums (slots) per lane; then the slots, 0 and 1 first or, without kNeighboursFirst, 0 and 2 first;
 // then lane by lane. What a row has no class for is left out: there a 0 is added, which changes no bit of a sum that began with
-// 0. S is the type of sums.
-template <class R, class S, int64_t kMost, bool kNeighboursFirst, class Term>
-FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
+// 0. S is the type of sums. Of each sum of two slots, of_two(sum) is added up.
+template <class R, class S, int64_t kMost, bool kNeighboursFirst, class Term, class OfTwo = std::identity>
+FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term, const OfTwo& of_two = {}) {
   using T = Accumulator<R>;
   using V = decltype(term(int64_t{0}));
   constexpr int64_t kWidth = kLanes<T>, kGroup = kSlots<R> * kUnit<R>;
@@ -112,6 +118,7 @@ FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
   std::conditional_t<kInDouble, InDouble, V> lanes[kWidth];
   const int64_t in_use = kInterleaved<R> ? ceil_div(classes, 2) : classes;
   int64_t count = in_use < kWidth ? in_use : kWidth;
+#pragma GCC unroll 16
   for (int64_t l = 0; l < count; ++l) {
     [[maybe_unused]] DoubleSum in_double;
     for (int64_t first = 0; first + l < classes; first += kInDouble ? kGroup : classes) {
@@ -124,18 +131,16 @@ FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term) {
         sum += term(begin(i));
         if constexpr (!kOneTerm)
           for (int64_t c = begin(i) + kGroup; c < classes; c += kGroup) sum += term(c);
-        if constexpr (requires { sum.with_magnitude(); })  // MeanLanes
-          return sum.with_magnitude();
-        else
-          return sum;
+        return sum;
       };
       constexpr int kSecond = kNeighboursFirst ? 1 : 2, kThird = 3 - kSecond;
       V total = sum(0);
       if (begin(kSecond) < classes) total += sum(kSecond);
+      total = of_two(total);
       if (begin(kThird) < classes) {
         V other = sum(kThird);
         if (begin(3) < classes) other += sum(3);
-        total += other;
+        total += of_two(other);
       }
       if constexpr (kInDouble)
         in_double.add(total);

@@ -36,8 +36,9 @@ struct SoftmaxBackwardOp : RowOp {
     }
     FLASH_ONLINE_INLINE Subtrahend<T> subtrahend(int64_t classes) const {
       if (classes <= kChunk) {  // as it is in a batch
-        const float divisor = static_cast<float>(weight == 0 ? 1 : weight);
-        return {static_cast<T>(pivot), static_cast<T>(static_cast<float>(deviation) / divisor)};
+        const auto all = [](double x) FLASH_ONLINE_LAMBDA_INLINE { return broadcast(static_cast<float>(x)); };
+        return {static_cast<T>(pivot),
+                static_cast<T>(beside_pivot(all(pivot), all(deviation), all(deviation), divisor_of(all(weight)))[0])};
       }
       const TwoParts<T> parts(value());
       return {parts.high, parts.low};
@@ -89,16 +90,14 @@ struct SoftmaxBackwardOp : RowOp {
     const GradientRow<R> row(g, y, count);
     Partial chunk;
     if constexpr (kTakesMean<R, kLog>) {
-      const auto sum = [](Vector<float> x) FLASH_ONLINE_LAMBDA_INLINE { return broadcast(sum_of_lanes<float>(x)); };
-      const MeanLanes lanes = mean_lanes<0, true>(row), sums{sum(lanes.product), sum(lanes.weight), sum(lanes.magnitude)};
-      const Pivots pivots(sums, count);
-      chunk.weight = sums.weight[0];
-      if (pivots.near_zero[0]) {
-        chunk.deviation = pivots.product[0];
-      } else {
-        const Vector<float> pivot = pivots.pivots();
+      const ProductLanes lanes = product_lanes<0>(row),
+                         sums{sum_in_all_lanes(lanes.product), sum_in_all_lanes(lanes.magnitude)};
+      const Vector<float> weight = sum_in_all_lanes(weight_lanes<0>(row));
+      chunk.weight = weight[0], chunk.deviation = sums.product[0];
+      if (!needs_no_pivot(sums)[0]) {
+        const Vector<float> pivot = pivot_of(sums.product, divisor_of(weight));
         chunk.pivot = pivot[0];
-        chunk.deviation = sum(deviation_lanes<0>(row, pivot, Ahead<true, true>{kChunk, kChunk}))[0];
+        chunk.deviation = sum_in_all_lanes(deviation_lanes<0>(row, pivot))[0];
       }
     } else {
       chunk.sum = sum_of_lanes<SumOf<R, kLog>>(sum_lanes<0, kLog>(row));
@@ -108,45 +107,49 @@ struct SoftmaxBackwardOp : RowOp {
   static __attribute__((noinline)) void write(const GradientRow<R>& row, const Subtrahend<T>& subtrahend, E* to, bool stream) {
     const GradientWriter<E, kLog, R> writer(subtrahend);
     if (stream)
-      writer.write_streaming(row, to, Ahead<false, false>{});
+      writer.write_streaming(row, to, NoneAhead{});
     else
-      writer.template write<0>(row, to, false, Ahead<false, false>{});
+      writer.template write<0>(row, to, NoneAhead{});
   }
 };
 
-// Rows of contiguous classes, each in one chunk, whose gradients lie one after another. kRows rows at a time are summed, and
-// then written.
+// Rows of contiguous classes, each in one chunk, whose gradients lie one after another. A batch of rows is summed, and then
+// written: rows of few classes four at a time, since the lanes of four vectors are added up at little more cost than those of
+// one, and the others one at a time.
 template <class E, class R, bool kLog>
 struct ContiguousRows {
   using T = Accumulator<R>;
   using S = SumOf<R, kLog>;
-  static constexpr int kMostRows = kLanes<S>;
+  // A mean takes two sums per row.
+  static constexpr int kMostRows = std::min(4, kLanes<S> / (kTakesMean<R, kLog> ? 2 : 1));
+  template <int kUnits>
+  static constexpr bool kUnrolls = kTakesMean<R, kLog> || (kUnits > 0 && !kLog);  // else there is much code per row
 
   const RowProblem& problem;
   const int64_t count = problem.classes;
   const bool stream = may_stream();
 
-  // The rows at a time: as many as have a lane of a vector of sums where rows are short, and one where summing up lanes costs
-  // little beside the rest.
-  int64_t rows_at_a_time() const { return count <= 4 * kUnit<float> ? kMostRows : count <= 256 && kMostRows > 4 ? 4 : 1; }
+  int64_t rows_at_a_time() const { return count <= 128 ? kMostRows : 1; }
   void rows(int64_t first, int64_t last) const {
-    const int64_t most = rows_at_a_time();
-    int64_t row = first;
-    const auto run = [&](auto units, auto rows) {
-      if (most < rows || row + rows > last) return;
-      const Loose loose = loose_of(rows);
-      for (; row + rows <= last; row += rows) batch<units, rows>(row, loose);
-    };
     using std::integral_constant;
-    constexpr integral_constant<int, kMostRows> kAll;
-    if (count <= kUnit<R>)
-      run(integral_constant<int, 1>(), kAll);
-    else if (count <= 2 * kUnit<R>)
-      run(integral_constant<int, 2>(), kAll);
-    else
-      run(integral_constant<int, 0>(), kAll);
-    if constexpr (kMostRows > 4) run(integral_constant<int, 0>(), integral_constant<int, 4>());
-    run(integral_constant<int, 0>(), integral_constant<int, 1>());
+    constexpr integral_constant<int, 0> kAnyUnits;
+    constexpr integral_constant<int, kMostRows> kBatch;
+    constexpr integral_constant<int, 1> kOneRow;
+    int64_t row = first;
+    if (rows_at_a_time() > 1) {
+      const int64_t units = std::is_same_v<E, R> ? ceil_div(count, kUnit<R>) : 0;
+      if (units == 1)
+        row = batches(integral_constant<int, 1>(), kBatch, row, last);
+      else if (units == 2)
+        row = batches(integral_constant<int, 2>(), kBatch, row, last);
+      else if (kSlots<R> == 4 && units == 3)
+        row = batches(integral_constant<int, kSlots<R> == 4 ? 3 : 0>(), kBatch, row, last);
+      else if (kSlots<R> == 4 && units == 4)
+        row = batches(integral_constant<int, kSlots<R> == 4 ? 4 : 0>(), kBatch, row, last);
+      else
+        row = batches(kAnyUnits, kBatch, row, last);
+    }
+    batches(kAnyUnits, kOneRow, row, last);
     if (stream) finish_streaming();
   }
 
@@ -156,72 +159,94 @@ struct ContiguousRows {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(E));
     return std::is_same_v<E, R> && streams<E>(problem) && (bytes % kVectorBytes == 0 || bytes >= 8 * kVectorBytes);
   }
-  // Of `rows` rows, how many may be read or written with whole units and stay within those rows.
-  int64_t loose_rows(int64_t rows, int64_t stride) const {
-    const int64_t beyond = round_up(count, kUnit<R>) - count;
-    return beyond == 0 ? rows : stride < 1 ? 0 : rows - ceil_div(beyond, stride);
+  // How many rows of a work item must come after one whose end is loose.
+  int64_t rows_behind_loose() const {
+    const int64_t beyond = round_up(count, kUnit<R>) - count,
+                  stride = std::min({problem.grad.stride[0], problem.output.stride[0], count});
+    return stride < 1 ? problem.outer : ceil_div(beyond, stride);
   }
-  struct Loose {
-    int64_t read, written;  // rows of a batch, see loose_rows
-  };
-  Loose loose_of(int64_t rows) const {
-    const int64_t grad = loose_rows(rows, problem.grad.stride[0]), output = loose_rows(rows, problem.output.stride[0]);
-    return {grad < output ? grad : output, loose_rows(rows, count)};
+  // Calls f(r, row) for the rows of a batch; unrolled, what is summed stays in registers.
+  template <int kRows, RowEnd kEnd, bool kUnrolled = false, class F>
+  FLASH_ONLINE_INLINE void for_each_row(int64_t first, const F& f) const {
+    GradientRow<R, kEnd> row(static_cast<const R*>(problem.grad.data) + first * problem.grad.stride[0],
+                             static_cast<const R*>(problem.output.data) + first * problem.output.stride[0], count);
+    const auto each = [&](int r) FLASH_ONLINE_LAMBDA_INLINE {
+      f(r, row);
+      row.grad += problem.grad.stride[0], row.output += problem.output.stride[0];
+    };
+    if constexpr (kUnrolled)
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) each(r);
+    else
+#pragma GCC unroll 1
+      for (int r = 0; r < kRows; ++r) each(r);
   }
-  template <int kUnits, int kRows>
-  __attribute__((noinline)) void batch(int64_t first, const Loose& loose) const {
-    constexpr int kGroup = kLanes<S> / kRows;
-    const int64_t grad_stride = problem.grad.stride[0], output_stride = problem.output.stride[0];
-    const R* grad = static_cast<const R*>(problem.grad.data) + first * grad_stride;
-    const R* output = static_cast<const R*>(problem.output.data) + first * output_stride;
+  template <int kRows, bool kOneTerm>
+  __attribute__((noinline)) void write_streaming(int64_t first, const Subtrahend<T>* subtrahend) const {
     E* to = static_cast<E*>(problem.grad_input.data) + first * count;
-    const GradientRow<R> end(grad, output, count);
-    const auto row = [&](int r) __attribute__((always_inline)) {
-      return end.at(grad + r * grad_stride, output + r * output_stride, r < loose.read);
-    };
-    const int64_t next_grad = kRows * grad_stride, next_output = kRows * output_stride;
-    [[maybe_unused]] const Ahead<(kRows > 4), (kRows > 4)> after_sums{next_grad, next_output};
-    const Ahead<kRows == 1, kRows == 1> after_streams{next_grad, next_output};
-    Vector<S> sums[kRows];
-    T high[kLanes<S>], low[kLanes<S>];
-    [[maybe_unused]] bool one_term = false;  // all of `high` are 0
-    if constexpr (kTakesMean<R, kLog>) {
-      const auto total = [](Vector<S>* rows) FLASH_ONLINE_LAMBDA_INLINE { return sums_of_rows<kRows, kLanes<S> / 2>(rows); };
-      constexpr bool kAsks = kRows < kMostRows;  // as rows are few otherwise
-      Vector<float> magnitudes[kRows], weights[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        const MeanLanes lanes = mean_lanes<kUnits, kAsks>(row(r));
-        sums[r] = lanes.product, magnitudes[r] = lanes.magnitude, weights[r] = lanes.weight;
+    const Ahead ahead{kRows * problem.grad.stride[0], kRows * problem.output.stride[0]};
+    for_each_row<kRows, RowEnd::kExact>(first, [&](int r, const auto& row) FLASH_ONLINE_LAMBDA_INLINE {
+      GradientWriter<E, kLog, R, kOneTerm>(subtrahend[r]).write_streaming(row, to + r * count, ahead);
+    });
+  }
+  template <int kUnits, int kRows, RowEnd kEnd, bool kOneTerm>
+  FLASH_ONLINE_INLINE void write(int64_t first, const Subtrahend<T>* subtrahend) const {
+    if (stream) return write_streaming<kRows, kOneTerm>(first, subtrahend);
+    E* to = static_cast<E*>(problem.grad_input.data) + first * count;
+    const Ahead ahead{kRows * problem.grad.stride[0], kRows * problem.output.stride[0]};
+    for_each_row<kRows, kEnd, kUnrolls<kUnits>>(first, [&](int r, const auto& row) FLASH_ONLINE_LAMBDA_INLINE {
+      const GradientWriter<E, kLog, R, kOneTerm> writer(subtrahend[r]);
+      if constexpr (kRows == 1)
+        writer.template write<kUnits>(row, to + r * count, ahead);
+      else
+        writer.template write<kUnits>(row, to + r * count, NoneAhead{});
+    });
+  }
+  // The batches from `row` on that end at `last` or before it; returns the row behind them.
+  template <int kUnits, int kRows, RowEnd kEnd>
+  __attribute__((noinline)) int64_t batches(int64_t row, int64_t last) const {
+    for (; row + kRows <= last; row += kRows) batch<kUnits, kRows, kEnd>(row);
+    return row;
+  }
+  template <class Units, class Rows>
+  FLASH_ONLINE_INLINE int64_t batches(Units units, Rows rows, int64_t row, int64_t last) const {
+    if constexpr (kTakesMean<R, kLog>)  // which other rows gain little from
+      if (count % kUnit<R> == 0) return batches<units, rows, RowEnd::kNone>(row, last);
+    row = batches<units, rows, RowEnd::kLoose>(row, last - rows_behind_loose());
+    return batches<0, rows, RowEnd::kExact>(row, last);
+  }
+  template <int kUnits, int kRows, RowEnd kEnd>
+  FLASH_ONLINE_INLINE void batch(int64_t first) const {
+    constexpr bool kMean = kTakesMean<R, kLog>;
+    constexpr int kSums = kMean ? 2 * kRows : kRows;
+    Vector<S> sums[kSums];
+    for_each_row<kRows, kEnd, kUnrolls<kUnits>>(first, [&](int r, const auto& row) FLASH_ONLINE_LAMBDA_INLINE {
+      if constexpr (kMean) {
+        const ProductLanes lanes = product_lanes<kUnits>(row);
+        sums[r] = lanes.product, sums[kRows + r] = lanes.magnitude;
+      } else {
+        sums[r] = sum_lanes<kUnits, kLog>(row);
       }
-      const Pivots pivots({total(sums), total(weights), kAsks ? total(magnitudes) : Vector<float>{}}, kAsks ? count : 0);
-      Vector<float> deviations = pivots.product, pivot = {};
-      one_term = kAsks && pivots.are_zero();
-      if (!one_term) {
-        pivot = pivots.pivots();
-        store_vector(high, pivot);
-        for (int r = 0; r < kRows; ++r)
-          sums[r] = deviation_lanes<kUnits>(row(r), broadcast_from(high + r * kGroup), after_sums);
-        deviations = pivots.deviations(total(sums));
-      }
-      store_vector(high, pivot);
-      store_vector(low, deviations / pivots.divisor);
+    });
+    const Vector<S> total = sums_of_rows<kSums, kLanes<S> / 2>(sums);
+    constexpr int kGroup = kLanes<S> / kSums;  // lanes that hold the same sum
+    Subtrahend<T> subtrahend[kRows];
+    S sum[kLanes<S>];
+    store_vector(sum, total);
+    if constexpr (!kMean) {
+      for (int r = 0; r < kRows; ++r) subtrahend[r] = {static_cast<T>(sum[r * kGroup]), T(0)};
     } else {
-      for (int r = 0; r < kRows; ++r) sums[r] = sum_lanes<kUnits, kLog>(row(r));
-      const Vector<S> total = sums_of_rows<kRows, kLanes<S> / 2>(sums);
-      for (int l = 0; l < kLanes<S>; ++l) high[l] = static_cast<T>(total[l]), low[l] = T(0);
+      for (int r = 0; r < kRows; ++r) subtrahend[r] = {T(0), sum[r * kGroup]};
+      // The magnitudes are in the upper half of the lanes.
+      const uint32_t near_zero =
+          lane_bits(needs_no_pivot({total, lanes_from<kLanes<S> / 2>(total, std::make_index_sequence<kLanes<S>>())}));
+      constexpr uint32_t kProducts = (uint32_t{1} << kLanes<S> / 2) - 1;
+      if ((near_zero & kProducts) == kProducts) return write<kUnits, kRows, kEnd, true>(first, subtrahend);
+      for_each_row<kRows, kEnd>(first, [&](int r, const auto& row) FLASH_ONLINE_LAMBDA_INLINE {
+        if ((near_zero >> r * kGroup & 1) == 0) subtrahend[r] = about_pivot(row, subtrahend[r].low);
+      });
     }
-    const auto write = [&](auto one_term) __attribute__((always_inline)) {
-      for (int r = 0; r < kRows; ++r) {
-        const GradientWriter<E, kLog, R, one_term> writer({high[r * kGroup], low[r * kGroup]});
-        if (stream)
-          writer.write_streaming(row(r), to + r * count, after_streams);
-        else
-          writer.template write<kUnits>(row(r), to + r * count, r < loose.written, after_streams);
-      }
-    };
-    if constexpr (kTakesMean<R, kLog>)
-      if (one_term) return write(std::true_type());
-    write(std::false_type());
+    write<kUnits, kRows, kEnd, false>(first, subtrahend);
   }
 };
 
@@ -236,21 +261,34 @@ void contiguous_softmax_backward(const RowProblem& problem, const Executor& exec
   });
 }
 
+// What is subtracted in the rows of the lanes. products(of_two), weights() and deviations(pivot) are sums over their classes.
+template <class Products, class Weights, class Deviations>
+FLASH_ONLINE_INLINE Subtrahend<Vector<float>> mean_of_lanes(const Products& products, const Weights& weights,
+                                                            const Deviations& deviations) {
+  const Vector<float> product = products(std::identity()), magnitudes = products(magnitude);
+  const Vector<int32_t> near_zero = needs_no_pivot({product, magnitudes});
+  if (lane_bits(~near_zero) == 0) return {.low = product};
+  const Vector<float> divisor = divisor_of(weights()), pivot = near_zero ? Vector<float>{} : pivot_of(product, divisor);
+  return {pivot, beside_pivot(pivot, product, deviations(pivot), divisor)};
+}
+
 // Turns g[classes] into the gradients of the rows in its lanes; y is the output.
 template <class E, class R, bool kLog, int64_t kMost, class T = Accumulator<E>>
 FLASH_ONLINE_INLINE void gradients_of_lanes(int64_t classes, Vector<T>* g, const Vector<T>* y) {
-  const auto sum = [&](const auto& term)
-                       __attribute__((always_inline)) { return sum_of_classes<R, SumOf<R, kLog>, kMost, true>(classes, term); };
+  const auto sum = [&](const auto& term, const auto&... of_two) __attribute__((always_inline)) {
+    return sum_of_classes<R, SumOf<R, kLog>, kMost, true>(classes, term, of_two...);
+  };
   if constexpr (kTakesMean<R, kLog>) {
-    const bool asks = kMost > kFewClasses && classes > kFewClasses;
-    const Pivots pivots(sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return MeanLanes{g[c] * y[c], y[c]}; }), classes);
-    Vector<float> deviations = pivots.product, pivot = {};
-    if (!asks || !pivots.are_zero()) {
-      pivot = pivots.pivots();
-      deviations = pivots.deviations(sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return (g[c] - pivot) * y[c]; }));
-    }
-    const Vector<float> rest = deviations / pivots.divisor;
-    for (int64_t c = 0; c < classes; ++c) g[c] = ((g[c] - pivot) - rest) * y[c];
+    const Subtrahend<Vector<float>> mean = mean_of_lanes(
+        [&](const auto& of_two) FLASH_ONLINE_LAMBDA_INLINE {
+          return sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c] * y[c]; }, of_two);
+        },
+        [&]() FLASH_ONLINE_LAMBDA_INLINE { return sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return y[c]; }); },
+        [&](Vector<float> pivot) FLASH_ONLINE_LAMBDA_INLINE {
+          return sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return (g[c] - pivot) * y[c]; });
+        });
+#pragma GCC unroll 16
+    for (int64_t c = 0; c < classes; ++c) g[c] = ((g[c] - mean.high) - mean.low) * y[c];
   } else if constexpr (kLog) {
     const auto sums = sum([&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return g[c]; });
     Vector<T> total;
@@ -265,10 +303,37 @@ FLASH_ONLINE_INLINE void gradients_of_lanes(int64_t classes, Vector<T>* g, const
   }
 }
 
+// Computes a whole block of rows side by side in registers, if it has at most kClasses classes. Returns whether it did.
+template <int kClasses>
+FLASH_ONLINE_INLINE bool gradients_of_few(const RowProblem& problem, const RowBlock& block) {
+  if constexpr (kClasses > 0) {
+    if (problem.classes != kClasses) return gradients_of_few<kClasses - 1>(problem, block);
+    const RowStrip strip{block.outer, block.inner, block.rows};
+    const float* const grad = strip.address<float>(problem.grad);
+    const float* const output = strip.address<float>(problem.output);
+    float* const to = strip.address<float>(problem.grad_input);
+    Vector<float> g[kClasses], y[kClasses];
+#pragma GCC unroll 16
+    for (int64_t c = 0; c < kClasses; ++c) {
+      g[c] = load_vector(grad + c * problem.grad.stride[1]);
+      y[c] = load_vector(output + c * problem.output.stride[1]);
+    }
+    gradients_of_lanes<float, float, false, kClasses>(kClasses, g, y);
+#pragma GCC unroll 16
+    for (int64_t c = 0; c < kClasses; ++c) store_vector(to + c * problem.grad_input.stride[1], g[c]);
+  }
+  return kClasses > 0;
+}
+
 template <class E, class R, bool kLog>
 void short_softmax_backward(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
+  const auto are_side_by_side = [&](const auto& view) { return row_stride(problem, view) == 1; };
+  const bool side_by_side =
+      are_side_by_side(problem.grad) && are_side_by_side(problem.output) && are_side_by_side(problem.grad_input);
   for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
+    if constexpr (kTakesMean<R, kLog> && std::is_same_v<E, R>)
+      if (side_by_side && block.rows == kLanes<T> && gradients_of_few<16>(problem, block)) return;
     Vector<T> g[kMaxShortClasses], y[kMaxShortClasses];
     load_block<R>(problem, problem.grad, block, g);
     load_block<R>(problem, problem.output, block, y);
@@ -277,11 +342,66 @@ void short_softmax_backward(const RowProblem& problem, const Executor& executor)
   });
 }
 
+// The gradients of kVectors vectors of rows side by side, by a mean. Sums go class by class, as the rows lie in memory: each of
+// the slots of sum_of_classes is a vector of its own.
+template <class E, int kVectors>
+__attribute__((noinline)) void gradients_side_by_side(const RowProblem& problem, const RowStrip& strip) {
+  using V = Vector<float>;
+  constexpr int64_t kSlotsOfRow = kSlots<float> * kUnit<float>;
+  const int64_t classes = problem.classes, grad_step = problem.grad.stride[1], output_step = problem.output.stride[1],
+                step = problem.grad_input.stride[1];
+  const float* const grad = strip.address<float>(problem.grad);
+  const float* const output = strip.address<float>(problem.output);
+  E* to = strip.address<E>(problem.grad_input);
+  V slots[kVectors][kSlotsOfRow];
+  const auto fill_slots = [&](int first, int last, const auto& term) FLASH_ONLINE_LAMBDA_INLINE {
+    const float *g = grad, *y = output;
+    for (int64_t c = 0; c < classes; ++c, g += grad_step, y += output_step)
+      for (int v = first; v < last; ++v) {
+        V& slot = slots[v][c % kSlotsOfRow];
+        if (c < kSlotsOfRow) slot = V{};
+        term(slot, load_vector(g + v * kLanes<float>), load_vector(y + v * kLanes<float>));
+      }
+  };
+  const auto sum_of_slots = [&](int v, const auto&... of_two) FLASH_ONLINE_LAMBDA_INLINE {
+    return sum_of_classes<float, float, kSlotsOfRow, true>(
+        std::min(classes, kSlotsOfRow), [&](int64_t c) FLASH_ONLINE_LAMBDA_INLINE { return slots[v][c]; }, of_two...);
+  };
+  fill_slots(0, kVectors, [](V& slot, V g, V y) FLASH_ONLINE_LAMBDA_INLINE { slot += g * y; });
+  Subtrahend<V> mean[kVectors];
+  for (int v = 0; v < kVectors; ++v)
+    mean[v] =
+        mean_of_lanes([&](const auto& of_two) FLASH_ONLINE_LAMBDA_INLINE { return sum_of_slots(v, of_two); },
+                      [&]() FLASH_ONLINE_LAMBDA_INLINE {
+                        fill_slots(v, v + 1, [](V& slot, V, V y) FLASH_ONLINE_LAMBDA_INLINE { slot += y; });
+                        return sum_of_slots(v);
+                      },
+                      [&](V pivot) FLASH_ONLINE_LAMBDA_INLINE {
+                        fill_slots(v, v + 1, [&](V& slot, V g, V y) FLASH_ONLINE_LAMBDA_INLINE { slot += (g - pivot) * y; });
+                        return sum_of_slots(v);
+                      });
+  const float *g = grad, *y = output;
+  for (int64_t c = 0; c < classes; ++c, g += grad_step, y += output_step, to += step)
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = v * kLanes<float>;
+      store_narrowed(to + at, ((load_vector(g + at) - mean[v].high) - mean[v].low) * load_vector(y + at));
+    }
+}
+
 template <class E, class R, bool kLog>
 void strip_softmax_backward(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
   const int64_t classes = problem.classes;
-  for_each_row_strip<T>(problem, executor, [&](const RowStrip& strip, std::byte* scratch) {
+  for_each_row_strip<T>(problem, executor, [&](RowStrip strip, std::byte* scratch) {
+    if constexpr (kTakesMean<R, kLog>) {
+      const auto run = [&](auto vectors) FLASH_ONLINE_LAMBDA_INLINE {
+        constexpr int64_t kRows = vectors * kLanes<T>;
+        for (; strip.rows >= kRows; strip.move(problem, kRows)) gradients_side_by_side<E, vectors>(problem, strip);
+      };
+      run(std::integral_constant<int, 4>());
+      run(std::integral_constant<int, 1>());
+      if (strip.rows == 0) return;
+    }
     Vector<T>* const g = reinterpret_cast<Vector<T>*>(scratch);
     Vector<T>* const y = g + strip_vectors(classes) * classes;
     load_strip<R>(problem, problem.grad, strip, g);
