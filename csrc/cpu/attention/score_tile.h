@@ -278,7 +278,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
                     ScoreTile<E>& tile, const A* reference, A* derivative) {
   // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
   // its scores differ in the last digits, and so its weights must not matter.
-  constexpr A kDoubleThreshold = 5, kNegligible = 1e-4;
+  // A product is a sum, whose error grows with it. A mask is added to it once: from 4 to 8 the result has the same error.
+  constexpr A kLargeProduct = 5, kLargeScore = 8, kNegligible = 1e-4;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
          key.pitch, 1, tile.query, kQueries, tile.score, kQueries);
@@ -308,14 +309,14 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
     for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
       const Vector<A> block_max = load_vector(tile.block_max + l), above = block_max - load_vector(reference + l);
       store_vector(weight + l, FastNatural::exp(above < 0 ? above : Vector<A>{}));
-      maybe |= (load_vector(max_scaled + l) > kDoubleThreshold) | (load_vector(max_negated + l) > kDoubleThreshold) |
-               (block_max > kDoubleThreshold) | (block_max < -kDoubleThreshold);
+      maybe |= (load_vector(max_scaled + l) > kLargeProduct) | (load_vector(max_negated + l) > kLargeProduct) |
+               (block_max > kLargeScore) | (block_max < -kLargeScore);
     }
     if (!reduce(maybe, [](auto a, auto b) FLASH_ONLINE_LAMBDA_INLINE { return a | b; })) return false;
     for (int64_t i = 0; i < query.lanes; ++i) {
       const A largest = max_scaled[i] > max_negated[i] ? max_scaled[i] : max_negated[i], top = std::abs(tile.block_max[i]);
       // A score that overflows float is infinite, as in torch, and does not count as a large one.
-      const bool large = (largest > kDoubleThreshold) | ((top > kDoubleThreshold) & (top < -lowest<A>()));
+      const bool large = (largest > kLargeProduct) | ((top > kLargeScore) & (top < -lowest<A>()));
       tile.is_double[i] = large & (weight[i] > kNegligible) & (largest < -lowest<A>()) & (i < query.rows);
       any |= tile.is_double[i];
     }
