@@ -311,7 +311,8 @@ struct FastNatural {
     return exp_of_remainder((clamped - n * kLn2High) - n * kLn2Low) * power(half) * power(exponent - half);
   }
   // In a vector, results under 2^-126 become 0: a lane with a subnormal result would cost the processor a hundred cycles, and
-  // every hidden score would have one.
+  // every hidden score would have one. kUpToZero: x is at most 0, or NaN, and then 2^n takes one factor, with the same bits.
+  template <bool kUpToZero = false>
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) {
     const Vector<float> shifted = x * kLog2e + kRoundToInteger, n = shifted - kRoundToInteger;
     const Vector<float> scaled = exp_of_remainder((x - n * kLn2High) - n * kLn2Low);
@@ -321,10 +322,12 @@ struct FastNatural {
         _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(scaled), reinterpret_cast<__m512>(n)));
 #else
     const auto tiny = x < kLogMinNormal;
-    const Vector<int32_t> exponent = (reinterpret_cast<Vector<int32_t>>(shifted) - 0x4b400000) & ~tiny, half = exponent >> 1;
+    const Vector<int32_t> exponent = (reinterpret_cast<Vector<int32_t>>(shifted) - 0x4b400000) & ~tiny;
     const auto power = [](Vector<int32_t> e) { return reinterpret_cast<Vector<float>>((e + 127) << 23); };
-    return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<int32_t>>(scaled * power(half) * power(exponent - half)) &
-                                           ~tiny);
+    const Vector<int32_t> half = kUpToZero ? exponent : exponent >> 1;
+    Vector<float> result = scaled * power(half);
+    if (!kUpToZero) result *= power(exponent - half);
+    return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<int32_t>>(result) & ~tiny);
 #endif
   }
   static FLASH_ONLINE_INLINE double exp(double x) { return std::exp(x); }

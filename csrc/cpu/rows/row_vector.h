@@ -110,6 +110,13 @@ FLASH_ONLINE_INLINE void store_pair(E* to, Pair<Accumulator<E>> x) {
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// All bits of the first `count` lanes, none of the others.
+FLASH_ONLINE_INLINE Vector<int32_t> first_lanes(int64_t count) {
+  return Vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(count);
+}
+#endif
+
 // Loads the first `count` of kPair elements of 16 bits; the others are `fill`, and memory past the end is not touched.
 template <class E>
 FLASH_ONLINE_INLINE Vector<uint16_t> load_bits(const E* from, int64_t count, float fill) {
@@ -142,6 +149,17 @@ FLASH_ONLINE_INLINE Pair<Accumulator<E>> load_pair(const E* from, int64_t count,
               reinterpret_cast<Vector<double>>(_mm512_mask_loadu_pd(filled, static_cast<__mmask8>(mask >> 8), from + 8))};
     }
 #else
+#if defined(__AVX2__)
+    if constexpr (sizeof(E) == 4) {
+      const auto filled = broadcast(fill);
+      const auto half = [&](int64_t first) FLASH_ONLINE_LAMBDA_INLINE {
+        const Vector<int32_t> present = first_lanes(count - first);
+        const __m256 x = _mm256_maskload_ps(from + first, reinterpret_cast<__m256i>(present));
+        return present ? reinterpret_cast<Vector<float>>(x) : filled;
+      };
+      return {half(0), half(8)};
+    }
+#endif
     E buffer[kPair<E>];
     for (int64_t i = 0; i < kPair<E>; ++i) buffer[i] = i < count ? from[i] : fill;
     return load_pair(buffer);
@@ -162,6 +180,12 @@ FLASH_ONLINE_INLINE void store_pair(E* to, int64_t count, Pair<Accumulator<E>> x
     _mm512_mask_storeu_pd(to + 8, static_cast<__mmask8>(mask >> 8), reinterpret_cast<__m512d>(x.b));
   }
 #else
+#if defined(__AVX2__)
+  if constexpr (sizeof(E) == 4) {
+    _mm256_maskstore_ps(to, reinterpret_cast<__m256i>(first_lanes(count)), reinterpret_cast<__m256>(x.a));
+    return _mm256_maskstore_ps(to + 8, reinterpret_cast<__m256i>(first_lanes(count - 8)), reinterpret_cast<__m256>(x.b));
+  }
+#endif
   E buffer[kPair<E>];
   store_pair(buffer, x);
   for (int64_t i = 0; i < count; ++i) to[i] = buffer[i];
@@ -365,12 +389,6 @@ FLASH_ONLINE_INLINE void log_sums(Vector<T> sum, double* logs) {
   } else {
     for (int l = 0; l < kLanes<T>; ++l) logs[l] = FastNatural::log(static_cast<double>(sum[l]));
   }
-}
-template <class T>
-FLASH_ONLINE_INLINE double log_sum(T sum) {
-  if constexpr (std::is_same_v<T, float>)
-    if (sum >= 1.f && sum < std::numeric_limits<float>::infinity()) return log_of_sum(broadcast(static_cast<double>(sum)))[0];
-  return FastNatural::log(static_cast<double>(sum));
 }
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> log_sums(Vector<T> sum) {

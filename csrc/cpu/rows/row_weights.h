@@ -99,6 +99,11 @@ template <int kDegree>
 struct ApproximateNatural {
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
 };
+#else
+struct NaturalUpToZero : FastNatural {
+  using FastNatural::exp;
+  static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return FastNatural::exp<true>(x); }
+};
 #endif
 
 // The base of exponentials for scores of type E, whose accumulator is T, and an accuracy.
@@ -114,6 +119,11 @@ struct BaseForAccuracy<float, E, ExpAccuracy::kSum> {
 template <class E>
 struct BaseForAccuracy<float, E, ExpAccuracy::kRounded> {
   using type = ApproximateNatural<4>;
+};
+#else
+template <class E, ExpAccuracy accuracy>
+struct BaseForAccuracy<float, E, accuracy> {
+  using type = NaturalUpToZero;  // a score less its chunk's maximum
 };
 #endif
 template <class T, class E, ExpAccuracy accuracy>

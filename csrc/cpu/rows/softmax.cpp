@@ -115,6 +115,12 @@ struct LogSoftmaxOp : RowOp {
   static void merge(Partial& partial, const Partial& other) { merge_states(partial.state, other.state); }
   void finish(Partial*) {}
   void second_pass(int64_t begin, int64_t end, const Partial* partial) {
+    double logs[kMaxTileRows];
+    for (int64_t first = 0; first < tile.rows; first += kLanes<T>) {
+      Vector<T> sums = broadcast(T(1));
+      for (int64_t l = 0; l < kLanes<T> && first + l < tile.rows; ++l) sums[l] = partial[first + l].state.sum;
+      log_sums<T>(sums, logs + first);
+    }
     for_each_chunk(begin, end, [&](int64_t first, int64_t count) {
       weights.input().read(first, count);
       result.begin_write(first);
@@ -123,7 +129,7 @@ struct LogSoftmaxOp : RowOp {
         // x - max is exact where it matters, near the maximum; the logarithm of the sum is small beside a large maximum.
         const auto& state = partial[r].state;
         const Vector<T> max = broadcast(static_cast<T>(pivot(state.max)));
-        const Vector<T> log_of_row = broadcast(static_cast<T>(log_sum<T>(state.sum)));
+        const Vector<T> log_of_row = broadcast(static_cast<T>(logs[r]));
         write_chunk<E>(count, result.row(r), [=](int64_t i, int64_t n) __attribute__((always_inline)) {
           const Pair<T> pair = load_partial(x + i, n, T(0));
           return Pair<T>{(pair.a - max) - log_of_row, (pair.b - max) - log_of_row};
