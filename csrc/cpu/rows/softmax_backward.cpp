@@ -131,25 +131,9 @@ struct ContiguousRows {
 
   int64_t rows_at_a_time() const { return count <= 128 ? kMostRows : 1; }
   void rows(int64_t first, int64_t last) const {
-    using std::integral_constant;
-    constexpr integral_constant<int, 0> kAnyUnits;
-    constexpr integral_constant<int, kMostRows> kBatch;
-    constexpr integral_constant<int, 1> kOneRow;
     int64_t row = first;
-    if (rows_at_a_time() > 1) {
-      const int64_t units = std::is_same_v<E, R> ? ceil_div(count, kUnit<R>) : 0;
-      if (units == 1)
-        row = batches(integral_constant<int, 1>(), kBatch, row, last);
-      else if (units == 2)
-        row = batches(integral_constant<int, 2>(), kBatch, row, last);
-      else if (kSlots<R> == 4 && units == 3)
-        row = batches(integral_constant<int, kSlots<R> == 4 ? 3 : 0>(), kBatch, row, last);
-      else if (kSlots<R> == 4 && units == 4)
-        row = batches(integral_constant<int, kSlots<R> == 4 ? 4 : 0>(), kBatch, row, last);
-      else
-        row = batches(kAnyUnits, kBatch, row, last);
-    }
-    batches(kAnyUnits, kOneRow, row, last);
+    if (rows_at_a_time() > 1) row = batches_of_few<kSlots<R>>(std::is_same_v<E, R> ? ceil_div(count, kUnit<R>) : 0, row, last);
+    batches_with_ends<0, 1>(row, last);
     if (stream) finish_streaming();
   }
 
@@ -202,18 +186,25 @@ struct ContiguousRows {
         writer.template write<kUnits>(row, to + r * count, NoneAhead{});
     });
   }
-  // The batches from `row` on that end at `last` or before it; returns the row behind them.
+  // The batches from `row` on that end at `last` or before it. These functions return the row behind what they did.
   template <int kUnits, int kRows, RowEnd kEnd>
   __attribute__((noinline)) int64_t batches(int64_t row, int64_t last) const {
     for (; row + kRows <= last; row += kRows) batch<kUnits, kRows, kEnd>(row);
     return row;
   }
-  template <class Units, class Rows>
-  FLASH_ONLINE_INLINE int64_t batches(Units units, Rows rows, int64_t row, int64_t last) const {
-    if constexpr (kTakesMean<R, kLog>)  // which other rows gain little from
-      if (count % kUnit<R> == 0) return batches<units, rows, RowEnd::kNone>(row, last);
-    row = batches<units, rows, RowEnd::kLoose>(row, last - rows_behind_loose());
-    return batches<0, rows, RowEnd::kExact>(row, last);
+  template <int kUnits, int kRows>
+  FLASH_ONLINE_INLINE int64_t batches_with_ends(int64_t row, int64_t last) const {
+    if constexpr (kTakesMean<R, kLog>)  // other rows gain little from an end of their own
+      if (count % kUnit<R> == 0) return batches<kUnits, kRows, RowEnd::kNone>(row, last);
+    row = batches<kUnits, kRows, RowEnd::kLoose>(row, last - rows_behind_loose());
+    return batches<0, kRows, RowEnd::kExact>(row, last);
+  }
+  // The batches of rows of so many units, by a function of their own up to kUnits.
+  template <int kUnits>
+  FLASH_ONLINE_INLINE int64_t batches_of_few(int64_t units, int64_t row, int64_t last) const {
+    if constexpr (kUnits > 0)
+      if (units != kUnits) return batches_of_few<kUnits - 1>(units, row, last);
+    return batches_with_ends<kUnits, kMostRows>(row, last);
   }
   template <int kUnits, int kRows, RowEnd kEnd>
   FLASH_ONLINE_INLINE void batch(int64_t first) const {
