@@ -197,8 +197,8 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// An executor with threads of torch's pool and memory from torch's allocator. `items` bounds the number of threads: there are
-// at most so many pieces of work.
+// An executor with threads of torch's pool, and memory of its own or from torch's allocator. `items` bounds the number of
+// threads: there are at most so many pieces of work.
 class __attribute__((visibility("hidden"))) CpuExecutor {
  public:
   CpuExecutor(int64_t items, cpu::Memory memory, const Tensor& like) {

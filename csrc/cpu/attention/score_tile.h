@@ -278,7 +278,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
                     ScoreTile<E>& tile, const A* reference, A* derivative) {
   // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
   // its scores differ in the last digits, and so its weights must not matter.
-  // A product is a sum, whose error grows with it. A mask is added to it once: from 4 to 8 the result has the same error.
+  // The error of a product, a sum of many terms, grows with the product. A mask adds one rounding, which is the same for all
+  // scores from 4 to 8.
   constexpr A kLargeProduct = 5, kLargeScore = 8, kNegligible = 1e-4;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,

@@ -107,6 +107,29 @@ constexpr bool kTakesMean = !kLog && std::is_same_v<R, float>;
 template <class R, bool kLog>
 using SumOf = std::conditional_t<sizeof(R) == 2 || kTakesMean<R, kLog>, float, double>;
 
+// What the pass that writes subtracts from a row's grad, as the sum of two numbers; of log-softmax, what it multiplies.
+template <class T>
+struct Subtrahend {
+  T high = {}, low = {};
+};
+
+// The mean of a chunk, or of a chunk per lane, with T for float or a vector of them: `product` is the sum of grad * y. The
+// pivot is their quotient, but 0 where that is infinite or NaN. A weight of 0 divides as 1 does.
+template <class T>
+FLASH_ONLINE_INLINE T divisor_of(T weight) {
+  return weight == 0 ? T{} + 1.f : weight;
+}
+template <class T>
+FLASH_ONLINE_INLINE T pivot_of(T product, T weight) {
+  const T mean = product / divisor_of(weight);
+  return mean - mean == 0 ? mean : T{};
+}
+// What is subtracted in a row that is one chunk. With pivot 0 it is the sum itself.
+template <class T>
+FLASH_ONLINE_INLINE Subtrahend<T> subtrahend_of(T pivot, T deviation, T weight) {
+  return {pivot, pivot == 0 ? deviation : deviation / divisor_of(weight)};
+}
+
 // The mean of values by weights that are not negative: sum(weight * value) / sum(weight). What is wanted is its difference from
 // a value that it may be close to, so it is kept as a float near it and the values' deviation from that: `pivot` + `deviation`
 // / `weight`. Sums of float then have digits enough, since neither sum is much larger than what is wanted of it.
@@ -118,6 +141,10 @@ struct WeightedMean {
     deviation += other.deviation + (moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight);
     if (moves) pivot = other.pivot;
     weight += other.weight;
+  }
+  // As one chunk, whose numbers are floats.
+  FLASH_ONLINE_INLINE Subtrahend<float> subtrahend_of_chunk() const {
+    return subtrahend_of(static_cast<float>(pivot), static_cast<float>(deviation), static_cast<float>(weight));
   }
   FLASH_ONLINE_INLINE double value() const { return pivot + (weight == 0 ? deviation : deviation / weight); }
 };
@@ -205,37 +232,17 @@ FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const Row& row, Vector<float> 
   });
   return total_of_slots(deviations);
 }
-// What the pass that writes subtracts from a row's grad, as the sum of two numbers; of log-softmax, what it multiplies.
-template <class T>
-struct Subtrahend {
-  T high = {}, low = {};
-};
-
 // Whether a sum of grad * y is itself as good as a mean by a pivot, of a chunk or of a chunk per lane: |grad| y adds up to at
 // most eight times what the deviations from the mean do. That spares most chunks two passes. `magnitude` is at most the sum of
 // |grad| y, so this is certain where |product| is at most 7/8 of it. It is false for NaN.
 FLASH_ONLINE_INLINE Vector<int32_t> needs_no_pivot(const ProductLanes& sums) {
   return 8 * magnitude(sums.product) <= 7 * sums.magnitude;
 }
-// The pivot of other chunks: the mean, but 0 where that is infinite or NaN. The divisor is the weight, but 1 where that is 0.
-FLASH_ONLINE_INLINE Vector<float> divisor_of(Vector<float> weight) { return weight == 0 ? broadcast(1.f) : weight; }
-FLASH_ONLINE_INLINE Vector<float> pivot_of(Vector<float> product, Vector<float> divisor) {
-  const Vector<float> mean = product / divisor;
-  return mean - mean == 0 ? mean : Vector<float>{};
-}
-FLASH_ONLINE_INLINE Vector<float> sum_in_all_lanes(Vector<float> x) { return broadcast(sum_of_lanes<float>(x)); }
-// What is subtracted besides the pivot, in a row that is one chunk; `product` is the sum of grad * y.
-FLASH_ONLINE_INLINE Vector<float> beside_pivot(Vector<float> pivot, Vector<float> product, Vector<float> deviation,
-                                               Vector<float> divisor) {
-  return pivot == 0 ? product : deviation / divisor;
-}
-
-// What is subtracted in a row that is one chunk and needs a pivot.
+// The mean of a chunk that needs a pivot; `product` is the sum of grad * y.
 template <class Row>
-__attribute__((noinline)) Subtrahend<float> about_pivot(const Row& row, float product) {
-  const Vector<float> products = broadcast(product), divisor = divisor_of(sum_in_all_lanes(weight_lanes<0>(row))),
-                      pivot = pivot_of(products, divisor), deviation = sum_in_all_lanes(deviation_lanes<0>(row, pivot));
-  return {pivot[0], beside_pivot(pivot, products, deviation, divisor)[0]};
+__attribute__((noinline)) WeightedMean about_pivot(const Row& row, float product) {
+  const float weight = sum_of_lanes<float>(weight_lanes<0>(row)), pivot = pivot_of(product, weight);
+  return {pivot, sum_of_lanes<float>(deviation_lanes<0>(row, broadcast(pivot))), weight};
 }
 
 // Adds up the lanes of each of kRows vectors, in the order of sum_of_lanes: the sum of vector r is in all of the lanes r * s to

@@ -20,18 +20,23 @@ FLASH_ONLINE_INLINE int64_t strip_tile_bytes(int64_t classes) { return 2 * strip
 FLASH_ONLINE_INLINE int64_t rows_side_by_side(const RowProblem& problem) {
   return problem.inner == 1 ? problem.outer : problem.inner;
 }
+// Whether each row of these tensors begins one element after the row before it.
+template <class... Views>
+FLASH_ONLINE_INLINE bool lie_side_by_side(const RowProblem& problem, const Views&... views) {
+  return ((row_stride(problem, views) == 1) && ...);
+}
 // Whether strips are for this problem and these tensors.
 template <class... Views>
 FLASH_ONLINE_INLINE bool lie_in_strips(const RowProblem& problem, const Views&... views) {
   return problem.classes > 16 && problem.classes <= kChunk && rows_side_by_side(problem) >= kLanes<float> &&
-         ((row_stride(problem, views) == 1 && views.stride[1] != 1) && ...);
+         lie_side_by_side(problem, views...) && ((views.stride[1] != 1) && ...);
 }
 
 struct RowStrip {
   int64_t outer, inner, rows;
 
-  // Leaves out the first rows.
-  void move(const RowProblem& problem, int64_t count) {
+  // Leaves out the first `count` rows.
+  void skip(const RowProblem& problem, int64_t count) {
     (problem.inner == 1 ? outer : inner) += count;
     rows -= count;
   }

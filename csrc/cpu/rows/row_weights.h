@@ -100,6 +100,7 @@ struct ApproximateNatural {
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
 };
 #else
+// For numbers that are at most 0, or NaN: without AVX-512, 2^n is made of its bits, and then takes one factor.
 struct NaturalUpToZero : FastNatural {
   using FastNatural::exp;
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return FastNatural::exp<true>(x); }

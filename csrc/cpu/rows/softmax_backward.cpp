@@ -35,11 +35,7 @@ struct SoftmaxBackwardOp : RowOp {
         WeightedMean::merge(other);
     }
     FLASH_ONLINE_INLINE Subtrahend<T> subtrahend(int64_t classes) const {
-      if (classes <= kChunk) {  // as it is in a batch
-        const auto all = [](double x) FLASH_ONLINE_LAMBDA_INLINE { return broadcast(static_cast<float>(x)); };
-        return {static_cast<T>(pivot),
-                static_cast<T>(beside_pivot(all(pivot), all(deviation), all(deviation), divisor_of(all(weight)))[0])};
-      }
+      if (classes <= kChunk) return subtrahend_of_chunk();  // as it is in a batch
       const TwoParts<T> parts(value());
       return {parts.high, parts.low};
     }
@@ -88,21 +84,15 @@ struct SoftmaxBackwardOp : RowOp {
  private:
   static __attribute__((noinline)) void add_chunk(const R* g, const R* y, int64_t count, Partial& to) {
     const GradientRow<R> row(g, y, count);
-    Partial chunk;
     if constexpr (kTakesMean<R, kLog>) {
-      const ProductLanes lanes = product_lanes<0>(row),
-                         sums{sum_in_all_lanes(lanes.product), sum_in_all_lanes(lanes.magnitude)};
-      const Vector<float> weight = sum_in_all_lanes(weight_lanes<0>(row));
-      chunk.weight = weight[0], chunk.deviation = sums.product[0];
-      if (!needs_no_pivot(sums)[0]) {
-        const Vector<float> pivot = pivot_of(sums.product, divisor_of(weight));
-        chunk.pivot = pivot[0];
-        chunk.deviation = sum_in_all_lanes(deviation_lanes<0>(row, pivot))[0];
-      }
+      const ProductLanes lanes = product_lanes<0>(row);
+      const float product = sum_of_lanes<float>(lanes.product), magnitude = sum_of_lanes<float>(lanes.magnitude);
+      to.merge({needs_no_pivot({broadcast(product), broadcast(magnitude)})[0]
+                    ? WeightedMean{0, product, sum_of_lanes<float>(weight_lanes<0>(row))}
+                    : about_pivot(row, product)});
     } else {
-      chunk.sum = sum_of_lanes<SumOf<R, kLog>>(sum_lanes<0, kLog>(row));
+      to.merge({sum_of_lanes<SumOf<R, kLog>>(sum_lanes<0, kLog>(row))});
     }
-    to.merge(chunk);
   }
   static __attribute__((noinline)) void write(const GradientRow<R>& row, const Subtrahend<T>& subtrahend, E* to, bool stream) {
     const GradientWriter<E, kLog, R> writer(subtrahend);
@@ -121,7 +111,7 @@ struct ContiguousRows {
   using T = Accumulator<R>;
   using S = SumOf<R, kLog>;
   // A mean takes two sums per row.
-  static constexpr int kMostRows = std::min(4, kLanes<S> / (kTakesMean<R, kLog> ? 2 : 1));
+  static constexpr int kBatchRows = std::min(4, kLanes<S> / (kTakesMean<R, kLog> ? 2 : 1));
   template <int kUnits>
   static constexpr bool kUnrolls = kTakesMean<R, kLog> || (kUnits > 0 && !kLog);  // else there is much code per row
 
@@ -129,10 +119,10 @@ struct ContiguousRows {
   const int64_t count = problem.classes;
   const bool stream = may_stream();
 
-  int64_t rows_at_a_time() const { return count <= 128 ? kMostRows : 1; }
+  int64_t rows_per_batch() const { return count <= 128 ? kBatchRows : 1; }
   void rows(int64_t first, int64_t last) const {
     int64_t row = first;
-    if (rows_at_a_time() > 1) row = batches_of_few<kSlots<R>>(std::is_same_v<E, R> ? ceil_div(count, kUnit<R>) : 0, row, last);
+    if (rows_per_batch() > 1) row = batches_of_few<kSlots<R>>(std::is_same_v<E, R> ? ceil_div(count, kUnit<R>) : 0, row, last);
     batches_with_ends<0, 1>(row, last);
     if (stream) finish_streaming();
   }
@@ -204,7 +194,7 @@ struct ContiguousRows {
   FLASH_ONLINE_INLINE int64_t batches_of_few(int64_t units, int64_t row, int64_t last) const {
     if constexpr (kUnits > 0)
       if (units != kUnits) return batches_of_few<kUnits - 1>(units, row, last);
-    return batches_with_ends<kUnits, kMostRows>(row, last);
+    return batches_with_ends<kUnits, kBatchRows>(row, last);
   }
   template <int kUnits, int kRows, RowEnd kEnd>
   FLASH_ONLINE_INLINE void batch(int64_t first) const {
@@ -234,7 +224,7 @@ struct ContiguousRows {
       constexpr uint32_t kProducts = (uint32_t{1} << kLanes<S> / 2) - 1;
       if ((near_zero & kProducts) == kProducts) return write<kUnits, kRows, kEnd, true>(first, subtrahend);
       for_each_row<kRows, kEnd>(first, [&](int r, const auto& row) FLASH_ONLINE_LAMBDA_INLINE {
-        if ((near_zero >> r * kGroup & 1) == 0) subtrahend[r] = about_pivot(row, subtrahend[r].low);
+        if ((near_zero >> r * kGroup & 1) == 0) subtrahend[r] = about_pivot(row, subtrahend[r].low).subtrahend_of_chunk();
       });
     }
     write<kUnits, kRows, kEnd, false>(first, subtrahend);
@@ -244,8 +234,8 @@ struct ContiguousRows {
 template <class E, class R, bool kLog>
 void contiguous_softmax_backward(const RowProblem& problem, const Executor& executor) {
   const ContiguousRows<E, R, kLog> kernel{problem};
-  const int64_t rows = problem.outer, at_a_time = kernel.rows_at_a_time(),
-                rows_per_item = ceil_div(row_grain(problem), at_a_time * problem.classes) * at_a_time;
+  const int64_t rows = problem.outer, per_batch = kernel.rows_per_batch(),
+                rows_per_item = ceil_div(row_grain(problem), per_batch * problem.classes) * per_batch;
   for_each_independent_item(executor, ceil_div(rows, rows_per_item), [&](int64_t item, std::byte*) {
     const int64_t first = item * rows_per_item;
     kernel.rows(first, first + rows_per_item < rows ? first + rows_per_item : rows);
@@ -259,8 +249,8 @@ FLASH_ONLINE_INLINE Subtrahend<Vector<float>> mean_of_lanes(const Products& prod
   const Vector<float> product = products(std::identity()), magnitudes = products(magnitude);
   const Vector<int32_t> near_zero = needs_no_pivot({product, magnitudes});
   if (lane_bits(~near_zero) == 0) return {.low = product};
-  const Vector<float> divisor = divisor_of(weights()), pivot = near_zero ? Vector<float>{} : pivot_of(product, divisor);
-  return {pivot, beside_pivot(pivot, product, deviations(pivot), divisor)};
+  const Vector<float> weight = weights(), pivot = near_zero ? Vector<float>{} : pivot_of(product, weight);
+  return subtrahend_of(pivot, pivot == 0 ? product : deviations(pivot), weight);
 }
 
 // Turns g[classes] into the gradients of the rows in its lanes; y is the output.
@@ -319,9 +309,7 @@ FLASH_ONLINE_INLINE bool gradients_of_few(const RowProblem& problem, const RowBl
 template <class E, class R, bool kLog>
 void short_softmax_backward(const RowProblem& problem, const Executor& executor) {
   using T = Accumulator<E>;
-  const auto are_side_by_side = [&](const auto& view) { return row_stride(problem, view) == 1; };
-  const bool side_by_side =
-      are_side_by_side(problem.grad) && are_side_by_side(problem.output) && are_side_by_side(problem.grad_input);
+  const bool side_by_side = lie_side_by_side(problem, problem.grad, problem.output, problem.grad_input);
   for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
     if constexpr (kTakesMean<R, kLog> && std::is_same_v<E, R>)
       if (side_by_side && block.rows == kLanes<T> && gradients_of_few<16>(problem, block)) return;
@@ -387,7 +375,7 @@ void strip_softmax_backward(const RowProblem& problem, const Executor& executor)
     if constexpr (kTakesMean<R, kLog>) {
       const auto run = [&](auto vectors) FLASH_ONLINE_LAMBDA_INLINE {
         constexpr int64_t kRows = vectors * kLanes<T>;
-        for (; strip.rows >= kRows; strip.move(problem, kRows)) gradients_side_by_side<E, vectors>(problem, strip);
+        for (; strip.rows >= kRows; strip.skip(problem, kRows)) gradients_side_by_side<E, vectors>(problem, strip);
       };
       run(std::integral_constant<int, 4>());
       run(std::integral_constant<int, 1>());
