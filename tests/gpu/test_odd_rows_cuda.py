@@ -11,9 +11,12 @@ import flash_online
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-# Both sides of every change of the number of lanes, in vectors of 8 or 4 elements, and of registers and shared memory.
+# Both sides of every change of the number of lanes, in vectors of 8 or 4 elements, of vectors per lane, of registers and shared
+# memory, of the CTAs of a cluster and of their vectors; and the longest rows that a cluster holds.
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 77, 100, 127, 130, 255, 257, 511, 513, 577, 1000, 1023, 1025]
 WIDTHS += [2047, 2049, 3001, 4095, 4098, 8191, 50257]
+WIDTHS += [12, 24, 32, 48, 62, 128, 384, 388, 640, 768, 776, 1200, 1536, 1544, 1600, 2048, 3072, 3080, 6144, 6145, 8200, 12296]
+WIDTHS += [10_000, 24_577, 32_000, 49_160, 65_537, 98_312, 131_080, 151_936, 196_609, 393_216, 393_220, 786_433]
 
 
 def all_results(x, target):

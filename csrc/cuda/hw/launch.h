@@ -151,11 +151,11 @@ class PersistentKernel {
 };
 
 // Queues kKernel(arguments) with dynamic shared memory; raises the kernel's limit of it when a launch first needs more.
-// `dependent`: see launch_dependent. `cluster`: of a dependent launch.
+// `dependent`: see launch_dependent. `cluster`: CTAs per cluster, a power of two.
 template <auto kKernel, class Arguments>
 void launch(const Arguments& arguments, int64_t ctas, int threads, int shared_bytes, cudaStream_t stream,
             bool dependent = false, int cluster = 1) {
-  constexpr int kAlwaysAllowed = 48 << 10;
+  constexpr int kAlwaysAllowed = 32 << 10;  // 48 KiB less what kernels have of static shared memory
   static std::atomic<int> allowed[kMaxDevices];
   if (shared_bytes > kAlwaysAllowed) {
     const int device = current_device();
@@ -165,11 +165,18 @@ void launch(const Arguments& arguments, int64_t ctas, int threads, int shared_by
     }
   }
   if (ctas > 0x7fffffff) throw std::runtime_error("CUDA: a grid has at most 2^31 - 1 blocks, got " + std::to_string(ctas));
-  if (dependent)
-    return launch_dependent(kKernel, arguments, static_cast<unsigned>(ctas), static_cast<unsigned>(threads), stream,
-                            static_cast<unsigned>(shared_bytes), cluster);
-  kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(arguments);
-  check_launch("launch");
+  if (cluster > 8) {
+    static std::atomic<bool> is_allowed[kMaxDevices];
+    const int device = current_device();
+    if (device >= kMaxDevices || !is_allowed[device].load(std::memory_order_relaxed)) {
+      allow_cluster(kKernel, cluster);
+      if (device < kMaxDevices) is_allowed[device].store(true, std::memory_order_relaxed);
+    }
+  }
+  ClusterConfig setup(cluster, static_cast<unsigned>(threads), static_cast<unsigned>(shared_bytes), stream);
+  setup.config.gridDim = dim3(static_cast<unsigned>(ctas));
+  if (dependent) setup.allow_early_start();
+  check(cudaLaunchKernelEx(&setup.config, kKernel, arguments), "cudaLaunchKernelEx");
 }
 
 // The CTAs of a kernel that loops over `items` in steps of its grid: one CTA per item, and at most ctas_per_sm per SM.

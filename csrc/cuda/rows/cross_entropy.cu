@@ -262,7 +262,7 @@ struct IndexLossBackward : OneTensorOp {
     // which has not been divided yet: the difference is rounded once.
     const auto difference = [&](float x, float amount) { return fmaf(-amount, state.sum, scale * state.weight(x)) * inverse; };
     if constexpr (!kSmooth)
-      visit_weights<T>(state, factor, [&](const auto& w) {
+      visit_weights<decltype(row), T>(state, factor, [&](const auto& w) {
         row.template write_except<T>(
             problem.grad_input, target, [&](int64_t, float x) { return w(x); },
             [&](int64_t, float x) { return state.weight(x) * factor; }, [&](float x) { return difference(x, target_grad); });

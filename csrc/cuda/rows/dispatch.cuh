@@ -11,7 +11,8 @@
 //   once(problem)            a number that it computes of the problem alone: reader.once, where readers have that. Optional
 //   kSumsLosses              whether it adds to the losses of its reader, if problem.loss_sums says so
 //   kReduces                 whether it writes only single numbers per row, so that a row may be forgotten once it is summed
-//   kRare                    whether it is seldom called: block_row.cuh then has no kernels for words of 16-bit elements alone
+//   kRare                    whether it is seldom called: it then has kernels for fewer groups of lengths, and in block_row.cuh
+//                            none for words of 16-bit elements alone
 //   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results
 // For split rows, which two kernels read:
 //   part(problem, reader)    what the first kernel stores in the workspace; the second calls run
@@ -89,8 +90,9 @@ inline bool is_empty(const RowProblem& problem) { return problem.outer == 0 || p
 
 // ---- kernels, one per kind of row
 
-// A reader gives an operator the rows of the tensors that it asks for. SharedRowReader is in shared_row.cuh.
-template <class Group, int kVectors, class T>
+// A reader gives an operator the rows of the tensors that it asks for. SharedRowReader is in shared_row.cuh. kWords: rows are
+// dealt by words, else by vectors (staged_vectors.cuh).
+template <class Group, int kVectors, class T, bool kWords>
 struct RegisterRowReader {
   using Element = T;
   static constexpr bool kSplit = false;
@@ -99,8 +101,14 @@ struct RegisterRowReader {
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
     const T* row = row_of<const T>(view, coord).data;
-    const int classes = coord.exists ? static_cast<int>(problem.classes) : 0;
-    return RegisterRow<Group, kVectors, T>(coord, classes, RegisterVectors<Group, kVectors, T>(row, classes));
+    const int longest = static_cast<int>(problem.classes), classes = coord.exists ? longest : 0;
+    if constexpr (kWords) {
+      using Vectors = StagedVectors<GlobalSegments<Group, kVectors>, T, Deal::kWords, true>;
+      return OnChipRow<Vectors, T>(coord, classes,
+                                   Vectors({}, reinterpret_cast<const char*>(row), classes, longest, nullptr, nullptr));
+    } else {
+      return RegisterRow<Group, kVectors, T>(coord, classes, RegisterVectors<Group, kVectors, T>(row, classes));
+    }
   }
 };
 template <class Group, class T>
@@ -126,16 +134,18 @@ struct SplitRowReader {
   }
 };
 
-// CTAs resident per SM. An operator that writes nothing of a row's size waits for reads alone: the more CTAs, the better.
-template <class Op, class Group>
-constexpr int kRegisterCtasPerSm =
-    Op::kReduces && !Op::kSecondSum ? (Group::kThreads == 512 ? 3 : 1280 / Group::kThreads) : Group::kCtasPerSm;
+// CTAs resident per SM. An operator that writes nothing of a row's size waits for reads alone: the more CTAs, the better. More
+// than 4 vectors take more registers.
+template <class Op, class Group, int kVectors>
+constexpr int kRegisterCtasPerSm = kVectors > 4                      ? 640 / Group::kThreads
+                                   : Op::kReduces && !Op::kSecondSum ? (Group::kThreads == 512 ? 3 : 1280 / Group::kThreads)
+                                                                     : Group::kCtasPerSm;
 
-template <class Op, class Group, int kVectors, class T, class R>
-__global__ void __launch_bounds__(Group::kThreads, kRegisterCtasPerSm<Op, Group>)
+template <class Op, class Group, int kVectors, class T, class R, bool kWords>
+__global__ void __launch_bounds__(Group::kThreads, kRegisterCtasPerSm<Op, Group, kVectors>)
     register_kernel(const __grid_constant__ RowProblem problem) {
   if constexpr (Op::kReduces) launch_dependents();  // reduce_losses may follow
-  Op::template run<R>(problem, RegisterRowReader<Group, kVectors, T>{problem, register_row_coord<Group>(problem)});
+  Op::template run<R>(problem, RegisterRowReader<Group, kVectors, T, kWords>{problem, register_row_coord<Group>(problem)});
 }
 
 template <class Op, class Group, class T, class R>
@@ -180,20 +190,26 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 template <class Op, class T, class R>
 bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
   bool launched = false;
-  constexpr int64_t kMost = Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite;
-  if constexpr (Op::kTensors == 1)  // rows of two tensors, each of up to 256 vectors, are in blocks
-    if (Op::kReduces || is_dealt_by_vectors<T>(problem.classes))
-      visit_register_group<kMost>(vectors, [&]<class Group, int kVectors>() {
-        const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
-        if (ctas > 0x7fffffff) return;
-        register_kernel<Op, Group, kVectors, T, R><<<static_cast<unsigned>(ctas), Group::kThreads, 0, stream>>>(problem);
-        launched = true;
-      });
+  const auto in_registers = [&]<int64_t kMost, bool kWords>() {
+    visit_register_group<kMost, Op::kRare>(vectors, [&]<class Group, int kVectors>() {
+      const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
+      if (ctas > 0x7fffffff) return;
+      register_kernel<Op, Group, kVectors, T, R, kWords><<<static_cast<unsigned>(ctas), Group::kThreads, 0, stream>>>(problem);
+      launched = true;
+    });
+  };
+  if constexpr (Op::kTensors == 1) {  // rows of two tensors, each of up to 256 vectors, are in blocks
+    constexpr bool kReadsWords = sizeof(T) == sizeof(float) && !Op::kRare && (Op::kReduces || !Op::kTargets);
+    if (kReadsWords && !is_dealt_by_vectors<T>(problem.classes)) {
+      if constexpr (kReadsWords) in_registers.template operator()<kMaxRegisterVectorsReadOnly, true>();
+    } else if (Op::kReduces || is_dealt_by_vectors<T>(problem.classes)) {
+      in_registers.template operator()<Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite, false>();
+    }
+  }
   if constexpr (!Op::kReduces)
     if (!launched)
-      visit_shared_group(vectors * Op::kTensors, [&]<class Group>(int cluster) {
-        launch_shared_rows<Op, Group, T, R>(problem, cluster, stream);
-        launched = true;
+      launched = visit_shared_group(vectors, Op::kTensors, [&]<class Group>(int cluster, int per_thread) {
+        launch_shared_rows<Op, Group, T, R>(problem, cluster, per_thread, stream);
       });
   return launched;
 }

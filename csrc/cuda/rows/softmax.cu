@@ -19,7 +19,7 @@ struct Softmax : OneTensorOp {
       const float max = pivot(state.max), log_sum = FastNatural::log(state.sum);
       row.template write<Result>(problem.result, [&](int64_t, float x) { return (x - max) - log_sum; });
     } else {
-      visit_probabilities<Result>(
+      visit_probabilities<decltype(row), Result>(
           state, [&](const auto& p) { row.template write<Result>(problem.result, [&](int64_t, float x) { return p(x); }); });
     }
   }
@@ -51,6 +51,14 @@ struct SoftmaxBackward {
     else
       reader.read(problem.grad).store_sum(reader.template read<1>(problem.output), 0, Term{problem.log});
   }
+  // The sum of float32's gradients may cancel, and be multiplied by a probability close to 1. Split rows compensate theirs.
+  template <class Reader, class Row>
+  __device__ __forceinline__ static float sum_of(const RowProblem& problem, const Row& grad, const Row& output) {
+    if constexpr (std::is_same_v<typename Reader::Element, float> && !Reader::kSplit)
+      return grad.template precise_sum<0>([](int64_t, float g) { return TwoFloats{g}; }).value();
+    else
+      return grad.template sum_with<0>(output, Term{problem.log});
+  }
   template <class Input, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     const auto grad = reader.template read<0>(problem.grad);
@@ -60,7 +68,7 @@ struct SoftmaxBackward {
       return grad.template write_with<Input>(output, problem.grad_input,
                                              [&](int64_t, float g, float y) { return ((g - mean.high) - mean.low) * y; });
     }
-    const float sum = grad.template sum_with<0>(output, Term{problem.log});
+    const float sum = sum_of<Reader>(problem, grad, output);
     if (problem.log)
       grad.template write_with<Input>(output, problem.grad_input,
                                       [&](int64_t, float g, float y) { return g - FastNatural::exp(y) * sum; });
@@ -130,7 +138,7 @@ struct LogSumExpBackward : OneTensorOp {
     const float grad = grad_of<typename Reader::Element>(problem, reader);
     auto row = reader.read(problem.input);
     const RowState state = resolve_infinity(row, row.template state<Result>());
-    visit_weights<Result>(state, grad * state.inverse_sum(), [&](const auto& w) {
+    visit_weights<decltype(row), Result>(state, grad * state.inverse_sum(), [&](const auto& w) {
       row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return w(x); });
     });
   }

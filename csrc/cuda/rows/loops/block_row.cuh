@@ -10,8 +10,10 @@
 namespace flash_online::cuda {
 
 // kLanes lanes of a warp share a row. A lane has up to kVectors vectors; or rows have kClasses classes, and a lane has a row.
-template <int kLanes, int kVectors_, int kClasses_ = 0>
+// kByVectors: for rows of a whole number of vectors only (is_dealt_by_vectors), else for the others only.
+template <int kLanes, int kVectors_, int kClasses_ = 0, bool kByVectors_ = false>
 struct BlockRowGroup {
+  static constexpr bool kByVectors = kByVectors_;
   static constexpr int kThreads = 128, kWarps = kThreads / kWarpSize, kCtasPerSm = 8;
   static constexpr int kLanesPerRow = kLanes, kVectors = kVectors_, kClasses = kClasses_;
   static constexpr int kRowsPerWarp = kWarpSize / kLanes, kRows = kWarps * kRowsPerWarp;  // at a time
@@ -19,13 +21,16 @@ struct BlockRowGroup {
 };
 template <int kClasses>
 using FewClassesGroup = BlockRowGroup<1, 1, kClasses>;
+template <int kLanes, int kVectors>
+using VectorRowGroup = BlockRowGroup<kLanes, kVectors, 0, true>;
 
 // Where a lane's part of a row is (see StagedVectors).
 template <class Group_>
 struct BlockSegments {
   using Group = Group_;
-  static constexpr int kThreads = Group::kLanesPerRow, kVectors = Group::kVectors, kWords = 4, kUnroll = kVectors;
+  static constexpr int kThreads = Group::kLanesPerRow, kHeldVectors = Group::kVectors, kWords = 4, kUnroll = Group::kVectors;
   static constexpr bool kStagesOtherSizes = true;
+  __device__ __forceinline__ static constexpr int count() { return Group::kVectors; }
   __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
   __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
   __device__ __forceinline__ static constexpr int offset(int i) { return first_word(i) * 4; }
@@ -165,7 +170,8 @@ template <class Op, class Group, class T, class R, Deal kDeal>
 struct BlockRowReader {
   using Element = T;
   static constexpr bool kSplit = false;
-  static constexpr bool kHeld = Group::kVectors <= 4 && Group::kVectors * Op::kTensors <= kMaxHeldVectors<T>;
+  static constexpr bool kHeld =
+      (Group::kVectors <= 4 || Group::kLanesPerRow < kWarpSize) && Group::kVectors * Op::kTensors <= kMaxHeldVectors<T>;
   const BlockProblem& block;
   char* shared;
   int row;  // of the block
@@ -276,8 +282,10 @@ int64_t block_bytes(int64_t row_bytes) {
   return Group::kClasses == 0 && row_bytes < kVectorBytes ? kMediumBlockBytes : kBlockBytes;
 }
 
-// Calls f.operator()<Group>() with the group for rows of so many classes; does nothing if they are too long.
-template <class T, class F>
+// Calls f.operator()<Group>() with the group for rows of so many classes; does nothing if they are too long. kSpread: whether
+// rows of up to eight whole vectors are spread over as many lanes. Eight neighbouring vectors are in all banks; but what is
+// done once per row is done by all of its lanes.
+template <class T, bool kSpread, bool kRare, class F>
 void visit_block_group(int64_t classes, const F& f) {
   static_assert(kMostFewClasses == 4);
   const int64_t vectors = ceil_div(classes, kPerVector<T>);
@@ -285,6 +293,37 @@ void visit_block_group(int64_t classes, const F& f) {
   if (classes == 2) return f.template operator()<FewClassesGroup<2>>();
   if (classes == 3) return f.template operator()<FewClassesGroup<3>>();
   if (classes == 4) return f.template operator()<FewClassesGroup<4>>();
+  if (is_dealt_by_vectors<T>(classes)) {
+    if constexpr (!kRare) {
+      if (vectors == 1) return f.template operator()<VectorRowGroup<1, 1>>();
+      if (vectors == 2) return f.template operator()<VectorRowGroup<1, 2>>();
+    }
+    if constexpr (kSpread) {
+      if (vectors <= 4) return f.template operator()<VectorRowGroup<4, 1>>();
+      if (vectors <= 8) return f.template operator()<VectorRowGroup<8, 1>>();
+    }
+    if (vectors <= 4) return f.template operator()<VectorRowGroup<1, 4>>();
+    if (vectors <= 8) return f.template operator()<VectorRowGroup<2, 4>>();
+    if (vectors <= 16) return f.template operator()<VectorRowGroup<4, 4>>();
+    if (vectors <= 32) return f.template operator()<VectorRowGroup<8, 4>>();
+    if (vectors <= 64) return f.template operator()<VectorRowGroup<16, 4>>();
+    if (vectors <= 128) return f.template operator()<VectorRowGroup<32, 4>>();
+    if (vectors <= 256) return f.template operator()<VectorRowGroup<32, 8>>();
+    return;
+  }
+  if constexpr (!kRare) {
+    if (vectors == 1) return f.template operator()<BlockRowGroup<1, 1>>();
+    if (vectors == 2) return f.template operator()<BlockRowGroup<1, 2>>();
+  }
+  // Rows that all begin with a word: fewer lanes share what is done once per row, and fewer words are left out.
+  if constexpr (sizeof(T) == 2 && !kRare)
+    if (classes % 2 == 0) {
+      if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4>>();
+      if (vectors <= 8) return f.template operator()<BlockRowGroup<1, 8>>();
+      if (vectors <= 16) return f.template operator()<BlockRowGroup<2, 8>>();
+      if (vectors <= 32) return f.template operator()<BlockRowGroup<4, 8>>();
+      if (vectors <= 64) return f.template operator()<BlockRowGroup<8, 8>>();
+    }
   if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4>>();
   if (vectors <= 8) return f.template operator()<BlockRowGroup<2, 4>>();
   if (vectors <= 16) return f.template operator()<BlockRowGroup<4, 4>>();
@@ -380,6 +419,26 @@ BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
   return order;
 }
 
+// Whether rows of this many classes are faster in registers than in blocks of Group: a warp then waits for its own rows only.
+// Never for two tensors. kAlways: for all classes that Group is for; kIfFull: if most lanes have kVectors vectors.
+enum class InRegisters { kNever, kIfFull, kAlways };
+template <class Op, class Group, class T>
+constexpr InRegisters in_registers() {
+  constexpr bool kFloats = sizeof(T) == sizeof(float);
+  constexpr int kLeastLanes = Op::kRare ? 32 : kFloats && !Op::kReduces ? 16 : 8;
+  if (Op::kTensors != 1 || Group::kLanesPerRow < kLeastLanes) return InRegisters::kNever;
+  if (Group::kByVectors) return Op::kReduces || (kFloats && !Op::kTargets) ? InRegisters::kAlways : InRegisters::kIfFull;
+  return kFloats && !Op::kTargets && !Op::kRare && Group::kVectors * Group::kLanesPerRow > (Op::kReduces ? 128 : 64)
+             ? InRegisters::kAlways
+             : InRegisters::kNever;
+}
+// Gradients of losses need more registers, so that fewer warps are resident: they pay for idle lanes.
+template <class Op, class Group, class T>
+bool is_full(int64_t classes) {
+  const int64_t vectors = ceil_div(classes, kPerVector<T>), room = Group::kLanesPerRow * Group::kVectors;
+  return Op::kTargets ? 8 * vectors > 7 * room : 4 * vectors > 3 * room;
+}
+
 // The kernel for short rows; false if they are too long.
 template <class Op, class T, class R>
 bool launch_block(const RowProblem& problem, cudaStream_t stream) {
@@ -388,10 +447,11 @@ bool launch_block(const RowProblem& problem, cudaStream_t stream) {
   bool launched = false;
   RowNumbers numbers{};
   if constexpr (Op::kNumbers) numbers = Op::numbers(problem);
-  visit_block_group<T>(problem.classes, [&]<class Group>() {
-    // Where a warp reads a row of whole vectors and writes one number, registers are faster: it waits for less.
-    constexpr bool kInRegisters = Op::kReduces && Group::kLanesPerRow == kWarpSize;
-    if (kInRegisters && is_dealt_by_vectors<T>(problem.classes)) return;
+  constexpr bool kSpread = !Op::kReduces && !Op::kTargets && !Op::kRare && !(Op::kNumbers && sizeof(T) == 2);
+  visit_block_group<T, kSpread, Op::kRare>(problem.classes, [&]<class Group>() {
+    constexpr InRegisters kInRegisters = in_registers<Op, Group, T>();
+    if constexpr (kInRegisters == InRegisters::kAlways) return;
+    if (kInRegisters == InRegisters::kIfFull && is_full<Op, Group, T>(problem.classes)) return;
     // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
     constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
     int64_t per_block = 0;
@@ -417,8 +477,8 @@ bool launch_block(const RowProblem& problem, cudaStream_t stream) {
         if (sizeof(T) == 4 || !block.odd_words) launch_as.template operator()<Deal::kWords>();
       if constexpr (sizeof(T) == 2)
         if (!kWords || block.odd_words) launch_as.template operator()<Deal::kOddWords>();
-    } else if (is_dealt_by_vectors<T>(problem.classes)) {
-      if constexpr (!kInRegisters) launch_as.template operator()<Deal::kVectors>();
+    } else if constexpr (Group::kByVectors) {
+      launch_as.template operator()<Deal::kVectors>();
     } else if (sizeof(T) == 2 && (block.odd_words || Op::kRare)) {
       if constexpr (sizeof(T) == 2) launch_as.template operator()<Deal::kOddWords>();
     } else {

@@ -67,6 +67,7 @@ struct PlaceInVector {
 template <class T, int kClasses, class Place>
 class FewClassesRow {
  public:
+  static constexpr bool kIsFewClasses = true;  // see kFusesRowWeights
   __device__ __forceinline__ FewClassesRow(const RowCoord& coord, const Place& place) : coord_(coord), place_(place) {
     place.load(x_);
   }
@@ -76,12 +77,7 @@ class FewClassesRow {
     RowState state;
 #pragma unroll
     for (int c = 0; c < kClasses; ++c) state.max = fmaxf(state.max, x_[c]);
-    if (kFusesWeights<Result> && FusedWeights::is_accurate_for(state.max)) {
-      const FusedWeights weights(state.max);
-      state.sum = weights.corrected(sum([&](int, float x) { return weights(x); }));
-    } else {
-      state.sum = sum([&](int, float x) { return state.weight(x); });
-    }
+    state.sum = sum([&](int, float x) { return state.weight(x); });
     return state;
   }
 

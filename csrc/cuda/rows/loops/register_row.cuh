@@ -20,7 +20,7 @@ struct RegisterRowGroup {
 
   __device__ __forceinline__ static int row_in_cta() { return threadIdx.x / kThreadsPerRow; }
   __device__ __forceinline__ static int thread_in_row() { return threadIdx.x % kThreadsPerRow; }
-  __device__ __forceinline__ static int threads_per_row() { return kThreadsPerRow; }
+  __host__ __device__ __forceinline__ static constexpr int threads_per_row() { return kThreadsPerRow; }
 
   // Merges the warps' states over the row; within a warp, all lanes of the row already have the same state. Each merge of a
   // kernel has its own kSlot in shared memory, so that one barrier per merge is enough.
@@ -65,17 +65,36 @@ struct RowWriter {
   }
 };
 
+// Writes whole vectors to a row at a multiple of 16 bytes.
+template <class Result, int kElements>
+struct WholeVectorWriter {
+  Result* row;
+  int classes;
+  __device__ __forceinline__ void operator()(const NeighborClasses<kElements>& c, int, const float (&z)[kElements]) const {
+    if (c.first < classes) store_streaming(row + c.first, pack<Result>(z));
+  }
+};
+
+// Calls f(writer) for a row of results.
+template <class Result, int kElements, bool kWholeWarp, class F>
+__device__ __forceinline__ void visit_row_writer(Result* row, int classes, const F& f) {
+  if constexpr (kElements == kPerVector<Result>)
+    if (classes % kElements == 0 && misalignment(row) == 0) return f(WholeVectorWriter<Result, kElements>{row, classes});
+  f(RowWriter<Result, kElements, kWholeWarp>{row, classes});
+}
+
 // A thread's vectors of a row, in registers. SharedVectors has the same members.
 template <class Group_, int kVectors_, class T>
 class RegisterVectors {
  public:
   using Group = Group_;
-  static constexpr int kVectors = kVectors_, kUnroll = kVectors, kElements = kPerVector<T>;  // kUnroll: of loops over vectors
+  static constexpr int kUnroll = kVectors_, kElements = kPerVector<T>;  // kUnroll: of loops over vectors
   __device__ __forceinline__ RegisterVectors(const T* row, int classes) {
     load_row<T, Group::kLanesPerRow == kWarpSize>(v_, row, Group::thread_in_row(), Group::threads_per_row(), classes,
                                                   lowest_vector<T>());
   }
   __device__ __forceinline__ void wait() const {}  // until the vectors have arrived
+  __device__ __forceinline__ static constexpr int count() { return kVectors_; }
   // Whether any thread of the row has a vector i; the same for all threads of the warp.
   __device__ __forceinline__ static constexpr bool has(int) { return true; }
   __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
@@ -90,10 +109,10 @@ class RegisterVectors {
   __device__ __forceinline__ float element_of(int c) const {
     return element<T>(select_vector(v_, c / kElements / Group::threads_per_row()), c % kElements);
   }
-  // What writes a row of results: a function of a vector's classes, its number and its elements.
-  template <class Result>
-  __device__ __forceinline__ auto writer(const MutableView3& view, const RowCoord& coord, int classes) const {
-    return RowWriter<Result, kElements, Group::kLanesPerRow == kWarpSize>{row_of<Result>(view, coord).data, classes};
+  // Calls f with what writes a row of results: a function of a vector's classes, its number and its elements.
+  template <class Result, class F>
+  __device__ __forceinline__ void visit_writer(const MutableView3& view, const RowCoord& coord, int classes, const F& f) const {
+    visit_row_writer<Result, kElements, Group::kLanesPerRow == kWarpSize>(row_of<Result>(view, coord).data, classes, f);
   }
   // The vector, to be unpacked a second time; `sum` as for make_opaque.
   __device__ __forceinline__ uint4 reload(int i, float sum) const { return make_opaque<T>(v_[i], sum); }
@@ -103,7 +122,7 @@ class RegisterVectors {
   }
 
  private:
-  uint4 v_[kVectors];
+  uint4 v_[kVectors_];
 };
 
 // Whether an element of a row of results can be replaced, as in shared memory. A concept, since in a member function nvcc 13.0
@@ -117,7 +136,7 @@ concept ReplacesElements = requires(const Vectors& vectors, const MutableView3& 
 template <class Vectors, class T>
 class OnChipRow {
   using Group = typename Vectors::Group;
-  static constexpr int kVectors = Vectors::kVectors, kLanesPerRow = Group::kLanesPerRow;
+  static constexpr int kLanesPerRow = Group::kLanesPerRow;
 
  public:
   static constexpr int kElements = Vectors::kElements;
@@ -130,7 +149,7 @@ class OnChipRow {
     vectors_.wait();
     float max = -INFINITY;
 #pragma unroll Vectors::kUnroll
-    for (int i = 0; i < kVectors; ++i)
+    for (int i = 0; i < vectors_.count(); ++i)
       if (vectors_.has(i)) max = fmaxf(max, max_of_vector(vectors_[i]));
     RowState state;
     state.max = lanes_max<kLanesPerRow>(max);
@@ -167,6 +186,7 @@ class OnChipRow {
 
   template <int kSlot = 1, class F>
   __device__ __forceinline__ TwoFloats precise_sum(const F& f) const {
+    vectors_.wait();
     TwoFloats sum;
     for_each_vector(*this, [&](const auto& c, const float (&x)[kElements], const float (&)[kElements]) {
 #pragma unroll
@@ -250,7 +270,7 @@ class OnChipRow {
   __device__ __forceinline__ float sum_of(const F& weight) const {
     float sum = 0;
 #pragma unroll Vectors::kUnroll
-    for (int i = 0; i < kVectors; ++i) {
+    for (int i = 0; i < vectors_.count(); ++i) {
       if (!vectors_.has(i)) continue;
       float x[kPerVector<T>], part = 0;
       unpack<T>(vectors_[i], x);
@@ -264,20 +284,21 @@ class OnChipRow {
   template <class F>
   __device__ __forceinline__ void for_each_vector(const OnChipRow& other, const F& f) const {
 #pragma unroll Vectors::kUnroll
-    for (int i = 0; i < kVectors; ++i)
+    for (int i = 0; i < vectors_.count(); ++i)
       if (vectors_.has(i)) visit_vector(i, other, f);
   }
   // Writes what f(classes, elements, the other row's elements, z) puts into z.
   template <class Result, class F>
   __device__ __forceinline__ void write_vectors(const OnChipRow& other, const MutableView3& view, const F& f) const {
-    const auto write = vectors_.template writer<Result>(view, coord_, classes_);
+    vectors_.template visit_writer<Result>(view, coord_, classes_, [&](const auto& write) {
 #pragma unroll Vectors::kUnroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (!vectors_.has(i)) continue;
-      float z[kElements] = {};
-      visit_vector(i, other, [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements]) { f(c, x, y, z); });
-      write(vectors_.classes_of(i), i, z);
-    }
+      for (int i = 0; i < vectors_.count(); ++i) {
+        if (!vectors_.has(i)) continue;
+        float z[kElements] = {};
+        visit_vector(i, other, [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements]) { f(c, x, y, z); });
+        write(vectors_.classes_of(i), i, z);
+      }
+    });
   }
   template <class F>
   __device__ __forceinline__ void visit_vector(int i, const OnChipRow& other, const F& f) const {
@@ -316,30 +337,34 @@ using RegisterRow = OnChipRow<RegisterVectors<Group, kVectors, T>, T>;
 constexpr int64_t kMaxRegisterVectorsReadOnly = 2048, kMaxRegisterVectorsReadWrite = 512;
 
 // Calls f.operator()<Group, vectors per thread>() with the row group for rows of `vectors` vectors; false if the row is longer
-// than kMost. The length alone decides, so that a row's result does not depend on how many rows there are. Rows of up to 256
-// vectors are in blocks (block_row.cuh), unless the operator only reads them.
-template <int64_t kMost, class F>
+// than kMost. The length alone decides, so that a row's result does not depend on how many rows there are. Rows of up to 16
+// vectors, and some of up to 256, are in blocks (in_registers in block_row.cuh). kRare: with fewer groups.
+template <int64_t kMost, bool kRare, class F>
 bool visit_register_group(int64_t vectors, const F& f) {
   if (vectors > kMost) return false;
+  // Of threads that have three or four vectors, a quarter at most do without one.
+  const auto visit = [&]<class Group, int kVectors>() {
+    if (vectors > Group::threads_per_row() * kVectors) return false;
+    f.template operator()<Group, kVectors>();
+    return true;
+  };
+  const auto visit_either = [&]<class Group, int kVectors>() {
+    if constexpr (!kRare)
+      if (visit.template operator()<Group, kVectors * 3 / 4>()) return true;
+    return visit.template operator()<Group, kVectors>();
+  };
+  if constexpr (!kRare) {
+    if (visit.template operator()<RegisterRowGroup<8, 128>, 4>()) return true;
+    if (visit.template operator()<RegisterRowGroup<16, 128>, 4>()) return true;
+  }
+  if (visit_either.template operator()<RegisterRowGroup<32, 128>, 4>()) return true;
+  if (visit_either.template operator()<RegisterRowGroup<32, 128>, 8>()) return true;
+  if (visit_either.template operator()<RegisterRowGroup<128, 128>, 4>()) return true;
   if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
-    if (vectors <= 128) {
-      f.template operator()<RegisterRowGroup<32, 128>, 4>();
-      return true;
-    }
-    if (vectors <= 256) {
-      f.template operator()<RegisterRowGroup<64, 64>, 4>();
-      return true;
-    }
+    if (visit_either.template operator()<RegisterRowGroup<256, 256>, 4>()) return true;
+    return visit_either.template operator()<RegisterRowGroup<512, 512>, 4>();
   }
-  if (vectors <= kMaxRegisterVectorsReadWrite)
-    f.template operator()<RegisterRowGroup<128, 128>, 4>();
-  else if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
-    if (vectors <= 1024)
-      f.template operator()<RegisterRowGroup<256, 256>, 4>();
-    else
-      f.template operator()<RegisterRowGroup<512, 512>, 4>();
-  }
-  return true;
+  return false;
 }
 
 }  // namespace flash_online::cuda

@@ -7,9 +7,9 @@
 //   kind           file               where the row stays              chosen for
 //   StridedRow     strided_row.cuh    global memory, read twice        rows whose classes are not contiguous
 //   (in vectors)   vector_rows.cuh    registers, beside others         2 classes, side by side
-//   block row      block_row.cuh      shared memory, beside others     up to 256 vectors (4 KiB); up to 64 if the operator only
-//                                                                      reduces rows of whole vectors
-//   RegisterRow    register_row.cuh   registers                        up to 512 vectors; 2048 if the operator only reduces
+//   block row      block_row.cuh      shared memory, beside others     up to 16 vectors (256 bytes), and some of up to 256
+//   RegisterRow    register_row.cuh   registers                        up to 512 vectors; up to 2048 for operators that only
+//                                                                      reduce and for 4-byte elements dealt by words
 //   SharedRow      shared_row.cuh     shared memory of a CTA, or of    longer, as far as the largest cluster's shared memory
 //                                     the CTAs of a cluster            reaches, if results are as long as the row
 //   (pipelined)    pipelined_row.cuh  nowhere: chunks pass through a   longer, if the operator needs one pass and only reduces
@@ -60,6 +60,10 @@ constexpr float kRescaleThreshold = 4;
 template <class T>
 constexpr bool kFusesWeights = sizeof(T) < sizeof(float);
 
+// The same for a kind of row: what fused weights cost once per row is more than they save in rows of a few classes.
+template <class Row, class T>
+constexpr bool kFusesRowWeights = kFusesWeights<T> && !requires { Row::kIsFewClasses; };
+
 // The weights exp(x - max), each by one fused multiply-add and one exp2: 2^(x log2(e) - c) with c = max log2(e), rounded once.
 // Rounding c puts the same factor on every weight: the weight of the maximum, which would be 1. Sums are multiplied by its
 // inverse, and so is what multiplies these weights. The product of that factor and its inverse rounds to 1 (tested for every
@@ -84,11 +88,11 @@ class FusedWeights {
   float pivot_, c_;
 };
 
-// Calls f(w), where w(x) is the weight of score x in this state, times `factor`, for results of type T. Where the weight is 1
-// and T has 16 bits, that may differ from `factor` in the last digit, unless `factor` is a power of 2.
-template <class T, class F>
+// Calls f(w), where w(x) is the weight of score x in this state, times `factor`, for results of type T of a row of a kind.
+// Where the weight is 1 and T has 16 bits, that may differ from `factor` in the last digit, unless `factor` is a power of 2.
+template <class Row, class T, class F>
 __device__ __forceinline__ void visit_weights(const RowState& state, float factor, const F& f) {
-  if constexpr (kFusesWeights<T>) {
+  if constexpr (kFusesRowWeights<Row, T>) {
     if (FusedWeights::is_accurate_for(state.max)) {
       const FusedWeights weights(state.max);
       const float scale = weights.corrected(factor);
@@ -101,7 +105,7 @@ __device__ __forceinline__ void visit_weights(const RowState& state, float facto
 
 // Calls f(p), where p(x) is the probability of score x, for results of type Result. For a 16-bit Result the division by the sum
 // may move into the exponent: the error is below a 16-bit result's last digit, but not below float32's.
-template <class Result, class F>
+template <class Row, class Result, class F>
 __device__ __forceinline__ void visit_probabilities(const RowState& state, const F& f) {
   if constexpr (sizeof(Result) < sizeof(float)) {
     constexpr float kMost = 512;  // a float of this size has an error of 2^-15
@@ -111,7 +115,7 @@ __device__ __forceinline__ void visit_probabilities(const RowState& state, const
       return;
     }
   }
-  visit_weights<Result>(state, state.inverse_sum(), f);
+  visit_weights<Row, Result>(state, state.inverse_sum(), f);
 }
 
 // ---- rows of a tensor

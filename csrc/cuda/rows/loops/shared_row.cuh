@@ -1,5 +1,5 @@
 // Contiguous rows in shared memory, for operators whose results are as long as the row: 513 vectors and more, until the shared
-// memory of the largest cluster is full (2 MiB per row on an H100). cp.async copies a row there without passing through
+// memory of the largest cluster is full (3 MiB per row on an H100). cp.async copies a row there without passing through
 // registers. A row has one CTA, or a cluster of CTAs that exchange their maxima and sums.
 //
 // CTAs are small, so that an SM holds several rows at a time: while one is read, another is written. visit_shared_group at the
@@ -11,18 +11,18 @@
 
 namespace flash_online::cuda {
 
-// One CTA (kCluster false) or all CTAs of a cluster share a row. A CTA has kThreads threads, and kCtasPerSm are resident per
-// SM. A thread has kVectorsPerThread vectors, of all tensors that the operator reads.
+// One CTA (kCluster false) or all CTAs of a cluster share a row. A CTA has kThreads threads; a thread has up to kMaxVectors
+// vectors, of all tensors that the operator reads, and kCtasPerSm such CTAs are resident per SM. How many vectors a thread has
+// follows from the row's length, and with it the shared memory of a CTA.
 //
 // CTAs of a cluster exchange states by messages (cluster.cuh): each warp stores its state into every CTA's shared memory, and
 // an mbarrier there, called a mailbox, counts the bytes that have arrived. A mailbox and the memory it counts serve one merge.
-template <int kThreads_, int kVectorsPerThread_, int kCtasPerSm_, bool kCluster_>
+template <int kThreads_, int kMaxVectors_, int kCtasPerSm_, bool kCluster_>
 struct SharedRowGroup {
-  static constexpr int kThreads = kThreads_, kVectorsPerThread = kVectorsPerThread_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kThreads = kThreads_, kMaxVectors = kMaxVectors_, kCtasPerSm = kCtasPerSm_;
   static constexpr bool kCluster = kCluster_;
   static constexpr int kLanesPerRow = kWarpSize;
-  static constexpr int kVectorsPerCta = kThreads * kVectorsPerThread;
-  static constexpr unsigned kSharedBytes = kVectorsPerCta * kVectorBytes;
+  static constexpr int kVectorsPerCta = kThreads * kMaxVectors;  // at most
   static constexpr int kSlots = 4;  // merges per kernel, at most
 
   __device__ __forceinline__ static int cta_in_row() { return kCluster ? cluster_rank() : 0; }
@@ -71,37 +71,43 @@ struct SharedRowGroup {
   }
 };
 
-// A thread's vectors of one of the operator's kTensors tensors, in shared memory. RegisterVectors (register_row.cuh) has the
-// same members.
+// A problem whose rows are in shared memory, and how many vectors of one tensor a thread has.
+struct SharedRowProblem {
+  RowProblem problem;
+  int vectors;
+};
+
+// A thread's vectors of one of the operator's kTensors tensors, in shared memory, of rows of a whole number of vectors.
+// RegisterVectors (register_row.cuh) has the same members.
 template <class Group_, int kTensors, class T>
 class SharedVectors {
  public:
   using Group = Group_;
-  static constexpr int kVectors = Group::kVectorsPerThread / kTensors, kUnroll = 4, kElements = kPerVector<T>;
+  static constexpr int kElements = kPerVector<T>, kUnroll = sizeof(T) == 2 ? 2 : 4;
 
-  __device__ __forceinline__ SharedVectors(const T* row, int classes, int tensor) {
+  __device__ __forceinline__ SharedVectors(const T* row, int classes, int tensor, int vectors) : vectors_(vectors) {
     extern __shared__ __align__(128) uint4 all_shared[];
-    slots_ = all_shared + tensor * kVectors * Group::kThreads + threadIdx.x;
+    slots_ = all_shared + tensor * vectors * Group::kThreads + threadIdx.x;
     if (misalignment(row) == 0) {
 #pragma unroll 4
-      for (int i = 0; i < kVectors; ++i) {
-        const int c = (Group::thread_in_row() + i * Group::threads_per_row()) * kElements;
-        if (c + kElements <= classes)
+      for (int i = 0; i < count(); ++i) {
+        if (!has(i)) break;
+        const int c = classes_of(i).first;
+        if (c < classes)
           cp_async(slot(i), row + c);
         else
-          *slot(i) =
-              c < classes ? first_elements<T>(load_streaming(row + c), classes - c, lowest_vector<T>()) : lowest_vector<T>();
+          *slot(i) = lowest_vector<T>();
       }
     } else {
       constexpr int kAtOnce = 4;
-      static_assert(kVectors % kAtOnce == 0);
 #pragma unroll 1
-      for (int i = 0; i < kVectors; i += kAtOnce) {
+      for (int i = 0; i < vectors; i += kAtOnce) {
         uint4 v[kAtOnce];
         load_row<T, true>(v, row, Group::thread_in_row() + i * Group::threads_per_row(), Group::threads_per_row(), classes,
                           lowest_vector<T>());
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) *slot(i + j) = v[j];
+        for (int j = 0; j < kAtOnce; ++j)
+          if (has(i + j)) *slot(i + j) = v[j];
       }
     }
   }
@@ -109,7 +115,8 @@ class SharedVectors {
     cp_async_commit();
     cp_async_wait();
   }
-  __device__ __forceinline__ static constexpr bool has(int) { return true; }
+  __device__ __forceinline__ static constexpr int count() { return Group::kMaxVectors / kTensors; }
+  __device__ __forceinline__ bool has(int i) const { return i < vectors_; }
   __device__ __forceinline__ uint4 operator[](int i) const { return *slot(i); }
   __device__ __forceinline__ NeighborClasses<kElements> classes_of(int i) const {
     return {(Group::thread_in_row() + i * Group::threads_per_row()) * kElements};
@@ -120,9 +127,9 @@ class SharedVectors {
   __device__ __forceinline__ float element_of(int c) const {
     return element<T>(*slot(c / kElements / Group::threads_per_row()), c % kElements);
   }
-  template <class Result>
-  __device__ __forceinline__ auto writer(const MutableView3& view, const RowCoord& coord, int classes) const {
-    return RowWriter<Result, kElements, true>{row_of<Result>(view, coord).data, classes};
+  template <class Result, class F>
+  __device__ __forceinline__ void visit_writer(const MutableView3& view, const RowCoord& coord, int classes, const F& f) const {
+    visit_row_writer<Result, kElements, true>(row_of<Result>(view, coord).data, classes, f);
   }
   __device__ __forceinline__ uint4 reload(int i, float) const { return *slot(i); }
   template <int kSlot, class State>
@@ -133,6 +140,7 @@ class SharedVectors {
  private:
   __device__ __forceinline__ uint4* slot(int i) const { return slots_ + i * Group::kThreads; }
   uint4* slots_;
+  int vectors_;
 };
 
 template <class Group, int kTensors, class T>
@@ -145,21 +153,23 @@ struct SharedRowReader {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowCoord coord;
+  int vectors;
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
     const int classes = static_cast<int>(problem.classes);
-    const SharedVectors<Group, Op::kTensors, T> vectors(row_of<const T>(view, coord).data, classes, kTensor);
+    const SharedVectors<Group, Op::kTensors, T> row(row_of<const T>(view, coord).data, classes, kTensor, vectors);
     if constexpr (kTensor + 1 == Op::kTensors) Group::wait_for_cluster();
-    return SharedRow<Group, Op::kTensors, T>(coord, classes, vectors);
+    return SharedRow<Group, Op::kTensors, T>(coord, classes, row);
   }
 };
 
 template <class Op, class Group, class T, class R>
 __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
-    shared_kernel(const __grid_constant__ RowProblem problem) {
+    shared_kernel(const __grid_constant__ SharedRowProblem shared) {
   Group::init_mailboxes();
-  const SharedRowReader<Op, Group, T> reader{problem, row_coord(problem, blockIdx.x / Group::ctas_per_row())};
-  Op::template run<R>(problem, reader);
+  const RowProblem& problem = shared.problem;
+  const RowCoord coord = row_coord(problem, blockIdx.x / Group::ctas_per_row());
+  Op::template run<R>(problem, SharedRowReader<Op, Group, T>{problem, coord, shared.vectors});
 }
 
 // ---- rows that are not a whole number of vectors
@@ -169,11 +179,12 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
 template <class Group_, int kTensors>
 struct SharedSegments {
   using Group = Group_;
-  static constexpr int kThreads = Group::kThreads, kVectors = Group::kVectorsPerThread / kTensors, kWords = 4, kUnroll = 4;
+  static constexpr int kThreads = Group::kThreads, kHeldVectors = 1, kWords = 4, kUnroll = 4;
   static constexpr int kSegmentWords = kThreads * kWords;
   static constexpr int kPitch = 4 * kSegmentWords + 2 * kVectorBytes;  // a segment may begin late, and end as late
   static constexpr bool kStagesOtherSizes = false;
   uint64_t* full;
+  __device__ __forceinline__ static constexpr int count() { return Group::kMaxVectors / kTensors; }
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static int first_word(int i) {
     return (i * Group::ctas_per_row() + Group::cta_in_row()) * kSegmentWords;
@@ -210,6 +221,7 @@ struct StagedRowReader {
   static constexpr bool kSplit = false;
   const RowProblem& problem;
   RowCoord coord;
+  int vectors;
   char* shared;
   uint64_t* full;
   bool results_here;
@@ -221,7 +233,7 @@ struct StagedRowReader {
   // Where tensor kTensor's row begins in shared memory.
   template <int kTensor = 0>
   __device__ __forceinline__ char* staged() const {
-    return shared + kTensor * Segments::kVectors * Segments::kPitch + misalignment(row<kTensor>());
+    return shared + kTensor * vectors * Segments::kPitch + misalignment(row<kTensor>());
   }
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3&) const {
@@ -233,7 +245,7 @@ struct StagedRowReader {
   }
   template <int kTensor, class F>
   __device__ __forceinline__ void for_each_segment(const F& f) const {
-    for (int i = 0; i < Segments::kVectors; ++i) {
+    for (int i = 0; i < vectors; ++i) {
       const Run<const T> run = Segments::segment(row<kTensor>(), staged<kTensor>(), static_cast<int>(problem.classes), i);
       if (run.bytes != 0) f(run);
     }
@@ -261,15 +273,19 @@ struct StagedRowReader {
 
 template <class Op, class Group, class T, class R, Deal kDeal>
 __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
-    staged_kernel(const __grid_constant__ RowProblem problem) {
+    staged_kernel(const __grid_constant__ SharedRowProblem shared_problem) {
   using Segments = SharedSegments<Group, Op::kTensors>;
+  const RowProblem& problem = shared_problem.problem;
   extern __shared__ __align__(128) uint4 all_shared[];
   __shared__ uint64_t full;
   Group::init_mailboxes();
   const RowCoord coord = row_coord(problem, blockIdx.x / Group::ctas_per_row());
   R* const result = row_of<R>(Op::result(problem), coord).data;
-  StagedRowReader<Op, Group, T, kDeal> reader{problem, coord, reinterpret_cast<char*>(all_shared), &full, false};
-  reader.results_here = sizeof(R) == sizeof(T) && misalignment(result) == misalignment(reader.row());
+  StagedRowReader<Op, Group, T, kDeal> reader{problem, coord, shared_problem.vectors, reinterpret_cast<char*>(all_shared),
+                                              &full,   false};
+  // Words of 4-byte elements go to global memory as they are computed: a cluster's CTAs need not wait for their results then.
+  constexpr bool kStagesResults = sizeof(T) == 2 || !Group::kCluster;
+  reader.results_here = kStagesResults && sizeof(R) == sizeof(T) && misalignment(result) == misalignment(reader.row());
   reader.load();
   __syncthreads();
   Op::template run<R>(problem, reader);
@@ -278,13 +294,13 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
   __syncthreads();
   const auto segment = [&](int i) { return Segments::segment(result, reader.staged(), static_cast<int>(problem.classes), i); };
   if constexpr (kHasBulkCopy) {
-    if (threadIdx.x < Segments::kVectors) {
+    if (threadIdx.x < reader.vectors) {
       segment(threadIdx.x).store();
       tma_store_commit();
       tma_store_wait_read();
     }
   } else {
-    for (int i = 0; i < Segments::kVectors; ++i) segment(i).template store_by_threads<false>(threadIdx.x, Group::kThreads);
+    for (int i = 0; i < reader.vectors; ++i) segment(i).template store_by_threads<false>(threadIdx.x, Group::kThreads);
   }
 }
 
@@ -298,70 +314,75 @@ bool has_odd_words(const RowProblem& problem, const ConstView3& view) {
          0;
 }
 
-// Queues one CTA, or one cluster of `cluster` CTAs, per row.
+// Queues one CTA, or one cluster of `cluster` CTAs, per row, whose threads have `vectors` vectors of each tensor.
 template <class Op, class Group, class T, class R>
-void launch_shared_rows(const RowProblem& problem, int cluster, cudaStream_t stream) {
-  const int64_t rows = problem.outer * problem.inner;
-  if (is_dealt_by_vectors<T>(problem.classes)) {
-    static PersistentKernel kernel(shared_kernel<Op, Group, T, R>, Group::kThreads, Group::kSharedBytes);
-    return kernel.launch(problem, rows, cluster, 1, stream);
-  }
-  constexpr unsigned kBytes = Group::kVectorsPerThread * SharedSegments<Group, 1>::kPitch;
+void launch_shared_rows(const RowProblem& problem, int cluster, int vectors, cudaStream_t stream) {
+  const SharedRowProblem shared{problem, vectors};
+  const int64_t ctas = problem.outer * problem.inner * cluster;
+  const auto launch_as = [&]<auto kKernel>(int segment_bytes) {
+    launch<kKernel>(shared, ctas, Group::kThreads, vectors * Op::kTensors * segment_bytes, stream, false, cluster);
+  };
+  if (is_dealt_by_vectors<T>(problem.classes))
+    return launch_as.template operator()<shared_kernel<Op, Group, T, R>>(Group::kThreads * kVectorBytes);
   if constexpr (sizeof(T) == 2) {
     bool odd_words = false;
     for (int i = 0; i < Op::kTensors; ++i) odd_words |= has_odd_words<T>(problem, Op::tensor(problem, i));
-    if (odd_words) {
-      static PersistentKernel kernel(staged_kernel<Op, Group, T, R, Deal::kOddWords>, Group::kThreads, kBytes);
-      return kernel.launch(problem, rows, cluster, 1, stream);
-    }
+    if (odd_words)
+      return launch_as.template operator()<staged_kernel<Op, Group, T, R, Deal::kOddWords>>(
+          SharedSegments<Group, Op::kTensors>::kPitch);
   }
-  static PersistentKernel kernel(staged_kernel<Op, Group, T, R, Deal::kWords>, Group::kThreads, kBytes);
-  kernel.launch(problem, rows, cluster, 1, stream);
+  launch_as.template operator()<staged_kernel<Op, Group, T, R, Deal::kWords>>(SharedSegments<Group, Op::kTensors>::kPitch);
 }
 
 // ---- which row group
 
-// Measured: the smaller the CTAs the better, and the more of them in a cluster the better; but rows that fit into one CTA are
-// fastest without a cluster. LargeCta is for GPUs without clusters.
+// Measured: the smaller the CTAs the better, and the more of them in a cluster the better, up to 8; but rows that fit into one
+// CTA are fastest without a cluster. LargeCta is for GPUs without clusters.
 using SmallCta = SharedRowGroup<128, 8, 9, false>;
 using MediumCta = SharedRowGroup<256, 8, 5, false>;
 using LargeCta = SharedRowGroup<256, 16, 3, false>;
 using SmallCluster = SharedRowGroup<256, 8, 5, true>;
-using MediumCluster = SharedRowGroup<256, 16, 3, true>;
-using LargeCluster = SharedRowGroup<1024, 8, 1, true>;
+using MediumCluster = SharedRowGroup<256, 16, 5, true>;
+using LargeCluster = SharedRowGroup<512, 12, 2, true>;
+using LargestCluster = SharedRowGroup<1024, 12, 1, true>;
 
-inline bool large_cluster_fits() {
+// Whether the largest CTAs of a group have room on the device.
+template <class Group>
+bool shared_group_fits() {
   constexpr int kStatic = 20 << 10;  // bytes of shared memory beside the row, at most
-  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(LargeCluster::kSharedBytes) + kStatic;
+  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= Group::kVectorsPerCta * kVectorBytes + kStatic;
 }
 
 // The longest row that stays on the chip, in vectors of all tensors that the operator reads.
 inline int64_t max_on_chip_vectors(bool reduces) {
   if (reduces) return kMaxRegisterVectorsReadOnly;
   if (largest_cluster() == 1) return LargeCta::kVectorsPerCta;
-  return (large_cluster_fits() ? LargeCluster::kVectorsPerCta : MediumCluster::kVectorsPerCta) * largest_cluster();
+  const int per_cta = shared_group_fits<LargestCluster>() ? LargestCluster::kVectorsPerCta
+                      : shared_group_fits<LargeCluster>() ? LargeCluster::kVectorsPerCta
+                                                          : MediumCluster::kVectorsPerCta;
+  return int64_t{per_cta} * largest_cluster();
 }
 
-// Calls f.operator()<Group>(CTAs per row) with the row group for rows of `vectors` vectors, of all tensors; does nothing if the
-// row is too long. The length alone decides, as in visit_register_group.
+// Calls f.operator()<Group>(CTAs per row, vectors of a tensor per thread) with the row group for rows of `vectors` vectors in
+// each of `tensors` tensors; false if they are too long. The length alone decides, as in visit_register_group.
 template <class F>
-void visit_shared_group(int64_t vectors, const F& f) {
-  if (vectors > max_on_chip_vectors(false)) return;
-  if (vectors <= SmallCta::kVectorsPerCta) return f.template operator()<SmallCta>(1);
-  if (vectors <= MediumCta::kVectorsPerCta) return f.template operator()<MediumCta>(1);
-  const int max_cluster = largest_cluster();
-  if (max_cluster == 1) return f.template operator()<LargeCta>(1);
-  const auto smallest_cluster = [&](int vectors_per_cta) {
-    int size = 2;
-    while (size < max_cluster && vectors > int64_t{size} * vectors_per_cta) size *= 2;
-    return size;
+bool visit_shared_group(int64_t vectors, int tensors, const F& f) {
+  const auto visit = [&]<class Group>(int cluster, int most = Group::kMaxVectors) {
+    const int64_t per_thread = ceil_div(vectors, int64_t{Group::kThreads} * cluster);
+    if (per_thread * tensors > most || !shared_group_fits<Group>()) return false;
+    f.template operator()<Group>(cluster, static_cast<int>(per_thread));
+    return true;
   };
-  if (vectors <= SmallCluster::kVectorsPerCta * max_cluster)
-    f.template operator()<SmallCluster>(smallest_cluster(SmallCluster::kVectorsPerCta));
-  else if (vectors <= MediumCluster::kVectorsPerCta * max_cluster)
-    f.template operator()<MediumCluster>(max_cluster);
-  else
-    f.template operator()<LargeCluster>(max_cluster);
+  if (visit.template operator()<SmallCta>(1) || visit.template operator()<MediumCta>(1)) return true;
+  const int max_cluster = largest_cluster();
+  if (max_cluster == 1) return visit.template operator()<LargeCta>(1);
+  constexpr int kMostBelowMaxCluster = 12;  // 48 KiB per CTA
+  for (int cluster = 2; cluster <= max_cluster; cluster *= 2) {
+    if (visit.template operator()<SmallCluster>(cluster)) return true;
+    const int most = cluster < max_cluster ? kMostBelowMaxCluster : MediumCluster::kMaxVectors;
+    if (visit.template operator()<MediumCluster>(cluster, most)) return true;
+  }
+  return visit.template operator()<LargeCluster>(max_cluster) || visit.template operator()<LargestCluster>(max_cluster);
 }
 
 }  // namespace flash_online::cuda

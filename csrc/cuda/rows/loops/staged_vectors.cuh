@@ -111,12 +111,12 @@ struct StagedClasses {
   }
 };
 
-// A thread's vectors of a row in shared memory. They are kept in registers if kHeld, else read again each time. A row consists
-// of segments; a thread has vector i in segment i. Segments says where segments are:
-//   kThreads, kVectors, kWords    threads that share a segment; vectors per thread; words per vector, fewer than 4 only for
-//                                 rows of fewer words
+// A thread's vectors of a row in shared memory, or in global memory (GlobalSegments). They are kept in registers if kHeld, else
+// read again each time. A row consists of segments; a thread has vector i in segment i. Segments says where segments are:
+//   kThreads, kWords, kUnroll     threads that share a segment; words per vector; how far loops over vectors are unrolled
+//   count(), kHeldVectors         vectors per thread, at most; how many are kept in registers, if they are
 //   first_word(i)                 the word of the row at which segment i begins
-//   offset(i)                     bytes from the begin of segment 0 to that of segment i in shared memory
+//   offset(i)                     bytes from the begin of segment 0 to that of segment i, where the row is
 //   offset_of(word), has(word)    the same for a word of the row; whether it is in a segment of this CTA
 //   wait()                        until the row has arrived
 // The members are those of RegisterVectors (register_row.cuh).
@@ -125,7 +125,7 @@ class StagedVectors {
  public:
   using Group = typename Segments::Group;
   static constexpr int kThreads = Segments::kThreads, kWords = Segments::kWords, kPerWord = 4 / static_cast<int>(sizeof(T));
-  static constexpr int kVectors = Segments::kVectors, kUnroll = Segments::kUnroll, kElements = kWords * kPerWord;
+  static constexpr int kUnroll = Segments::kUnroll, kElements = kWords * kPerWord;
   using Classes = StagedClasses<kThreads, kWords, kPerWord, kDeal>;
 
   // `row` is in shared memory, as is `result`, the place of results that are written to the view `of_result`. A row that does
@@ -135,12 +135,16 @@ class StagedVectors {
       : segments_(segments), row_(row), result_(result), of_result_(of_result), classes_(classes), longest_(longest) {
     if constexpr (kHeld) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i)
+      for (int i = 0; i < count(); ++i)
         if (has(i)) v_[i] = load(i);
     }
   }
   __device__ __forceinline__ void wait() const { segments_.wait(); }
-  __device__ __forceinline__ bool has(int i) const { return kVectors == 1 || segments_.first_word(i) * kPerWord < longest_; }
+  __device__ __forceinline__ constexpr int count() const { return segments_.count(); }
+  __device__ __forceinline__ bool has(int i) const {
+    if (kUnroll >= count() && i == 0) return true;  // known where loops are unrolled: every row begins in segment 0
+    return segments_.first_word(i) * kPerWord < longest_;
+  }
   __device__ __forceinline__ uint4 operator[](int i) const {
     if constexpr (kHeld)
       return v_[i];
@@ -165,16 +169,16 @@ class StagedVectors {
   __device__ __forceinline__ State merge_warps(State state) const {
     return segments_.template merge_warps<kSlot>(state);
   }
-  template <class Result>
-  __device__ __forceinline__ auto writer(const MutableView3& view, const RowCoord& coord, int) const {
+  template <class Result, class F>
+  __device__ __forceinline__ void visit_writer(const MutableView3& view, const RowCoord& coord, int, const F& f) const {
     const bool here = is_here<Result>(view);
     Result* const elsewhere = here ? nullptr : row_elsewhere<Result>(view, coord);
-    return [=, this](const Classes& c, int i, const float (&z)[kElements]) {
+    f([=, this](const Classes& c, int i, const float (&z)[kElements]) {
       if (here)
         write<Result>(i, z);
       else
-        write_elements(elsewhere, c, z);
-    };
+        write_elements(elsewhere, i, c, z);
+    });
   }
 
   // Writes the element of a class that this thread has, after the writer has written its vector.
@@ -251,15 +255,21 @@ class StagedVectors {
         *reinterpret_cast<uint4*>(result_ + segments_.offset(i) + segments_.thread() * kVectorBytes) = packed;
     } else {
       const unsigned w[4] = {packed.x, packed.y, packed.z, packed.w};
+      char* const at = result_ + offset_of(i, 0);
+      const auto word = [&](int j) -> unsigned& { return *reinterpret_cast<unsigned*>(at + j * kThreads * 4); };
       const bool full = is_full(i);
+      if (kDeal == Deal::kWords && full) {
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) word(j) = w[j];
+        return;
+      }
       const int left = left_in_row(i);
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
         const int left_here = left - j * kThreads * 4;
-        char* at = result_ + offset_of(i, j);
-        unsigned short* elements = reinterpret_cast<unsigned short*>(at);
-        if (kDeal == Deal::kWords && (full || left_here >= 4)) {
-          *reinterpret_cast<unsigned*>(at) = w[j];
+        unsigned short* elements = reinterpret_cast<unsigned short*>(&word(j));
+        if (kDeal == Deal::kWords && left_here >= 4) {
+          word(j) = w[j];
         } else if constexpr (sizeof(T) == 2) {
           if (full || left_here >= 2) elements[0] = static_cast<unsigned short>(w[j]);
           if (full || left_here >= 4) elements[1] = static_cast<unsigned short>(w[j] >> 16);
@@ -268,7 +278,12 @@ class StagedVectors {
     }
   }
   template <class Result>
-  __device__ __forceinline__ void write_elements(Result* to, const Classes& c, const float (&z)[kElements]) const {
+  __device__ __forceinline__ void write_elements(Result* to, int i, const Classes& c, const float (&z)[kElements]) const {
+    if (is_full(i)) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) to[c(e)] = narrow<Result>(z[e]);
+      return;
+    }
 #pragma unroll
     for (int e = 0; e < kElements; ++e)
       if (c(e) < classes_) to[c(e)] = narrow<Result>(z[e]);
@@ -279,7 +294,26 @@ class StagedVectors {
   char* result_;
   const MutableView3* of_result_;
   int classes_, longest_;
-  uint4 v_[kHeld ? kVectors : 1];
+  uint4 v_[kHeld ? Segments::kHeldVectors : 1];
+};
+
+// The segments of a row that is read from global memory to registers, by the threads of a register group (register_row.cuh).
+template <class Group_, int kVectors>
+struct GlobalSegments {
+  using Group = Group_;
+  static constexpr int kThreads = Group::threads_per_row(), kHeldVectors = kVectors, kWords = 4, kUnroll = kVectors;
+  static constexpr bool kStagesOtherSizes = false;
+  __device__ __forceinline__ static constexpr int count() { return kVectors; }
+  __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
+  __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
+  __device__ __forceinline__ static constexpr int offset(int i) { return first_word(i) * 4; }
+  __device__ __forceinline__ static int offset_of(int word) { return word * 4; }
+  __device__ __forceinline__ static constexpr bool has(int) { return true; }
+  __device__ __forceinline__ static void wait() {}
+  template <int kSlot, class State>
+  __device__ __forceinline__ static State merge_warps(State state) {
+    return Group::template merge_warps<kSlot>(state);
+  }
 };
 
 }  // namespace flash_online::cuda
