@@ -287,8 +287,11 @@ def merge(dtype):
 # --- rows ------------------------------------------------------------------------------------------------------------------
 
 # Numbers of classes for each kind of row (csrc/cuda/rows/loops): a few lanes, a warp and a CTA that keep a row in registers; a
-# row in shared memory, in that of a cluster; one cut up among CTAs. Most are odd, so that rows start unaligned.
+# row in shared memory, in that of a cluster; one cut up among CTAs. Most are odd, so that rows start unaligned; those of whole
+# vectors have kernels of their own.
 WIDTHS = {"lanes": 17, "warp": 513, "CTA": 2049, "wide CTA": 4099, "shared": 16390, "cluster": 65537, "split": 1_000_003}
+WIDTHS |= {"lane per vector": 16, "lanes, whole": 256, "warp, whole": 1000, "shared, whole": 3000, "cluster, whole": 10_000}
+WIDTHS |= {"large cluster": 98_312, "largest cluster": 262_144}
 
 
 def strided(classes):
