@@ -95,7 +95,7 @@ void launch_dependent(void (*kernel)(Problem), const Problem& problem, dim3 ctas
   check(cudaLaunchKernelEx(&setup.config, kernel, problem), "cudaLaunchKernelEx");
 }
 
-// A persistent kernel, each of whose clusters processes several work items. There is one static object per kernel.
+// A persistent kernel, each of whose CTAs processes several work items. There is one static object per kernel.
 template <class Problem>
 class PersistentKernel {
  public:
@@ -106,48 +106,31 @@ class PersistentKernel {
   // allow_early_start.
   void launch_all(const Problem& problem, int64_t items, bool dependent, cudaStream_t stream) {
     ClusterConfig setup(1, threads_, shared_bytes_, stream);
-    setup.config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(items, resident_clusters(setup.config, 1))));
+    setup.config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(items, resident_ctas())));
     if (dependent) setup.allow_early_start();
     check(cudaLaunchKernelEx(&setup.config, kernel_, problem), "cudaLaunchKernelEx");
   }
 
-  // Queues kernel(problem) in clusters of `cluster` CTAs, a power of two. Each cluster processes between 1 and max_per_cluster
-  // items; the cap bounds the tail.
-  void launch(const Problem& problem, int64_t items, int cluster, int64_t max_per_cluster, cudaStream_t stream) {
-    ClusterConfig setup(cluster, threads_, shared_bytes_, stream);
-    const int64_t per_cluster = std::min(ceil_div(items, int64_t{resident_clusters(setup.config, cluster)}), max_per_cluster);
-    setup.config.gridDim = dim3(static_cast<unsigned>(ceil_div(items, per_cluster) * cluster));
-    check(cudaLaunchKernelEx(&setup.config, kernel_, problem), "cudaLaunchKernelEx");
-  }
-
  private:
-  // How many clusters the current device can hold at once. The runtime is asked once per device and size.
-  int resident_clusters(const cudaLaunchConfig_t& config, int cluster) {
+  // How many CTAs the current device can hold at once. The runtime is asked once per device.
+  int resident_ctas() {
     const int device = current_device();
-    int log2_size = 0;
-    while (1 << log2_size < cluster) ++log2_size;
-    std::atomic<int>* cached = device < kMaxDevices ? &cache_[device][log2_size] : nullptr;
-    int clusters = cached == nullptr ? 0 : cached->load(std::memory_order_relaxed);
-    if (clusters > 0) return clusters;
+    std::atomic<int>* cached = device < kMaxDevices ? &cache_[device] : nullptr;
+    int ctas = cached == nullptr ? 0 : cached->load(std::memory_order_relaxed);
+    if (ctas > 0) return ctas;
     check(cudaFuncSetAttribute(kernel_, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes_)),
           "cudaFuncSetAttribute");
-    allow_cluster(kernel_, cluster);
-    if (cluster > 1) {
-      check(cudaOccupancyMaxActiveClusters(&clusters, kernel_, &config), "cudaOccupancyMaxActiveClusters");
-    } else {
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel_, static_cast<int>(threads_), shared_bytes_),
-            "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-      clusters *= sm_count();
-    }
-    if (clusters == 0) throw std::runtime_error("CUDA: this device has no room for a kernel's cluster of blocks");
-    if (cached != nullptr) cached->store(clusters, std::memory_order_relaxed);
-    return clusters;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel_, static_cast<int>(threads_), shared_bytes_),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    ctas *= sm_count();
+    if (ctas == 0) throw std::runtime_error("CUDA: this device has no room for a kernel's block");
+    if (cached != nullptr) cached->store(ctas, std::memory_order_relaxed);
+    return ctas;
   }
 
-  static constexpr int kClusterSizes = 5;  // 1, 2, 4, 8 and 16 CTAs
   void (*kernel_)(Problem);
   unsigned threads_, shared_bytes_;
-  std::atomic<int> cache_[kMaxDevices][kClusterSizes] = {};
+  std::atomic<int> cache_[kMaxDevices] = {};
 };
 
 // Queues kKernel(arguments) with dynamic shared memory; raises the kernel's limit of it when a launch first needs more.

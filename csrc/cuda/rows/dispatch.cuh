@@ -186,11 +186,11 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 // ---- launches
 
 // The kernel for rows of `vectors` vectors that are too long for blocks, but stay in registers or shared memory; false if they
-// are too long for that too. Results as long as a row go through shared memory if the row is not a whole number of vectors.
+// are too long for that too.
 template <class Op, class T, class R>
 bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
   bool launched = false;
-  const auto in_registers = [&]<int64_t kMost, bool kWords>() {
+  const auto launch_in_registers = [&]<int64_t kMost, bool kWords>() {
     visit_register_group<kMost, Op::kRare>(vectors, [&]<class Group, int kVectors>() {
       const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
       if (ctas > 0x7fffffff) return;
@@ -201,9 +201,10 @@ bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t str
   if constexpr (Op::kTensors == 1) {  // rows of two tensors, each of up to 256 vectors, are in blocks
     constexpr bool kReadsWords = sizeof(T) == sizeof(float) && !Op::kRare && (Op::kReduces || !Op::kTargets);
     if (kReadsWords && !is_dealt_by_vectors<T>(problem.classes)) {
-      if constexpr (kReadsWords) in_registers.template operator()<kMaxRegisterVectorsReadOnly, true>();
+      if constexpr (kReadsWords) launch_in_registers.template operator()<kMaxRegisterVectorsReadOnly, true>();
     } else if (Op::kReduces || is_dealt_by_vectors<T>(problem.classes)) {
-      in_registers.template operator()<Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite, false>();
+      launch_in_registers
+          .template operator()<Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite, false>();
     }
   }
   if constexpr (!Op::kReduces)

@@ -22,21 +22,12 @@ struct BlockRowGroup {
 template <int kClasses>
 using FewClassesGroup = BlockRowGroup<1, 1, kClasses>;
 template <int kLanes, int kVectors>
-using VectorRowGroup = BlockRowGroup<kLanes, kVectors, 0, true>;
+using WholeVectorGroup = BlockRowGroup<kLanes, kVectors, 0, true>;
 
 // Where a lane's part of a row is (see StagedVectors).
 template <class Group_>
-struct BlockSegments {
-  using Group = Group_;
-  static constexpr int kThreads = Group::kLanesPerRow, kHeldVectors = Group::kVectors, kWords = 4, kUnroll = Group::kVectors;
+struct BlockSegments : AdjacentSegments<Group_, Group_::kLanesPerRow, Group_::kVectors> {
   static constexpr bool kStagesOtherSizes = true;
-  __device__ __forceinline__ static constexpr int count() { return Group::kVectors; }
-  __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
-  __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
-  __device__ __forceinline__ static constexpr int offset(int i) { return first_word(i) * 4; }
-  __device__ __forceinline__ static int offset_of(int word) { return word * 4; }
-  __device__ __forceinline__ static constexpr bool has(int) { return true; }
-  __device__ __forceinline__ static void wait() {}
   template <int kSlot, class State>
   __device__ __forceinline__ static State merge_warps(State state) {
     return state;
@@ -282,6 +273,18 @@ int64_t block_bytes(int64_t row_bytes) {
   return Group::kClasses == 0 && row_bytes < kVectorBytes ? kMediumBlockBytes : kBlockBytes;
 }
 
+// The groups that serve rows of `vectors` vectors unless there is a better one (visit_block_group).
+template <bool kByVectors, class F>
+void visit_usual_block_group(int64_t vectors, const F& f) {
+  if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4, 0, kByVectors>>();
+  if (vectors <= 8) return f.template operator()<BlockRowGroup<2, 4, 0, kByVectors>>();
+  if (vectors <= 16) return f.template operator()<BlockRowGroup<4, 4, 0, kByVectors>>();
+  if (vectors <= 32) return f.template operator()<BlockRowGroup<8, 4, 0, kByVectors>>();
+  if (vectors <= 64) return f.template operator()<BlockRowGroup<16, 4, 0, kByVectors>>();
+  if (vectors <= 128) return f.template operator()<BlockRowGroup<32, 4, 0, kByVectors>>();
+  if (vectors <= 256) return f.template operator()<BlockRowGroup<32, 8, 0, kByVectors>>();
+}
+
 // Calls f.operator()<Group>() with the group for rows of so many classes; does nothing if they are too long. kSpread: whether
 // rows of up to eight whole vectors are spread over as many lanes. Eight neighbouring vectors are in all banks; but what is
 // done once per row is done by all of its lanes.
@@ -295,21 +298,14 @@ void visit_block_group(int64_t classes, const F& f) {
   if (classes == 4) return f.template operator()<FewClassesGroup<4>>();
   if (is_dealt_by_vectors<T>(classes)) {
     if constexpr (!kRare) {
-      if (vectors == 1) return f.template operator()<VectorRowGroup<1, 1>>();
-      if (vectors == 2) return f.template operator()<VectorRowGroup<1, 2>>();
+      if (vectors == 1) return f.template operator()<WholeVectorGroup<1, 1>>();
+      if (vectors == 2) return f.template operator()<WholeVectorGroup<1, 2>>();
     }
     if constexpr (kSpread) {
-      if (vectors <= 4) return f.template operator()<VectorRowGroup<4, 1>>();
-      if (vectors <= 8) return f.template operator()<VectorRowGroup<8, 1>>();
+      if (vectors <= 4) return f.template operator()<WholeVectorGroup<4, 1>>();
+      if (vectors <= 8) return f.template operator()<WholeVectorGroup<8, 1>>();
     }
-    if (vectors <= 4) return f.template operator()<VectorRowGroup<1, 4>>();
-    if (vectors <= 8) return f.template operator()<VectorRowGroup<2, 4>>();
-    if (vectors <= 16) return f.template operator()<VectorRowGroup<4, 4>>();
-    if (vectors <= 32) return f.template operator()<VectorRowGroup<8, 4>>();
-    if (vectors <= 64) return f.template operator()<VectorRowGroup<16, 4>>();
-    if (vectors <= 128) return f.template operator()<VectorRowGroup<32, 4>>();
-    if (vectors <= 256) return f.template operator()<VectorRowGroup<32, 8>>();
-    return;
+    return visit_usual_block_group<true>(vectors, f);
   }
   if constexpr (!kRare) {
     if (vectors == 1) return f.template operator()<BlockRowGroup<1, 1>>();
@@ -317,20 +313,13 @@ void visit_block_group(int64_t classes, const F& f) {
   }
   // Rows that all begin with a word: fewer lanes share what is done once per row, and fewer words are left out.
   if constexpr (sizeof(T) == 2 && !kRare)
-    if (classes % 2 == 0) {
-      if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4>>();
+    if (classes % 2 == 0 && vectors > 4) {
       if (vectors <= 8) return f.template operator()<BlockRowGroup<1, 8>>();
       if (vectors <= 16) return f.template operator()<BlockRowGroup<2, 8>>();
       if (vectors <= 32) return f.template operator()<BlockRowGroup<4, 8>>();
       if (vectors <= 64) return f.template operator()<BlockRowGroup<8, 8>>();
     }
-  if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4>>();
-  if (vectors <= 8) return f.template operator()<BlockRowGroup<2, 4>>();
-  if (vectors <= 16) return f.template operator()<BlockRowGroup<4, 4>>();
-  if (vectors <= 32) return f.template operator()<BlockRowGroup<8, 4>>();
-  if (vectors <= 64) return f.template operator()<BlockRowGroup<16, 4>>();
-  if (vectors <= 128) return f.template operator()<BlockRowGroup<32, 4>>();
-  if (vectors <= 256) return f.template operator()<BlockRowGroup<32, 8>>();
+  visit_usual_block_group<false>(vectors, f);
 }
 
 // Where a tensor's rows are in a block, beginning at `end`; adds the bytes that they take to `end`.

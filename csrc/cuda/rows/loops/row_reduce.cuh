@@ -88,7 +88,7 @@ class FusedWeights {
   float pivot_, c_;
 };
 
-// Calls f(w), where w(x) is the weight of score x in this state, times `factor`, for results of type T of a row of a kind.
+// Calls f(w), where w(x) is the weight of score x in this state, times `factor`, for results of type T in a row of type Row.
 // Where the weight is 1 and T has 16 bits, that may differ from `factor` in the last digit, unless `factor` is a power of 2.
 template <class Row, class T, class F>
 __device__ __forceinline__ void visit_weights(const RowState& state, float factor, const F& f) {

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
 template <class Group_, int kTensors>
 struct SharedSegments {
   using Group = Group_;
-  static constexpr int kThreads = Group::kThreads, kHeldVectors = 1, kWords = 4, kUnroll = 4;
+  static constexpr int kThreads = Group::kThreads, kWords = 4, kUnroll = 4;
   static constexpr int kSegmentWords = kThreads * kWords;
   static constexpr int kPitch = 4 * kSegmentWords + 2 * kVectorBytes;  // a segment may begin late, and end as late
   static constexpr bool kStagesOtherSizes = false;

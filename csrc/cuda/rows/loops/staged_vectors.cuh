@@ -114,7 +114,7 @@ struct StagedClasses {
 // A thread's vectors of a row in shared memory, or in global memory (GlobalSegments). They are kept in registers if kHeld, else
 // read again each time. A row consists of segments; a thread has vector i in segment i. Segments says where segments are:
 //   kThreads, kWords, kUnroll     threads that share a segment; words per vector; how far loops over vectors are unrolled
-//   count(), kHeldVectors         vectors per thread, at most; how many are kept in registers, if they are
+//   count()                       vectors per thread, at most
 //   first_word(i)                 the word of the row at which segment i begins
 //   offset(i)                     bytes from the begin of segment 0 to that of segment i, where the row is
 //   offset_of(word), has(word)    the same for a word of the row; whether it is in a segment of this CTA
@@ -294,15 +294,15 @@ class StagedVectors {
   char* result_;
   const MutableView3* of_result_;
   int classes_, longest_;
-  uint4 v_[kHeld ? Segments::kHeldVectors : 1];
+  uint4 v_[kHeld ? Segments::count() : 1];
 };
 
-// The segments of a row that is read from global memory to registers, by the threads of a register group (register_row.cuh).
-template <class Group_, int kVectors>
-struct GlobalSegments {
+// Segments of kVectors vectors per thread that follow one another where the row is, all of them in reach of its kThreads
+// threads.
+template <class Group_, int kThreads_, int kVectors>
+struct AdjacentSegments {
   using Group = Group_;
-  static constexpr int kThreads = Group::threads_per_row(), kHeldVectors = kVectors, kWords = 4, kUnroll = kVectors;
-  static constexpr bool kStagesOtherSizes = false;
+  static constexpr int kThreads = kThreads_, kWords = 4, kUnroll = kVectors;
   __device__ __forceinline__ static constexpr int count() { return kVectors; }
   __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
   __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
@@ -310,9 +310,15 @@ struct GlobalSegments {
   __device__ __forceinline__ static int offset_of(int word) { return word * 4; }
   __device__ __forceinline__ static constexpr bool has(int) { return true; }
   __device__ __forceinline__ static void wait() {}
+};
+
+// The segments of a row that is read from global memory to registers, by the threads of a register group (register_row.cuh).
+template <class Group_, int kVectors>
+struct GlobalSegments : AdjacentSegments<Group_, Group_::threads_per_row(), kVectors> {
+  static constexpr bool kStagesOtherSizes = false;
   template <int kSlot, class State>
   __device__ __forceinline__ static State merge_warps(State state) {
-    return Group::template merge_warps<kSlot>(state);
+    return Group_::template merge_warps<kSlot>(state);
   }
 };
 
