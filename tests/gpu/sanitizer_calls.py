@@ -305,6 +305,12 @@ def columns(classes):
 INPUTS = {
     **{kind: lambda n=n: randn(4, n, dtype=torch.float32) for kind, n in WIDTHS.items()},
     "16 bits": lambda: randn(3, 1000),
+    "16 bits, lane per row": lambda: randn(72, 8),
+    "16 bits, lanes": lambda: randn(72, 64),
+    "16 bits, CTA": lambda: randn(4, 2048),
+    "16 bits, words": lambda: randn(72, 100),
+    "16 bits, odd words": lambda: randn(64, 77),
+    "16 bits, cluster of odd words": lambda: randn(8, 50_257),
     "lane per row": lambda: columns(40),
     "strided": lambda: strided(100),
     "long strided": lambda: strided(2000),

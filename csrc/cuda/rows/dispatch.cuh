@@ -144,7 +144,8 @@ constexpr int kRegisterCtasPerSm = kVectors > 4                      ? 640 / Gro
 template <class Op, class Group, int kVectors, class T, class R, bool kWords>
 __global__ void __launch_bounds__(Group::kThreads, kRegisterCtasPerSm<Op, Group, kVectors>)
     register_kernel(const __grid_constant__ RowProblem problem) {
-  if constexpr (Op::kReduces) launch_dependents();  // reduce_losses may follow
+  launch_dependents();
+  grid_dependency_wait();
   Op::template run<R>(problem, RegisterRowReader<Group, kVectors, T, kWords>{problem, register_row_coord<Group>(problem)});
 }
 
@@ -190,21 +191,29 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 template <class Op, class T, class R>
 bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
   bool launched = false;
-  const auto launch_in_registers = [&]<int64_t kMost, bool kWords>() {
-    visit_register_group<kMost, Op::kRare>(vectors, [&]<class Group, int kVectors>() {
-      const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
-      if (ctas > 0x7fffffff) return;
-      register_kernel<Op, Group, kVectors, T, R, kWords><<<static_cast<unsigned>(ctas), Group::kThreads, 0, stream>>>(problem);
-      launched = true;
-    });
+  const auto launch_in_registers = [&]<class Group, int kVectors, bool kWords>() {
+    const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
+    if (ctas > 0x7fffffff) return;
+    launch_dependent(register_kernel<Op, Group, kVectors, T, R, kWords>, problem, static_cast<unsigned>(ctas), Group::kThreads,
+                     stream);
+    launched = true;
   };
-  if constexpr (Op::kTensors == 1) {  // rows of two tensors, each of up to 256 vectors, are in blocks
+  const auto launch_vectors = [&]<class Group, int kVectors>() {
+    launch_in_registers.template operator()<Group, kVectors, false>();
+  };
+  const bool by_vectors = is_dealt_by_vectors<T>(problem.classes);
+  if constexpr (Op::kTensors == 2) {
+    if constexpr (sizeof(T) == 2)
+      if (by_vectors) visit_two_tensor_group(vectors, launch_vectors);
+  } else {
     constexpr bool kReadsWords = sizeof(T) == sizeof(float) && !Op::kRare && (Op::kReduces || !Op::kTargets);
-    if (kReadsWords && !is_dealt_by_vectors<T>(problem.classes)) {
-      if constexpr (kReadsWords) launch_in_registers.template operator()<kMaxRegisterVectorsReadOnly, true>();
-    } else if (Op::kReduces || is_dealt_by_vectors<T>(problem.classes)) {
-      launch_in_registers
-          .template operator()<Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite, false>();
+    if (kReadsWords && !by_vectors) {
+      if constexpr (kReadsWords)
+        visit_register_group<kMostShortVectors + 1, kMaxRegisterVectorsReadOnly, Op::kRare>(
+            vectors, [&]<class Group, int kVectors>() { launch_in_registers.template operator()<Group, kVectors, true>(); });
+    } else if (Op::kReduces || by_vectors) {
+      constexpr int64_t kMost = Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite;
+      visit_register_group<kLeastRegisterVectors<Op>, kMost, Op::kRare>(vectors, launch_vectors);
     }
   }
   if constexpr (!Op::kReduces)
@@ -252,6 +261,15 @@ void launch_split(const RowProblem& problem, cudaStream_t stream, const char* na
                           .pieces_per_row = static_cast<unsigned>(pieces.pieces_per_row),
                           .total_pieces = rows * pieces.pieces_per_row},
                          stream);
+}
+
+// Bytes of workspace for the split rows of an operator that reads `tensors` tensors of a dtype; 0 for rows that stay on the
+// chip.
+inline int64_t workspace_of_rows(const RowProblem& problem, DType dtype, int tensors, bool reduces) {
+  if (ceil_div(problem.classes, kVectorBytes / size_of(dtype)) * tensors <= max_on_chip_vectors(reduces)) return 0;
+  const SplitPieces pieces = dtype == DType::kFloat32 ? SplitPieces::of(problem.classes, Type<float>{})
+                                                      : SplitPieces::of(problem.classes, Type<__half>{});
+  return split_workspace(problem.outer * problem.inner, pieces.pieces_per_row);
 }
 
 // Calls f(group) with the row group for rows of any strides; `view` is the first tensor that is read.

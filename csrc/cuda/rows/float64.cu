@@ -1,6 +1,6 @@
 // The row operators in float64: rows of any strides and length, by one kind of row. A thread keeps its first elements in
-// registers and reads the others again, from the caches mostly. The formulas are those of softmax.cu, cross_entropy.cu and
-// topk_backward.cu, without the care that float32's fewer digits take.
+// registers and reads the others again, from the caches mostly. The formulas are those of softmax.cu, logsumexp.cu,
+// cross_entropy.cu and topk_backward.cu, without the care that float32's fewer digits take.
 #include <algorithm>
 
 #include "../../core/integer.h"

@@ -1,5 +1,5 @@
-// Softmax, log-softmax and logsumexp on CUDA, forward and backward. Each operator says what it computes of one row;
-// dispatch.cuh chooses how rows of a length and strides are read.
+// Softmax and log-softmax on CUDA, forward and backward. Each operator says what it computes of one row; dispatch.cuh chooses
+// how rows of a length and strides are read.
 #include "dispatch.cuh"
 #include "one_class.cuh"
 #include "rows.h"
@@ -77,75 +77,8 @@ struct SoftmaxBackward {
   }
 };
 
-constexpr float kLn2 = 0.693147181f;
-
-// max + log(sum).
-struct LogSumExp : OneTensorOp {
-  static constexpr bool kReduces = true;
-  // Whether lse is in float, and not in T.
-  template <class T>
-  __device__ __forceinline__ static bool is_wide(const RowProblem& problem) {
-    return sizeof(T) == sizeof(float) || problem.result_dtype == DType::kFloat32;
-  }
-  // Sixteen bits are within reach of the hardware's logarithm.
-  template <class T>
-  __device__ __forceinline__ static float lse_of(const RowProblem& problem, const RowState& state) {
-    return is_wide<T>(problem) ? state.lse() : fmaf(log2_flushed(state.sum), kLn2, state.max);
-  }
-  // Writes the numbers of kRows rows from `row` on.
-  template <class T, int kRows>
-  __device__ __forceinline__ static void write_numbers(const RowProblem& problem, int64_t row, const float (&lse)[kRows]) {
-    if (is_wide<T>(problem))
-      store_together(static_cast<float*>(problem.lse) + row, lse);
-    else
-      store_together(static_cast<T*>(problem.lse) + row, lse);
-  }
-  template <class Result, class Reader>
-  __device__ static void run(const RowProblem& problem, const Reader& reader) {
-    auto row = reader.read(problem.input);
-    const RowState state = resolve_infinity(row, row.state());
-    using T = typename Reader::Element;
-    const float lse[1] = {lse_of<T>(problem, state)};
-    if constexpr (requires { reader.set_number(lse[0]); })
-      reader.set_number(lse[0]);
-    else if (row.is_leader())
-      write_numbers<T>(problem, row.coord().index, lse);
-  }
-  template <class T>
-  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float) {
-    const float lse[1] = {lse_of<T>(problem, merged.resolve_infinity())};
-    write_numbers<T>(problem, coord.index, lse);
-  }
-};
-
-// grad_input = grad_lse * softmax(x).
-struct LogSumExpBackward : OneTensorOp {
-  static constexpr bool kNumbers = true;
-  static RowNumbers numbers(const RowProblem& problem) {
-    return {problem.grad_lse, static_cast<unsigned>(size_of(problem.result_dtype))};
-  }
-  // The gradient of lse, in float or in T as result_dtype says.
-  template <class T, class Reader>
-  __device__ __forceinline__ static float grad_of(const RowProblem& problem, const Reader& reader) {
-    if (!reader.coord.exists) return 0;
-    if (sizeof(T) == sizeof(float) || problem.result_dtype == DType::kFloat32)
-      return row_number<float>(reader, problem.grad_lse);
-    return widen(row_number<T>(reader, problem.grad_lse));
-  }
-  template <class Result, class Reader>
-  __device__ static void run(const RowProblem& problem, const Reader& reader) {
-    // Loaded before the row: after it, the load would have to wait until the row has arrived.
-    const float grad = grad_of<typename Reader::Element>(problem, reader);
-    auto row = reader.read(problem.input);
-    const RowState state = resolve_infinity(row, row.template state<Result>());
-    visit_weights<decltype(row), Result>(state, grad * state.inverse_sum(), [&](const auto& w) {
-      row.template write<Result>(problem.grad_input, [&](int64_t, float x) { return w(x); });
-    });
-  }
-};
-
-// ---- rows of one class, by their elements (one_class.cuh). Softmax of one class is 1, or 0 as a logarithm, logsumexp the
-// element; and NaN where a number is not finite.
+// ---- rows of one class, by their elements (one_class.cuh). Softmax of one class is 1, or 0 as a logarithm, and NaN where a
+// number is not finite.
 
 struct OneClass {
   bool log;
@@ -161,20 +94,6 @@ struct OneClassBackward {
     return log ? grad - FastNatural::exp(y) * sum : (grad - sum) * y;
   }
 };
-struct OneClassLogSumExp {
-  __device__ __forceinline__ float operator()(int64_t, float x, float) const { return x + 0.0f; }
-};
-struct OneClassLogSumExpBackward {
-  __device__ __forceinline__ float operator()(int64_t, float x, float grad) const { return ((x - x) + 1.0f) * grad; }
-};
-
-// Bytes of workspace for split rows of `tensors` tensors of a dtype; 0 for rows that stay on the chip.
-int64_t workspace_for(const RowProblem& problem, DType dtype, int tensors, bool reduces) {
-  if (ceil_div(problem.classes, kVectorBytes / size_of(dtype)) * tensors <= max_on_chip_vectors(reduces)) return 0;
-  const SplitPieces pieces = dtype == DType::kFloat32 ? SplitPieces::of(problem.classes, Type<float>{})
-                                                      : SplitPieces::of(problem.classes, Type<__half>{});
-  return split_workspace(problem.outer * problem.inner, pieces.pieces_per_row);
-}
 
 }  // namespace
 
@@ -200,35 +119,9 @@ void softmax_backward(const RowProblem& problem, CUstream_st* stream) {
   });
 }
 
-void logsumexp(const RowProblem& problem, CUstream_st* stream) {
-  if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a result: -inf
-  const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_types(problem, "logsumexp", [&]<class T, class Lse>(Type<T>, Type<Lse>) {
-    const auto x = rows_of<T>(problem.input);
-    if (!launch_one_class(problem, x, x, OneClassRows<Lse>{static_cast<Lse*>(problem.lse)}, OneClassLogSumExp{}, stream))
-      launch_rows<LogSumExp, T, T>(problem, contiguous, stream, "logsumexp");
-  });
+int64_t rows_workspace(const RowProblem& problem) { return workspace_of_rows(problem, problem.dtype, 1, false); }
+int64_t softmax_backward_workspace(const RowProblem& problem) {
+  return workspace_of_rows(problem, problem.result_dtype, 2, false);
 }
-
-void logsumexp_backward(const RowProblem& problem, CUstream_st* stream) {
-  if (is_empty(problem)) return;
-  const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1]});
-  visit_types(problem, "logsumexp", [&]<class T, class Lse>(Type<T>, Type<Lse>) {
-    const OneClassRows<const Lse> grad{static_cast<const Lse*>(problem.grad_lse)};
-    if (!launch_one_class(problem, rows_of<T>(problem.input), grad, rows_of<T>(problem.grad_input), OneClassLogSumExpBackward{},
-                          stream))
-      launch_rows<LogSumExpBackward, T, T>(problem, contiguous, stream, "logsumexp_backward");
-  });
-}
-
-int64_t rows_workspace(const RowProblem& problem) { return workspace_for(problem, problem.dtype, 1, false); }
-int64_t reduce_workspace(const RowProblem& problem) {
-  const int64_t split = workspace_for(problem, problem.dtype, 1, true);
-  if (split == 0) return 0;
-  const PiecedProblem pieced = problem.dtype == DType::kFloat32 ? pipelined_row_pieces(problem, Type<float>{})
-                                                                : pipelined_row_pieces(problem, Type<__half>{});
-  return std::max(split, pieced.total_pieces * static_cast<int64_t>(sizeof(Partial)));
-}
-int64_t softmax_backward_workspace(const RowProblem& problem) { return workspace_for(problem, problem.result_dtype, 2, false); }
 
 }  // namespace flash_online::cuda

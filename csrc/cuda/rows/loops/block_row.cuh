@@ -408,24 +408,35 @@ BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
   return order;
 }
 
-// Whether rows of this many classes are faster in registers than in blocks of Group: a warp then waits for its own rows only.
-// Never for two tensors. kAlways: for all classes that Group is for; kIfFull: if most lanes have kVectors vectors.
+// Rows of whole vectors that are faster in registers than in blocks have so many at least: a warp then waits for its own rows
+// only. With targets a lane does more beside its vectors, and blocks serve longer rows.
+constexpr int64_t kMostShortVectors = 16;
+template <class Op>
+constexpr int64_t kLeastRegisterVectors = Op::kTargets || Op::kRare ? kMostShortVectors + 1 : 3;
+
+// Whether rows of this many classes are faster in registers than in blocks of Group. kAlways: for all classes that Group is
+// for; kIfFull: if most lanes have kVectors vectors. Of two tensors only 16-bit rows of whole vectors are, but for 9 to 16
+// vectors.
 enum class InRegisters { kNever, kIfFull, kAlways };
 template <class Op, class Group, class T>
 constexpr InRegisters in_registers() {
   constexpr bool kFloats = sizeof(T) == sizeof(float);
-  constexpr int kLeastLanes = Op::kRare ? 32 : kFloats && !Op::kReduces ? 16 : 8;
-  if (Op::kTensors != 1 || Group::kLanesPerRow < kLeastLanes) return InRegisters::kNever;
+  constexpr int kRoom = Group::kLanesPerRow * Group::kVectors, kLeastLanes = Op::kRare ? 32 : kFloats && !Op::kReduces ? 16 : 8;
+  if (Op::kTensors == 2)
+    return kFloats || Op::kRare || !Group::kByVectors || kRoom < 4 || kRoom == 16 ? InRegisters::kNever : InRegisters::kIfFull;
+  if (Group::kByVectors && kRoom <= kMostShortVectors)
+    return kRoom < kLeastRegisterVectors<Op> ? InRegisters::kNever : InRegisters::kIfFull;
+  if (Group::kLanesPerRow < kLeastLanes) return InRegisters::kNever;
   if (Group::kByVectors) return Op::kReduces || (kFloats && !Op::kTargets) ? InRegisters::kAlways : InRegisters::kIfFull;
   return kFloats && !Op::kTargets && !Op::kRare && Group::kVectors * Group::kLanesPerRow > (Op::kReduces ? 128 : 64)
              ? InRegisters::kAlways
              : InRegisters::kNever;
 }
-// Gradients of losses need more registers, so that fewer warps are resident: they pay for idle lanes.
+// Gradients of losses need more registers, as two tensors do, so that fewer warps are resident: they pay for idle lanes.
 template <class Op, class Group, class T>
 bool is_full(int64_t classes) {
   const int64_t vectors = ceil_div(classes, kPerVector<T>), room = Group::kLanesPerRow * Group::kVectors;
-  return Op::kTargets ? 8 * vectors > 7 * room : 4 * vectors > 3 * room;
+  return Op::kTargets || Op::kTensors == 2 ? 8 * vectors > 7 * room : 4 * vectors > 3 * room;
 }
 
 // The kernel for short rows; false if they are too long.

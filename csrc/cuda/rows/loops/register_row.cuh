@@ -336,16 +336,18 @@ using RegisterRow = OnChipRow<RegisterVectors<Group, kVectors, T>, T>;
 // length shared memory is faster, because more copies to it can be in flight than there are registers to load into.
 constexpr int64_t kMaxRegisterVectorsReadOnly = 2048, kMaxRegisterVectorsReadWrite = 512;
 
-// Calls f.operator()<Group, vectors per thread>() with the row group for rows of `vectors` vectors; false if the row is longer
-// than kMost. The length alone decides, so that a row's result does not depend on how many rows there are. Rows of up to 16
-// vectors, and some of up to 256, are in blocks (in_registers in block_row.cuh). kRare: with fewer groups.
-template <int64_t kMost, bool kRare, class F>
+// Calls f.operator()<Group, vectors per thread>() with the row group for rows of `vectors` vectors, kLeast at least; false if
+// the row is longer than kMost. The length alone decides, so that a row's result does not depend on how many rows there are.
+// Rows of up to 256 vectors that are faster in blocks do not come here (in_registers in block_row.cuh). kRare: with fewer
+// groups.
+template <int64_t kLeast, int64_t kMost, bool kRare, class F>
 bool visit_register_group(int64_t vectors, const F& f) {
   if (vectors > kMost) return false;
   // Of threads that have three or four vectors, a quarter at most do without one.
   const auto visit = [&]<class Group, int kVectors>() {
-    if (vectors > Group::threads_per_row() * kVectors) return false;
-    f.template operator()<Group, kVectors>();
+    constexpr int64_t kRoom = int64_t{Group::threads_per_row()} * kVectors;
+    if (kRoom < kLeast || vectors > kRoom) return false;
+    if constexpr (kRoom >= kLeast) f.template operator()<Group, kVectors>();
     return true;
   };
   const auto visit_either = [&]<class Group, int kVectors>() {
@@ -354,17 +356,43 @@ bool visit_register_group(int64_t vectors, const F& f) {
     return visit.template operator()<Group, kVectors>();
   };
   if constexpr (!kRare) {
+    // A GPU starts a CTA in 1.2 ns or more (H100, H200). Where nothing but a number per row is written, CTAs of 128 threads
+    // with two vectors each would end faster than that.
+    constexpr int kThreads = kMost > kMaxRegisterVectorsReadWrite ? 256 : 128;
+    if (visit.template operator()<RegisterRowGroup<2, kThreads>, 2>()) return true;
+    if (visit.template operator()<RegisterRowGroup<4, kThreads>, 2>()) return true;
+    if (visit.template operator()<RegisterRowGroup<8, kThreads>, 2>()) return true;
     if (visit.template operator()<RegisterRowGroup<8, 128>, 4>()) return true;
     if (visit.template operator()<RegisterRowGroup<16, 128>, 4>()) return true;
   }
   if (visit_either.template operator()<RegisterRowGroup<32, 128>, 4>()) return true;
-  if (visit_either.template operator()<RegisterRowGroup<32, 128>, 8>()) return true;
+  // Where vectors are written too, twice as many warps are better than eight vectors per thread.
+  if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
+    if (visit_either.template operator()<RegisterRowGroup<32, 128>, 8>()) return true;
+  } else {
+    if (visit_either.template operator()<RegisterRowGroup<64, 64>, 4>()) return true;
+  }
   if (visit_either.template operator()<RegisterRowGroup<128, 128>, 4>()) return true;
   if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
     if (visit_either.template operator()<RegisterRowGroup<256, 256>, 4>()) return true;
     return visit_either.template operator()<RegisterRowGroup<512, 512>, 4>();
   }
   return false;
+}
+
+// The same for operators that read two tensors, for which a thread has two vectors of each: rows of 256 vectors at most, of
+// lengths for which in_registers does not say never.
+template <class F>
+bool visit_two_tensor_group(int64_t vectors, const F& f) {
+  const auto visit = [&]<class Group>() {
+    constexpr int kVectors = 2;
+    if (vectors > Group::threads_per_row() * kVectors) return false;
+    f.template operator()<Group, kVectors>();
+    return true;
+  };
+  return visit.template operator()<RegisterRowGroup<2, 128>>() || visit.template operator()<RegisterRowGroup<4, 128>>() ||
+         visit.template operator()<RegisterRowGroup<16, 128>>() || visit.template operator()<RegisterRowGroup<32, 128>>() ||
+         visit.template operator()<RegisterRowGroup<64, 64>>() || visit.template operator()<RegisterRowGroup<128, 128>>();
 }
 
 }  // namespace flash_online::cuda

@@ -166,7 +166,9 @@ struct SharedRowReader {
 template <class Op, class Group, class T, class R>
 __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
     shared_kernel(const __grid_constant__ SharedRowProblem shared) {
+  launch_dependents();
   Group::init_mailboxes();
+  grid_dependency_wait();
   const RowProblem& problem = shared.problem;
   const RowCoord coord = row_coord(problem, blockIdx.x / Group::ctas_per_row());
   Op::template run<R>(problem, SharedRowReader<Op, Group, T>{problem, coord, shared.vectors});
@@ -278,7 +280,9 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
   const RowProblem& problem = shared_problem.problem;
   extern __shared__ __align__(128) uint4 all_shared[];
   __shared__ uint64_t full;
+  launch_dependents();
   Group::init_mailboxes();
+  grid_dependency_wait();
   const RowCoord coord = row_coord(problem, blockIdx.x / Group::ctas_per_row());
   R* const result = row_of<R>(Op::result(problem), coord).data;
   StagedRowReader<Op, Group, T, kDeal> reader{problem, coord, shared_problem.vectors, reinterpret_cast<char*>(all_shared),
@@ -320,7 +324,7 @@ void launch_shared_rows(const RowProblem& problem, int cluster, int vectors, cud
   const SharedRowProblem shared{problem, vectors};
   const int64_t ctas = problem.outer * problem.inner * cluster;
   const auto launch_as = [&]<auto kKernel>(int segment_bytes) {
-    launch<kKernel>(shared, ctas, Group::kThreads, vectors * Op::kTensors * segment_bytes, stream, false, cluster);
+    launch<kKernel>(shared, ctas, Group::kThreads, vectors * Op::kTensors * segment_bytes, stream, true, cluster);
   };
   if (is_dealt_by_vectors<T>(problem.classes))
     return launch_as.template operator()<shared_kernel<Op, Group, T, R>>(Group::kThreads * kVectorBytes);
@@ -337,10 +341,10 @@ void launch_shared_rows(const RowProblem& problem, int cluster, int vectors, cud
 // ---- which row group
 
 // Measured: the smaller the CTAs the better, and the more of them in a cluster the better, up to 8; but rows that fit into one
-// CTA are fastest without a cluster. LargeCta is for GPUs without clusters.
+// CTA are fastest without a cluster. Rows of over ten vectors per thread have LargeCta on GPUs without clusters only.
 using SmallCta = SharedRowGroup<128, 8, 9, false>;
 using MediumCta = SharedRowGroup<256, 8, 5, false>;
-using LargeCta = SharedRowGroup<256, 16, 3, false>;
+using LargeCta = SharedRowGroup<256, 16, 5, false>;
 using SmallCluster = SharedRowGroup<256, 8, 5, true>;
 using MediumCluster = SharedRowGroup<256, 16, 5, true>;
 using LargeCluster = SharedRowGroup<512, 12, 2, true>;
@@ -374,6 +378,8 @@ bool visit_shared_group(int64_t vectors, int tensors, const F& f) {
     return true;
   };
   if (visit.template operator()<SmallCta>(1) || visit.template operator()<MediumCta>(1)) return true;
+  constexpr int kMostInOneCta = 10;  // 40 KiB
+  if (visit.template operator()<LargeCta>(1, kMostInOneCta)) return true;
   const int max_cluster = largest_cluster();
   if (max_cluster == 1) return visit.template operator()<LargeCta>(1);
   constexpr int kMostBelowMaxCluster = 12;  // 48 KiB per CTA

@@ -219,12 +219,12 @@ class StagedVectors {
       if (word * kPerWord >= classes_) return lowest_vector<T>();
       return *reinterpret_cast<const uint4*>(row_ + segments_.offset(i) + segments_.thread() * kVectorBytes);
     } else {
-      // Words off a multiple of 4 bytes are read as two words and shifted.
-      const unsigned odd = kDeal == Deal::kOddWords ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(row_)) & 2 : 0;
-      const char* const even = row_ - odd;
-      const auto word = [&](int j) {
-        const unsigned* at = reinterpret_cast<const unsigned*>(even + offset_of(i, j));
-        return kDeal == Deal::kOddWords ? __funnelshift_r(at[0], at[1], odd * 8) : at[0];
+      const auto elements = [&](int j) { return reinterpret_cast<const unsigned short*>(row_ + offset_of(i, j)); };
+      const auto word = [&](int j) -> unsigned {
+        if constexpr (kDeal == Deal::kOddWords)
+          return elements(j)[0] | unsigned{elements(j)[1]} << 16;
+        else
+          return *reinterpret_cast<const unsigned*>(row_ + offset_of(i, j));
       };
       unsigned w[4] = {};
       if (is_full(i)) {
@@ -234,9 +234,11 @@ class StagedVectors {
         const int left = left_in_row(i);
 #pragma unroll
         for (int j = 0; j < kWords; ++j) {
+          const int left_here = left - j * kThreads * 4;
           w[j] = lowest_vector<T>().x;
-          if (j * kThreads * 4 < left) w[j] = word(j);
-          if (sizeof(T) == 2 && left - j * kThreads * 4 == 2) w[j] = __byte_perm(w[j], lowest_vector<T>().x, 0x7610);
+          if (left_here >= 4) w[j] = word(j);
+          // What lies behind the row's last element may be another warp's, which is writing it.
+          if (sizeof(T) == 2 && left_here == 2) w[j] = __byte_perm(*elements(j), lowest_vector<T>().x, 0x7610);
         }
       }
       return {w[0], w[1], w[2], w[3]};
