@@ -21,13 +21,16 @@ namespace {
 // The coefficients a_c.
 struct ClassCoefficients {
   const float* weight;  // null: ones
-  float confidence, smoothing;  // 1 - e and e / classes
-  __device__ explicit ClassCoefficients(const RowProblem& problem)
-      : weight(static_cast<const float*>(problem.weight)),
-        confidence(static_cast<float>(1 - problem.label_smoothing)),
-        smoothing(0) {
-    if (problem.label_smoothing != 0)
-      smoothing = static_cast<float>(problem.label_smoothing / static_cast<double>(problem.classes));
+  float confidence = 1, smoothing = 0;  // 1 - e and e / classes
+  // kSmooth: whether e may be other than 0. It is a double, which costs a row of few classes more than its exponentials.
+  template <bool kSmooth = true>
+  __device__ static ClassCoefficients of(const RowProblem& problem) {
+    ClassCoefficients coefficients{static_cast<const float*>(problem.weight)};
+    if (kSmooth && problem.label_smoothing != 0) {
+      coefficients.confidence = static_cast<float>(1 - problem.label_smoothing);
+      coefficients.smoothing = static_cast<float>(problem.label_smoothing / static_cast<double>(problem.classes));
+    }
+    return coefficients;
   }
   __device__ __forceinline__ float weight_of(int64_t c) const { return weight == nullptr ? 1.0f : weight[c]; }
   // a_c of a class whose target probability is t.
@@ -82,11 +85,11 @@ __device__ __forceinline__ void write_loss(const RowProblem& problem, const Read
 
 // Writes the results of a row with an index target. `score`: the target class's. `smooth_sum`: the sum over c of
 // weight_c * -log p_c.
-template <class Reader>
+template <bool kSmooth, class Reader>
 __device__ __forceinline__ void write_index_loss(const RowProblem& problem, const Reader& reader, int64_t row, int64_t target,
                                                  float score, const RowState& state, const RowState& resolved,
                                                  float smooth_sum) {
-  const ClassCoefficients coefficients(problem);
+  const auto coefficients = ClassCoefficients::of<kSmooth>(problem);
   float loss = 0, weight = 0;
   if (target != kIgnored) {
     weight = coefficients.weight_of(target);
@@ -97,13 +100,13 @@ __device__ __forceinline__ void write_index_loss(const RowProblem& problem, cons
 }
 
 // All threads of the row call this; the one that holds the target's score writes.
-template <class Reader, class Row>
+template <bool kSmooth, class Reader, class Row>
 __device__ __forceinline__ void write_index_loss_by_owner(const RowProblem& problem, const Reader& reader, const Row& row,
                                                           int64_t target, const RowState& state, float smooth_sum) {
   const RowState resolved = problem.lse == nullptr ? state : resolve_infinity(row, state);
   if (row.owns(target == kIgnored ? 0 : target))
-    write_index_loss(problem, reader, row.coord().index, target, target == kIgnored ? 0.0f : row[target], state, resolved,
-                     smooth_sum);
+    write_index_loss<kSmooth>(problem, reader, row.coord().index, target, target == kIgnored ? 0.0f : row[target], state,
+                              resolved, smooth_sum);
 }
 
 // Stores a split row's second sum, of term(class, element), after the Partials of all rows' first sums.
@@ -132,7 +135,7 @@ struct IndexLoss : OneTensorOp {
     const int64_t target = checked_class(problem, given);
     float smooth_sum = 0;
     if constexpr (kSmooth) {
-      const ClassCoefficients coefficients(problem);
+      const auto coefficients = ClassCoefficients::of(problem);
       const NegativeLogProb negative_log_prob(state);
       const auto term = [&](int64_t c, float x) { return coefficients.weight_of(c) * negative_log_prob(x); };
       if constexpr (Reader::kSplit) {
@@ -142,14 +145,14 @@ struct IndexLoss : OneTensorOp {
         smooth_sum = row.sum(term);
       }
     }
-    write_index_loss_by_owner(problem, reader, row, target, state, smooth_sum);
+    write_index_loss_by_owner<kSmooth>(problem, reader, row, target, state, smooth_sum);
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float sum) {
     const FinishedRow row{coord};
     const int64_t target = checked_class(problem, read_target(problem, row));
     const float score = target == kIgnored ? 0.0f : row_of<const T>(problem.input, coord)[target];
-    write_index_loss(problem, row, coord.index, target, score, merged.state, merged.resolve_infinity(), sum);
+    write_index_loss<kSmooth>(problem, row, coord.index, target, score, merged.state, merged.resolve_infinity(), sum);
   }
 };
 
@@ -160,7 +163,7 @@ struct ProbabilityLoss : OneTensorOp {
     auto row = reader.read(problem.input);
     const Row<const T> target = row_of<const T>(problem.target_probabilities, row.coord());
     const RowState state = row.state();
-    const ClassCoefficients coefficients(problem);
+    const auto coefficients = ClassCoefficients::of(problem);
     const NegativeLogProb negative_log_prob(state);
     const auto term = [&](int64_t c, float x) { return coefficients(c, target[c]) * negative_log_prob(x); };
     if constexpr (Reader::kSplit) {
@@ -220,7 +223,7 @@ struct IndexLossBackward : OneTensorOp {
   template <class Reader>
   __device__ static void part(const RowProblem& problem, const Reader& reader) {
     if (sums_weights(problem)) {
-      const ClassCoefficients coefficients(problem);
+      const auto coefficients = ClassCoefficients::of(problem);
       reader.read(problem.input).store_part([&](int64_t c, float) { return coefficients.weight_of(c); });
     } else {
       reader.read(problem.input).store_part(NoExtra{});
@@ -229,7 +232,7 @@ struct IndexLossBackward : OneTensorOp {
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     const RowCoord coord = reader.coord;
-    const ClassCoefficients coefficients(problem);
+    const auto coefficients = ClassCoefficients::of<kSmooth>(problem);
     // Loaded before the row: after it, these loads would have to wait until the row has arrived.
     const int64_t given = read_target(problem, reader);
     const float grad_lse = row_value(problem.grad_lse, coord), grad_loss = grad_loss_of(problem, reader);
@@ -237,7 +240,7 @@ struct IndexLossBackward : OneTensorOp {
     const int64_t target = checked_class(problem, given);
     const RowState state = row.state();
     if constexpr (!kSmooth)
-      if (problem.loss != nullptr) write_index_loss_by_owner(problem, reader, row, target, state, 0);
+      if (problem.loss != nullptr) write_index_loss_by_owner<kSmooth>(problem, reader, row, target, state, 0);
     // grad_input_c = scale p_c - (uniform_grad weight_c + target_grad in the target class). The scale is the sum of what is in
     // parentheses over all classes, and of grad_lse. The loss of one class is 0 whatever the logit: what is left is lse's.
     float scale = grad_lse, target_grad = 0, uniform_grad = 0;
@@ -289,13 +292,14 @@ struct ProbabilityLossBackward : OneTensorOp {
   __device__ static void part(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
     using T = typename decltype(row)::Element;
-    row.store_part(RowCoefficients<T>{ClassCoefficients(problem), row_of<const T>(problem.target_probabilities, row.coord())});
+    row.store_part(
+        RowCoefficients<T>{ClassCoefficients::of(problem), row_of<const T>(problem.target_probabilities, row.coord())});
   }
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
     const RowCoord coord = row.coord();
-    const RowCoefficients<T> a{ClassCoefficients(problem), row_of<const T>(problem.target_probabilities, coord)};
+    const RowCoefficients<T> a{ClassCoefficients::of(problem), row_of<const T>(problem.target_probabilities, coord)};
     const RowState state = row.state();
     const float a_sum = row.sum(a);
     const float grad_loss = grad_loss_of(problem, reader);
@@ -332,7 +336,7 @@ template <class T>
 __global__ void __launch_bounds__(kOneClassThreads) one_class_loss_kernel(const __grid_constant__ RowProblem problem) {
   launch_dependents();
   grid_dependency_wait();
-  const ClassCoefficients coefficients(problem);
+  const auto coefficients = ClassCoefficients::of(problem);
   const int64_t first = int64_t{blockIdx.x} * kOneClassRows * kOneClassThreads + threadIdx.x;
   const T* const x = static_cast<const T*>(problem.input.data);
   int64_t target[kOneClassRows];
