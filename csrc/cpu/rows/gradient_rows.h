@@ -138,7 +138,8 @@ struct WeightedMean {
 
   FLASH_ONLINE_INLINE void merge(const WeightedMean& other) {
     const bool moves = other.weight > weight;  // so that only the smaller weight's deviation is measured anew
-    deviation += other.deviation + (moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight);
+    deviation += other.deviation;
+    if (pivot != other.pivot) deviation += moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight;
     if (moves) pivot = other.pivot;
     weight += other.weight;
   }
@@ -146,7 +147,7 @@ struct WeightedMean {
   FLASH_ONLINE_INLINE Subtrahend<float> subtrahend_of_chunk() const {
     return subtrahend_of(static_cast<float>(pivot), static_cast<float>(deviation), static_cast<float>(weight));
   }
-  FLASH_ONLINE_INLINE double value() const { return pivot + (weight == 0 ? deviation : deviation / weight); }
+  FLASH_ONLINE_INLINE double value() const { return pivot == 0 ? deviation : pivot + deviation / divisor_of(weight); }
 };
 
 // The sums of a row's grad, or of grad * y, lane by lane.
@@ -208,7 +209,7 @@ FLASH_ONLINE_INLINE Vector<float> weight_lanes(const Row& row) {
 }
 
 // Prefetches what comes so many elements after a row, in a pass that finds the row in the first-level cache and would leave the
-// memory idle.
+// memory idle. Where results stay in the caches, so does what is read, and this only costs instructions.
 struct Ahead {
   int64_t grad = 0, output = 0;
   template <class Row>
@@ -237,6 +238,17 @@ FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const Row& row, Vector<float> 
 // |grad| y, so this is certain where |product| is at most 7/8 of it. It is false for NaN.
 FLASH_ONLINE_INLINE Vector<int32_t> needs_no_pivot(const ProductLanes& sums) {
   return 8 * magnitude(sums.product) <= 7 * sums.magnitude;
+}
+// A chunk's sum of grad * y, and whether it is as good as a mean by a pivot.
+struct ChunkProduct {
+  float sum;
+  bool needs_no_pivot;
+};
+template <class Row>
+FLASH_ONLINE_INLINE ChunkProduct product_of_chunk(const Row& row) {
+  const ProductLanes lanes = product_lanes<0>(row);
+  const float product = sum_of_lanes<float>(lanes.product), magnitude = sum_of_lanes<float>(lanes.magnitude);
+  return {product, needs_no_pivot({broadcast(product), broadcast(magnitude)})[0] != 0};
 }
 // The mean of a chunk that needs a pivot; `product` is the sum of grad * y.
 template <class Row>
@@ -313,10 +325,9 @@ struct GradientWriter {
     else if constexpr (kMayStream)
       stream_vector(to, x.part[0]);
   }
-  template <int kUnits, class Row, class Next>
-  FLASH_ONLINE_INLINE void write(const Row& row, E* to, const Next& ahead) const {
+  template <int kUnits, class Row>
+  FLASH_ONLINE_INLINE void write(const Row& row, E* to) const {
     for_each_unit<kUnits, R>(row.count, [&](int, int64_t i, auto at_end) FLASH_ONLINE_LAMBDA_INLINE {
-      ahead.prefetch(row, i);
       const Unit<R> x = gradients(row, i, at_end);
       if constexpr (at_end && Row::kEnd == RowEnd::kExact)
         store(to + i, row.left(), x);

@@ -291,6 +291,11 @@ FLASH_ONLINE_INLINE bool may_split_rows(const RowProblem& problem, const RowPart
   return partition.segments > 1 && partition.total() <= kMaxSplitRows && problem.k <= kMaxSplitRows;
 }
 
+// Whether several threads share a row.
+FLASH_ONLINE_INLINE bool splits_rows(const RowProblem& problem, const RowPartition& partition, int64_t workers) {
+  return partition.total() < 2 * workers && may_split_rows(problem, partition);
+}
+
 // Bytes in front of every worker's scratch. Those of the first worker hold the partials of rows that several threads share.
 FLASH_ONLINE_INLINE int64_t split_scratch_bytes(const RowProblem& problem, int64_t storage) {
   const RowPartition partition(problem, 1);
@@ -305,7 +310,7 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
   const RowPartition partition(problem, executor.workers);
   const int64_t storage = Op::extra_bytes(problem), split_bytes = split_scratch_bytes(problem, storage);
 
-  if (partition.total() < 2 * executor.workers && may_split_rows(problem, partition)) {
+  if (splits_rows(problem, partition, executor.workers)) {
     const auto partial = [&](int64_t part) -> Partial& {
       return *reinterpret_cast<Partial*>(executor.scratch + part * (kPartialBytes + storage));
     };

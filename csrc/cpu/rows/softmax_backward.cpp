@@ -1,6 +1,7 @@
-// The gradients of softmax and log-softmax on the CPU. Rows of contiguous classes that fill at most a chunk are computed in
-// batches, from one end to the other; rows that lie side by side in strips, one per lane (row_strips.h); longer rows, rows that
-// threads share and rows of other strides by tiles (row_tile.h), very short ones of them one per lane (short_rows.h).
+// The gradients of softmax and log-softmax on the CPU. Rows of contiguous classes are computed from one end to the other: those
+// that fill at most a chunk in batches, longer ones chunk by chunk. Rows that lie side by side are computed in strips, one per
+// lane (row_strips.h); rows that threads share and rows of other strides by tiles (row_tile.h), very short ones of them one per
+// lane (short_rows.h).
 #include "gradient_rows.h"
 #include "row_strips.h"
 #include "short_rows.h"
@@ -35,8 +36,10 @@ struct SoftmaxBackwardOp : RowOp {
         WeightedMean::merge(other);
     }
     FLASH_ONLINE_INLINE Subtrahend<T> subtrahend(int64_t classes) const {
-      if (classes <= kChunk) return subtrahend_of_chunk();  // as it is in a batch
-      const TwoParts<T> parts(value());
+      return classes <= kChunk ? subtrahend_of_chunk() : in_two_parts(value());  // of a chunk as it is in a batch
+    }
+    static FLASH_ONLINE_INLINE Subtrahend<T> in_two_parts(double mean) {
+      const TwoParts<T> parts(mean);
       return {parts.high, parts.low};
     }
   };
@@ -81,15 +84,12 @@ struct SoftmaxBackwardOp : RowOp {
     if (stream) finish_streaming();
   }
 
- private:
   static __attribute__((noinline)) void add_chunk(const R* g, const R* y, int64_t count, Partial& to) {
     const GradientRow<R> row(g, y, count);
     if constexpr (kTakesMean<R, kLog>) {
-      const ProductLanes lanes = product_lanes<0>(row);
-      const float product = sum_of_lanes<float>(lanes.product), magnitude = sum_of_lanes<float>(lanes.magnitude);
-      to.merge({needs_no_pivot({broadcast(product), broadcast(magnitude)})[0]
-                    ? WeightedMean{0, product, sum_of_lanes<float>(weight_lanes<0>(row))}
-                    : about_pivot(row, product)});
+      const ChunkProduct product = product_of_chunk(row);
+      to.merge({product.needs_no_pivot ? WeightedMean{0, product.sum, sum_of_lanes<float>(weight_lanes<0>(row))}
+                                       : about_pivot(row, product.sum)});
     } else {
       to.merge({sum_of_lanes<SumOf<R, kLog>>(sum_lanes<0, kLog>(row))});
     }
@@ -99,7 +99,7 @@ struct SoftmaxBackwardOp : RowOp {
     if (stream)
       writer.write_streaming(row, to, NoneAhead{});
     else
-      writer.template write<0>(row, to, NoneAhead{});
+      writer.template write<0>(row, to);
   }
 };
 
@@ -167,13 +167,8 @@ struct ContiguousRows {
   FLASH_ONLINE_INLINE void write(int64_t first, const Subtrahend<T>* subtrahend) const {
     if (stream) return write_streaming<kRows, kOneTerm>(first, subtrahend);
     E* to = static_cast<E*>(problem.grad_input.data) + first * count;
-    const Ahead ahead{kRows * problem.grad.stride[0], kRows * problem.output.stride[0]};
     for_each_row<kRows, kEnd, kUnrolls<kUnits>>(first, [&](int r, const auto& row) FLASH_ONLINE_LAMBDA_INLINE {
-      const GradientWriter<E, kLog, R, kOneTerm> writer(subtrahend[r]);
-      if constexpr (kRows == 1)
-        writer.template write<kUnits>(row, to + r * count, ahead);
-      else
-        writer.template write<kUnits>(row, to + r * count, NoneAhead{});
+      GradientWriter<E, kLog, R, kOneTerm>(subtrahend[r]).template write<kUnits>(row, to + r * count);
     });
   }
   // The batches from `row` on that end at `last` or before it. These functions return the row behind what they did.
@@ -231,15 +226,80 @@ struct ContiguousRows {
   }
 };
 
+// Rows of contiguous classes, of several chunks each, which no threads share. The sums are those of SoftmaxBackwardOp.
 template <class E, class R, bool kLog>
-void contiguous_softmax_backward(const RowProblem& problem, const Executor& executor) {
-  const ContiguousRows<E, R, kLog> kernel{problem};
-  const int64_t rows = problem.outer, per_batch = kernel.rows_per_batch(),
-                rows_per_item = ceil_div(row_grain(problem), per_batch * problem.classes) * per_batch;
+struct LongContiguousRows {
+  using Op = SoftmaxBackwardOp<E, R, kLog>;
+  using T = Accumulator<R>;
+
+  const RowProblem& problem;
+  const int64_t count = problem.classes;
+  const bool stream = std::is_same_v<E, R> && streams<E>(problem);
+
+  void rows(int64_t first, int64_t last) const {
+    for (int64_t row = first; row < last; ++row) {
+      const R* const grad = static_cast<const R*>(problem.grad.data) + row * problem.grad.stride[0];
+      const R* const output = static_cast<const R*>(problem.output.data) + row * problem.output.stride[0];
+      write(grad, output, subtrahend_of_row(grad, output), static_cast<E*>(problem.grad_input.data) + row * count);
+    }
+    if (stream) finish_streaming();
+  }
+
+ private:
+  Subtrahend<T> subtrahend_of_row(const R* grad, const R* output) const {
+    if constexpr (kTakesMean<R, kLog>) {  // where no chunk needs a pivot, no weight is needed either
+      double product = 0;
+      if (add_products(grad, output, product)) return Op::Mean::in_two_parts(product);
+    }
+    typename Op::Partial sum;
+    for_each_segment([&](int64_t begin, int64_t end) {
+      typename Op::Partial of_segment;
+      for_each_chunk(begin, end, [&](int64_t i, int64_t n) { Op::add_chunk(grad + i, output + i, n, of_segment); });
+      sum.merge(of_segment);
+    });
+    return sum.subtrahend(count);
+  }
+  // Returns whether no chunk needs a pivot.
+  bool add_products(const R* grad, const R* output, double& to) const {
+    bool none_needs = true;
+    for_each_segment([&](int64_t begin, int64_t end) {
+      double of_segment = 0;
+      for (int64_t i = begin; i < end && none_needs; i += kChunk) {
+        const ChunkProduct product = product_of_chunk(GradientRow<R>(grad + i, output + i, std::min(end - i, kChunk)));
+        none_needs = product.needs_no_pivot;
+        of_segment += product.sum;
+      }
+      to += of_segment;
+    });
+    return none_needs;
+  }
+  void write(const R* grad, const R* output, const Subtrahend<T>& subtrahend, E* to) const {
+    for_each_chunk(0, count, [&](int64_t i, int64_t n) {
+      Op::write(GradientRow<R>(grad + i, output + i, n), subtrahend, to + i, stream);
+    });
+  }
+  template <class F>
+  void for_each_segment(const F& f) const {
+    for (int64_t begin = 0; begin < count; begin += kSegment) f(begin, std::min(begin + kSegment, count));
+  }
+};
+
+// Hands out the rows of a kernel for contiguous classes, whole batches to a thread.
+template <class Rows>
+void run_contiguous(const RowProblem& problem, const Executor& executor, const Rows& kernel, int64_t rows_per_batch) {
+  const int64_t rows = problem.outer,
+                rows_per_item = ceil_div(row_grain(problem), rows_per_batch * problem.classes) * rows_per_batch;
   for_each_independent_item(executor, ceil_div(rows, rows_per_item), [&](int64_t item, std::byte*) {
     const int64_t first = item * rows_per_item;
     kernel.rows(first, first + rows_per_item < rows ? first + rows_per_item : rows);
   });
+}
+
+template <class E, class R, bool kLog>
+void contiguous_softmax_backward(const RowProblem& problem, const Executor& executor) {
+  if (problem.classes > kChunk) return run_contiguous(problem, executor, LongContiguousRows<E, R, kLog>{problem}, 1);
+  const ContiguousRows<E, R, kLog> kernel{problem};
+  run_contiguous(problem, executor, kernel, kernel.rows_per_batch());
 }
 
 // What is subtracted in the rows of the lanes. products(of_two), weights() and deviations(pivot) are sums over their classes.
@@ -404,7 +464,8 @@ void softmax_backward(const RowProblem& problem, const Executor& executor) {
       using E = decltype(e);
       using R = decltype(r);
       constexpr bool kLog = decltype(log)::value;
-      if (problem.classes > 1 && problem.classes <= kChunk && has_contiguous_rows(problem))
+      if (problem.classes > 1 && has_contiguous_rows(problem) &&
+          !splits_rows(problem, RowPartition(problem, executor.workers), executor.workers))
         contiguous_softmax_backward<E, R, kLog>(problem, executor);
       else if (lie_in_strips(problem, problem.grad, problem.output, problem.grad_input))
         strip_softmax_backward<E, R, kLog>(problem, executor);
