@@ -209,7 +209,8 @@ FLASH_ONLINE_INLINE Vector<float> weight_lanes(const Row& row) {
 }
 
 // Prefetches what comes so many elements after a row, in a pass that finds the row in the first-level cache and would leave the
-// memory idle. Where results stay in the caches, so does what is read, and this only costs instructions.
+// memory idle. For streamed results alone: where results stay in the caches, so does what is read, and a prefetch only costs
+// its instruction.
 struct Ahead {
   int64_t grad = 0, output = 0;
   template <class Row>
