@@ -2,6 +2,7 @@
 #include <array>
 #include <tuple>
 
+#include "operators.h"
 #include "row_call.h"
 
 namespace flash_online::ops {
@@ -415,11 +416,11 @@ inline void scale_in_place(Tensor tensor, Tensor factor) {
 
 template <class Device, class Library>
 void add_cross_entropy(Library& m) {
-  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward<Device>));
-  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward<Device>));
-  m.impl("cross_entropy_loss", TORCH_BOX(&cross_entropy_loss<Device>));
-  m.impl("cross_entropy_loss_backward", TORCH_BOX(&cross_entropy_loss_backward<Device>));
-  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place<Device>));
+  implement(m, "cross_entropy_forward", TORCH_BOX(&cross_entropy_forward<Device>));
+  implement(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward<Device>));
+  implement(m, "cross_entropy_loss", TORCH_BOX(&cross_entropy_loss<Device>));
+  implement(m, "cross_entropy_loss_backward", TORCH_BOX(&cross_entropy_loss_backward<Device>));
+  implement(m, "cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_in_place<Device>));
 }
 
 }  // namespace
@@ -430,6 +431,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_cross_e
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
   if constexpr (flash_online::ops::kBuiltWithCuda) {
     flash_online::ops::add_cross_entropy<flash_online::ops::LossOnCuda>(m);
-    m.impl("scale_", TORCH_BOX(&flash_online::ops::scale_in_place));
+    flash_online::ops::implement(m, "scale_", TORCH_BOX(&flash_online::ops::scale_in_place));
   }
 }

@@ -1,6 +1,6 @@
 // Every operator of the library, on one page. The implementations are in attention/, softmax.cpp, cross_entropy.cpp and
-// topk.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. These operators have no autograd, which the stable
-// ABI does not offer: it is in Python.
+// topk.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. Derivatives are registered from Python
+// (flash_online/_autograd.py), as the stable ABI does not offer autograd; operators.h says what `define` makes of a schema.
 //
 // Conventions: attention takes [..., heads, length, head_dim] tensors of one rank >= 4 with equal batch dimensions (broadcast
 // by strides of 0), or packed ones; a mask has their rank and a size of 1 where it is broadcast; a window bound below 0 is
@@ -8,49 +8,57 @@
 // float32 otherwise.
 #include <torch/csrc/stable/library.h>
 
+#include "operators.h"
+
+using flash_online::ops::define;
+
 STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
   // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and
   // below: float32 products on CUDA may have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere.
-  m.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
-      "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
-      "float dropout_p, bool tf32=False) -> (Tensor out, Tensor lse, Tensor lse_low)");
+  // deterministic: whether the backward pass that the derivative calls shall repeat; None asks torch when this is called.
+  define(m,
+         "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
+         "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
+         "float dropout_p, bool tf32=False, bool? deterministic=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
   // attention_forward's out alone, for a call without gradients and options.
-  m.def("attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
+  define(
+      m,
+      "attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
   // A call without options that has a backward pass. stats: lse, then lse_low, [2 batch, ..., heads, queries].
-  m.def(
+  define(
+      m,
       "attention_training(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> (Tensor out, "
       "Tensor stats)");
-  m.def(
-      "attention_training_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
-      "bool causal, float scale, bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, "
-      "Tensor grad_value)");
-  m.def(
-      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
-      "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
-      "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
-      "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
-      "Tensor grad_sinks)");
+  define(m,
+         "attention_training_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
+         "bool causal, float scale, bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, "
+         "Tensor grad_value)");
+  define(m,
+         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+         "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
+         "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
+         "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
+         "Tensor grad_sinks)");
   // Packed sequences: query, out [total queries, heads, head_dim], key and value [total keys, heads, head_dim], lse [heads,
   // total queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last. They are read
   // on the device alone: values out of order or out of range raise no error and touch no other memory. A sequence longer than
   // max_seqlen_* is cut. Padding rows have results and gradients of 0, and lse -inf.
-  m.def(
-      "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
-      "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool tf32=False) -> (Tensor out, "
-      "Tensor lse, Tensor lse_low)");
-  m.def(
-      "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
-      "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
-      "float scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
-      "Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
+  define(m,
+         "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+         "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
+         "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool tf32=False, "
+         "bool? deterministic=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
+  define(m,
+         "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
+         "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
+         "float scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
+         "Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
   // Which weights dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
-  m.def(
-      "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
-      "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
+  define(m,
+         "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
+         "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
   // Attention over cached keys, without gradients: query [sequences, heads, length, head_dim], or with query_starts (int32
   // [sequences + 1]) packed; caches [blocks, key heads, page, head_dim], any strides, query's dtype or float8 beside 16 bits.
   // Entry e of a sequence's row of block_table (int32, columns side by side) is the block of its keys e * page and on; without
@@ -60,77 +68,77 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // count. All of these are int32, read on the device alone: any value is safe. key_scale, value_scale: float32 [sequences, key
   // heads]. splits: the pieces that each sequence's keys are cut into; 0: the kernel's choice. Packed rows of no sequence have
   // results of 0 and lse -inf.
-  m.def(
-      "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
-      "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
-      "Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, SymInt window_left, "
-      "SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_cached_(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, "
-      "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
-      "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
-      "SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> Tensor lse");
+  define(m,
+         "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
+         "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
+         "Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, SymInt window_left, "
+         "SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> (Tensor out, Tensor lse)");
+  define(m,
+         "attention_cached_(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, "
+         "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
+         "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
+         "SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> Tensor lse");
   // attention_cached's out alone, for a step of decoding without new keys and options: causal, lower_right, each query
   // [sequences, heads, length, head_dim] over its sequence's keys [0, lengths[n]).
-  m.def(
-      "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? block_table, "
-      "SymInt window_left, float scale, SymInt splits) -> Tensor out");
+  define(m,
+         "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? block_table, "
+         "SymInt window_left, float scale, SymInt splits) -> Tensor out");
   // Writes new keys and values into the caches of attention_cached, behind each sequence's length, or at slots (int64, rows of
   // the pool): key [sequences, key heads, new, head_dim], or with new_starts or slots packed. Float8 caches hold rows divided
   // by their scale. cosines, sines [positions, width / 2]: keys and `query` are rotated (pairs of columns are halves, or
   // interleaved) to their places, or to offsets (int32 per sequence, or per slot) and on; queries all to the first one unless
   // queries_advance. Returns the rotated query; without one a tensor without elements.
-  m.def(
-      "cache_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? key, Tensor? value, Tensor? query, "
-      "Tensor? lengths, Tensor? left, Tensor? rows, Tensor? block_table, Tensor? slots, Tensor? new_starts, "
-      "Tensor? query_starts, Tensor? cosines, Tensor? sines, Tensor? offsets, Tensor? key_scale, Tensor? value_scale, "
-      "bool interleaved, bool queries_advance) -> Tensor rotated");
+  define(m,
+         "cache_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? key, Tensor? value, Tensor? query, "
+         "Tensor? lengths, Tensor? left, Tensor? rows, Tensor? block_table, Tensor? slots, Tensor? new_starts, "
+         "Tensor? query_starts, Tensor? cosines, Tensor? sines, Tensor? offsets, Tensor? key_scale, Tensor? value_scale, "
+         "bool interleaved, bool queries_advance) -> Tensor rotated");
   // Merges partial results over disjoint keys: outs[i] [..., head_dim] of one dtype, lses[i] [...] of the accumulator type.
-  m.def("attention_merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
-      "(Tensor[] grad_outs, Tensor[] grad_lses)");
+  define(m, "attention_merge(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)");
+  define(m,
+         "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
+         "(Tensor[] grad_outs, Tensor[] grad_lses)");
   // Makes torch's own flash attention operators on CUDA ours (attention/torch_sdpa.cpp), or undoes it.
   m.def("torch_sdpa_register(bool active, bool inplace) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   // softmax or its logarithm along dim (0 <= dim < input.dim), contiguous, in dtype: the input's, or float32 for a 16-bit one.
-  m.def("softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
-  m.def("softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");
+  define(m, "softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
+  define(m, "softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");
   // log(sum(exp(input))) along dim, which the result lacks, in dtype: the accumulator type (None), or the input's. The gradient
   // is in either of them.
-  m.def("logsumexp_forward(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
-  m.def("logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
+  define(m, "logsumexp_forward(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
+  define(m, "logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
   // One loss per row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
   // accumulator type. -> loss, lse and the row's weight (weight[target]; 0 for an ignored row, 1 for probabilities), each
   // [N, ...] in the accumulator type. A target out of range is an error that says "out of bounds".
-  m.def(
-      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing) -> "
-      "(Tensor loss, Tensor lse, Tensor row_weight)");
-  m.def(
-      "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
-      "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
+  define(m,
+         "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing) -> "
+         "(Tensor loss, Tensor lse, Tensor row_weight)");
+  define(m,
+         "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
+         "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
   // the sum of the rows' weights if `mean`. numbers, in the accumulator type: those of the rows, if they are kept (on CUDA,
   // those of few), and last what the sum was divided by (1 without `mean`), which alone the backward pass reads.
-  m.def(
-      "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
-      "ScalarType dtype) -> (Tensor loss, Tensor numbers)");
-  m.def(
-      "cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, Tensor? weight, "
-      "int ignore_index, float label_smoothing) -> Tensor grad_input");
+  define(m,
+         "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
+         "ScalarType dtype) -> (Tensor loss, Tensor numbers)");
+  define(m,
+         "cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, Tensor? weight, "
+         "int ignore_index, float label_smoothing) -> Tensor grad_input");
   // cross_entropy_backward that overwrites input with grad_input, so that one tensor of logits is in memory instead of two.
   // With `forward` it also returns cross_entropy_forward's three results, which are else without elements.
-  m.def(
-      "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
-      "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "
-      "Tensor row_weight, Tensor grad_target)");
+  define(m,
+         "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
+         "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "
+         "Tensor row_weight, Tensor grad_target)");
   // The k largest probabilities along dim, descending, and their indices (int64); k <= input.size(dim).
-  m.def(
-      "topk_softmax_forward(Tensor input, int k, int dim, bool renormalize, ScalarType dtype) -> "
-      "(Tensor probabilities, Tensor indices)");
-  m.def(
-      "topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int dim, bool renormalize) "
-      "-> Tensor");
+  define(m,
+         "topk_softmax_forward(Tensor input, int k, int dim, bool renormalize, ScalarType dtype) -> "
+         "(Tensor probabilities, Tensor indices)");
+  define(m,
+         "topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int dim, bool renormalize) "
+         "-> Tensor");
 }

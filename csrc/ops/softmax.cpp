@@ -1,4 +1,5 @@
 // softmax, log-softmax and logsumexp, with their backward passes.
+#include "operators.h"
 #include "row_call.h"
 
 namespace flash_online::ops {
@@ -95,10 +96,10 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
 
 template <class Device, class Library>
 void add_softmax(Library& m) {
-  m.impl("softmax_forward", TORCH_BOX(&softmax_forward<Device>));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward<Device>));
-  m.impl("logsumexp_forward", TORCH_BOX(&logsumexp_forward<Device>));
-  m.impl("logsumexp_backward", TORCH_BOX(&logsumexp_backward<Device>));
+  implement(m, "softmax_forward", TORCH_BOX(&softmax_forward<Device>));
+  implement(m, "softmax_backward", TORCH_BOX(&softmax_backward<Device>));
+  implement(m, "logsumexp_forward", TORCH_BOX(&logsumexp_forward<Device>));
+  implement(m, "logsumexp_backward", TORCH_BOX(&logsumexp_backward<Device>));
 }
 
 }  // namespace

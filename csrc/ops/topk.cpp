@@ -1,6 +1,7 @@
 // The k largest probabilities of a softmax, with their backward pass.
 #include <tuple>
 
+#include "operators.h"
 #include "row_call.h"
 
 namespace flash_online::ops {
@@ -58,8 +59,8 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
 
 template <class Device, class Library>
 void add_topk(Library& m) {
-  m.impl("topk_softmax_forward", TORCH_BOX(&topk_softmax_forward<Device>));
-  m.impl("topk_softmax_backward", TORCH_BOX(&topk_softmax_backward<Device>));
+  implement(m, "topk_softmax_forward", TORCH_BOX(&topk_softmax_forward<Device>));
+  implement(m, "topk_softmax_backward", TORCH_BOX(&topk_softmax_backward<Device>));
 }
 
 }  // namespace

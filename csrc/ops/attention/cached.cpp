@@ -2,6 +2,7 @@
 // cache_append_.
 #include "cached.h"
 
+#include "../operators.h"
 #include "pass.h"
 
 namespace flash_online::ops {
@@ -119,10 +120,10 @@ Tensor cache_append_(const Tensor& key_cache, const Tensor& value_cache, const s
 
 template <class Device, class Library>
 void add_cached(Library& m) {
-  m.impl("attention_cached", TORCH_BOX(&attention_cached<Device>));
-  m.impl("attention_cached_", TORCH_BOX(&attention_cached_<Device>));
-  m.impl("attention_decode", TORCH_BOX(&attention_decode<Device>));
-  m.impl("cache_append_", TORCH_BOX(&cache_append_<Device>));
+  implement(m, "attention_cached", TORCH_BOX(&attention_cached<Device>));
+  implement(m, "attention_cached_", TORCH_BOX(&attention_cached_<Device>));
+  implement(m, "attention_decode", TORCH_BOX(&attention_decode<Device>));
+  implement(m, "cache_append_", TORCH_BOX(&cache_append_<Device>));
 }
 
 }  // namespace

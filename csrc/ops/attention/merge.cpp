@@ -2,6 +2,7 @@
 #include "../../cpu/kernels.h"
 #include "../../cuda/attention/attention.h"
 #include "../cuda_call.h"
+#include "../operators.h"
 #include "../tensor.h"
 
 namespace flash_online::ops {
@@ -117,8 +118,8 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward(co
 
 template <class Device, class Library>
 void add_merge(Library& m) {
-  m.impl("attention_merge", TORCH_BOX(&attention_merge<Device>));
-  m.impl("attention_merge_backward", TORCH_BOX(&attention_merge_backward<Device>));
+  implement(m, "attention_merge", TORCH_BOX(&attention_merge<Device>));
+  implement(m, "attention_merge_backward", TORCH_BOX(&attention_merge_backward<Device>));
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // attention_forward, attention_inference, attention_training, attention_varlen_forward, their backward passes and
 // attention_dropout_mask, on the CPU and on CUDA.
+#include "../operators.h"
+
 #include "pass.h"
 
 namespace flash_online::ops {
@@ -11,7 +13,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
                                                      const std::optional<Tensor>& alibi_slopes,
                                                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
                                                      int64_t window_left, int64_t window_right, bool lower_right, double scale,
-                                                     double softcap, double dropout_p, bool tf32) {
+                                                     double softcap, double dropout_p, bool tf32,
+                                                     std::optional<bool> /*deterministic*/) {
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
@@ -89,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
     int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right, double scale,
-    double softcap, double dropout_p, bool tf32) {
+    double softcap, double dropout_p, bool tf32, std::optional<bool> /*deterministic*/) {
   const std::optional<Tensor> mask;
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward<Device>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -133,14 +136,14 @@ Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t ba
 
 template <class Device, class Library>
 void add_attention(Library& m) {
-  m.impl("attention_forward", TORCH_BOX(&attention_forward<Device>));
-  m.impl("attention_inference", TORCH_BOX(&attention_inference<Device>));
-  m.impl("attention_training", TORCH_BOX(&attention_training<Device>));
-  m.impl("attention_training_backward", TORCH_BOX(&attention_training_backward<Device>));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward<Device>));
-  m.impl("attention_varlen_forward", TORCH_BOX(&attention_varlen_forward<Device>));
-  m.impl("attention_varlen_backward", TORCH_BOX(&attention_varlen_backward<Device>));
-  m.impl("attention_dropout_mask", TORCH_BOX(&attention_dropout_mask<Device>));
+  implement(m, "attention_forward", TORCH_BOX(&attention_forward<Device>));
+  implement(m, "attention_inference", TORCH_BOX(&attention_inference<Device>));
+  implement(m, "attention_training", TORCH_BOX(&attention_training<Device>));
+  implement(m, "attention_training_backward", TORCH_BOX(&attention_training_backward<Device>));
+  implement(m, "attention_backward", TORCH_BOX(&attention_backward<Device>));
+  implement(m, "attention_varlen_forward", TORCH_BOX(&attention_varlen_forward<Device>));
+  implement(m, "attention_varlen_backward", TORCH_BOX(&attention_varlen_backward<Device>));
+  implement(m, "attention_dropout_mask", TORCH_BOX(&attention_dropout_mask<Device>));
 }
 
 }  // namespace
