@@ -35,7 +35,7 @@ class VarlenTensors(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The options that the forward and the backward pass share; a window bound of -1 is no bound."""
+    """The options of the forward pass, which the backward pass shares; a window bound of -1 is no bound."""
 
     window_left: int
     window_right: int
@@ -44,11 +44,12 @@ class AttentionOptions(NamedTuple):
     softcap: float
     dropout_p: float
     tf32: bool
+    deterministic: bool | None = None  # for the derivative alone; None asks torch when the operator is called
 
     def for_backward(self, *own):
         """The options of a backward operator, whose `own` ones stand before the last: (mask_grad, deterministic), or
         (deterministic,) for packed sequences."""
-        *shared, tf32 = self
+        *shared, tf32, _ = self
         return *shared, *own, tf32
 
 

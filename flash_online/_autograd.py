@@ -1,108 +1,238 @@
-"""Registers operators with autograd: one description becomes two `torch.autograd.Function` classes.
+"""Registers the derivatives of the raw operators with torch's dispatcher, so that whatever holds an operator trains: an eager
+call, a graph of torch.compile, torch.export, make_fx or torch.jit.trace, a transform of torch.func, forward mode.
 
-A Function whose `forward` takes `ctx` costs half as much per call as one with `setup_context`, and Dynamo traces it only if it
-has no `jvp`. torch.func and forward-mode AD need `setup_context`, `jvp` and a vmap rule. `differentiable` makes both forms
-from one class, and calls the raw operator directly where no gradient is needed.
+An operator `flash_online::name` has a kernel for the Autograd key, in Python. Where nothing asks for a derivative it calls the
+operator below that key; else the autograd.Function that `differentiable` makes of a description, or the differentiable
+operations that `composite` gives.
+
+Eager calls take a shorter way. `differentiable` returns a callable that looks for a derivative before the dispatcher does, and
+calls the same Function or `name.below_autograd`, the operator's second overload, which has no kernel for that key
+(csrc/ops/operators.h). Under a tracer or a TorchDispatchMode the second overload becomes the first.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from ._ops import surfaced
+from ._ops import _fragment, below_autograd, ops, surfaced
+from ._policy import traced_by_jit
+
+_below_autograd_guard = torch._C._AutoDispatchBelowAutograd
+_any_transforms = torch._C._are_functorch_transforms_active
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode AD level is active. False while compiling: Dynamo handles its own."""
+    """Whether a torch.func transform or a forward-mode AD level is active. False while compiling: the graph that is made holds
+    the operators, and these know their derivatives."""
     return not torch.compiler.is_compiling() and eager_transforms_active()
 
 
 def eager_transforms_active() -> bool:
     """`transforms_active` for a caller that knows that nothing is being compiled."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _any_transforms() or forward_ad._current_level >= 0
 
 
-class _Leaf:
-    """Holds a tuple of options that torch.func shall pass on whole: taken apart, as it takes apart every tuple among a
-    Function's inputs, the options would be counted as inputs in the jvp of a vmapped Function, and be too many."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value):
-        self.value = value
+def dispatches() -> bool:
+    """Whether a call has to go to the dispatcher's Autograd key: while compiling or tracing by torch.jit, since the graph must
+    hold the operator and no autograd.Function, and under transforms, which the dispatcher alone sees."""
+    return torch.compiler.is_compiling() or traced_by_jit() is not None or eager_transforms_active()
 
 
-def _packed(inputs):
-    return tuple(_Leaf(value) if isinstance(value, tuple) else value for value in inputs)
+def requires_grad(tensors) -> bool:
+    """Whether autograd records a call with these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
-def _unpacked(inputs):
-    return tuple(value.value if type(value) is _Leaf else value for value in inputs)
+class Description:
+    """What `differentiable` makes an operator's derivative of; a subclass's name and docstring say which.
 
-
-def differentiable(description):
-    """Makes a callable `f(*inputs) -> outputs`, with tensors, numbers and tuples of numbers for inputs, from a class with four
-    static methods:
-
-    run(*inputs) -> outputs;
-    save(ctx, inputs, outputs) -> the tensors (or None) that become `ctx.saved_tensors`; other values it may set on ctx;
-    backward(ctx, *grads) -> one gradient per input;
-    jvp(ctx, *tangents) -> one tangent per output.
+    `operator` is the raw operator. `inputs` are the operator's arguments in a form that suits the other methods, by default as
+    they are.
     """
 
-    def run(*inputs):
-        try:
-            return description.run(*inputs)
-        except RuntimeError as error:
-            raise surfaced(error, *inputs) from None
+    operator: torch._ops.OpOverloadPacket
 
-    class Eager(Function):
+    @staticmethod
+    def inputs(*arguments):
+        """The operator's arguments, all of them, as inputs."""
+        return arguments
+
+    @staticmethod
+    def arguments(*inputs):
+        """Inputs as the operator's arguments."""
+        return inputs
+
+    @staticmethod
+    def outputs(results):
+        """The operator's results as a tensor or a flat tuple of tensors."""
+        return results
+
+    @staticmethod
+    def results(outputs):
+        """Outputs as the operator's results."""
+        return outputs
+
+    @staticmethod
+    def check(*inputs) -> None:
+        """Raises where an input that requires a gradient has none."""
+
+    @staticmethod
+    def save(ctx, inputs, outputs):
+        """The tensors (or None) that become `ctx.saved_tensors`; other values it may set on ctx."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """One gradient per input."""
+        raise NotImplementedError
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """One tangent per output; tangents are None for what has none."""
+        raise NotImplementedError
+
+
+def differentiable(description: type[Description], compute=None):
+    """Registers the derivative of `description.operator`, and returns a callable `f(*inputs) -> outputs`. With `compute` it
+    registers nothing: then `compute(*inputs)` gives the outputs of eager calls, equal to the operator's."""
+    operator = description.operator.default
+    run_below = below_autograd(description.operator)
+
+    def run(*inputs):
+        return description.outputs(run_below(*description.arguments(*inputs)))
+
+    if compute is not None:
+        run = compute
+
+    class Derived(Function):
         @staticmethod
         def forward(ctx, *inputs):
-            outputs = run(*inputs)
-            ctx.save_for_backward(*description.save(ctx, inputs, outputs))
-            return outputs
-
-        backward = staticmethod(description.backward)
-
-    class Transformable(Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*inputs):
-            return run(*_unpacked(inputs))
-
-        @staticmethod
-        def setup_context(ctx, inputs, outputs):
-            tensors = description.save(ctx, _unpacked(inputs), outputs)
-            ctx.save_for_backward(*tensors)
-            if not torch.compiler.is_compiling():
+            if eager_transforms_active():
+                # Of the levels of torch.func this one is done: the operator goes on to the next, with the derivatives that
+                # autograd switches off inside a Function. The overload without a derivative would end them.
+                with _below_autograd_guard(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    outputs = description.outputs(operator(*description.arguments(*inputs)))
+                tensors = description.save(ctx, inputs, outputs)
                 ctx.save_for_forward(*tensors)
+            else:
+                outputs = run(*inputs)
+                tensors = description.save(ctx, inputs, outputs)
+            ctx.save_for_backward(*tensors)
+            return outputs
 
         backward = staticmethod(description.backward)
         jvp = staticmethod(description.jvp)
 
-    Eager.__name__ = Eager.__qualname__ = description.__name__
-    Transformable.__name__ = Transformable.__qualname__ = description.__name__ + "Transformable"
+    Derived.__name__ = Derived.__qualname__ = description.__name__
+    apply = plain_apply(Derived)
+
+    def apply_at_level(*arguments):
+        inputs = description.inputs(*arguments)
+        description.check(*inputs)
+        if not _any_transforms():
+            return description.results(apply(*inputs))
+        with enable_single_level_autograd_function():
+            return description.results(apply(*inputs))
+
+    if compute is None:
+        _register_autograd(operator, apply_at_level)
 
     def call(*inputs):
-        if transforms_active():
-            return Transformable.apply(*_packed(inputs))
-        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs):
-            return Eager.apply(*(_distinct(inputs) if torch.compiler.is_compiling() else inputs))
-        return run(*inputs)
+        if dispatches():
+            return description.outputs(dispatch(operator, *description.arguments(*inputs)))
+        try:
+            if requires_grad(inputs):
+                return apply(*(unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in inputs))
+            return run(*inputs)
+        except RuntimeError as error:
+            raise surfaced(error, *inputs) from None
 
     call.__doc__ = description.__doc__
-    call.description = description
     return call
 
 
+def composite(operator: torch._ops.OpOverloadPacket):
+    """Registers the decorated function as what computes the operator wherever a derivative is asked for: in differentiable
+    operations, with the operator's arguments and results."""
+
+    def decorate(function):
+        _register_autograd(operator.default, function)
+        return function
+
+    return decorate
+
+
+def without_derivative(operator: torch._ops.OpOverloadPacket, reason: str) -> None:
+    """Makes it an error to ask for a derivative of this operator, for `reason`."""
+
+    def refuse(*arguments):
+        if any(map(is_differentiated, arguments)):
+            raise NotImplementedError(f"{operator._qualified_op_name}: expected inputs without a derivative, as {reason}")
+        with _below_autograd_guard():
+            return operator.default(*arguments)
+
+    _register_autograd(operator.default, refuse)
+
+
+def is_differentiated(value) -> bool:
+    """Whether this is a tensor that the call is differentiated in, by autograd or in forward mode."""
+    if not isinstance(value, Tensor):
+        return False
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        return True
+    return value.requires_grad and torch.is_grad_enabled()
+
+
+def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
+    """Registers the kernel of the Autograd key: `derived(*arguments)` where a derivative may be asked for, else the operator
+    below that key."""
+    defaults = [argument.default_value for argument in operator._schema.arguments if argument.has_default_value()]
+    count, name = len(operator._schema.arguments), operator._schema.name.removeprefix("flash_online::")
+    run_below = below_autograd(getattr(ops, name))
+
+    def kernel(*arguments):
+        if eager_transforms_active() or torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            missing = count - len(arguments)  # the dispatcher leaves out arguments at the end that are equal to their defaults
+            return derived(*arguments, *(defaults[-missing:] if missing else ()))
+        return run_below(*arguments)
+
+    _fragment.impl(name, kernel, "Autograd")
+
+
+def dispatch(operator: torch._ops.OpOverload, *arguments):
+    """`operator(*arguments)`. Dynamo traces forward_ad.dual_level into a graph that enters the level without the knowledge of
+    Python, in which the kernels above look for it; the graph then tells them."""
+    if torch.compiler.is_compiling() and _traces_dual_level():
+        return _in_dual_level(operator, *arguments)
+    return operator(*arguments)
+
+
+def _in_dual_level(operator: torch._ops.OpOverload, *arguments):
+    level, forward_ad._current_level = forward_ad._current_level, 0  # there is one level at most
+    try:
+        return operator(*arguments)
+    finally:
+        forward_ad._current_level = level
+
+
+def _traces_dual_level() -> bool:
+    active = forward_ad._current_level >= 0
+    if active:
+        torch._dynamo.allow_in_graph(_in_dual_level)  # here, since the compiler takes a second to import
+    return active
+
+
+_traces_dual_level._dynamo_marked_constant = True  # Dynamo calls it while tracing; it guards every graph by the level
+
+
 def plain_apply(function):
-    """`function.apply` for calls outside torch.func and Dynamo of a Function whose `forward` takes ctx. It is torch's apply in
-    C++, without the wrapper in Python around it; and autograd calls `backward` without the one around that. The wrappers look
-    for what such a Function does not have, and cost some microseconds per call. The caller unwraps tensors that require a
-    gradient (`unwrap_if_dead`)."""
+    """`function.apply`, outside Dynamo, of a Function with a `forward` that takes ctx. It is torch's apply in C++, without the
+    wrapper in Python around it; and autograd calls `backward` without the one around that. The wrappers look for what such a
+    Function does not have, and cost some microseconds per call. The caller unwraps tensors that require a gradient
+    (`unwrap_if_dead`)."""
     node = getattr(function, "_backward_cls", None)  # not a public name: without it `backward` is called as usual
     if node is not None:
         node.apply = function.backward
@@ -111,12 +241,3 @@ def plain_apply(function):
 
 # The tensor itself, or what it wraps if it has outlived a transform of torch.func.
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
-
-
-def _distinct(inputs):
-    """The inputs, with a view in place of each repeated tensor: Dynamo cannot trace a Function that gets one tensor twice."""
-    distinct = []
-    for i, value in enumerate(inputs):
-        repeated = isinstance(value, torch.Tensor) and any(value is other for other in inputs[:i])
-        distinct.append(value.view_as(value) if repeated else value)
-    return distinct

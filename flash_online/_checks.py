@@ -7,6 +7,7 @@ import operator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
@@ -55,18 +56,44 @@ def check_int(name: str, number) -> int:
     return operator.index(number)
 
 
+def check_index(name: str, number, *, any_rank: bool = False) -> int:
+    """`check_int` that also takes an integer in a tensor without dimensions, as torch does for a dim; with `any_rank` in any
+    tensor of one element, as torch does for numbers that may be symbolic. Raises InvalidArgument beyond 64 bits."""
+    if isinstance(number, Tensor):
+        if number.dtype not in _INTEGERS or number.numel() != 1 or (number.dim() and not any_rank):
+            raise TypeError(f"{name}: expected an int, got a tensor of shape {list(number.shape)} and {number.dtype}")
+        return int(number)
+    number = check_int(name, number)
+    if not -_BEYOND_64_BITS <= number < _BEYOND_64_BITS:
+        raise InvalidArgument(f"{name}: got {number}; accepted are integers of 64 bits")
+    return number
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_BEYOND_64_BITS = 1 << 63
+
+
 def check_float(name: str, number) -> float:
-    """`number` as a float. Raises TypeError for a string, and whatever has no __float__."""
+    """`number` as a float. Raises TypeError for a string, and whatever has no __float__; for a tensor that has dimensions or a
+    derivative too, as torch does: none would reach it."""
     if isinstance(number, float):
         return number
     if isinstance(number, str) or not hasattr(number, "__float__"):
         raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-    if isinstance(number, Tensor) and number.numel() != 1:
-        raise TypeError(f"{name}: expected a float, got a tensor of shape {list(number.shape)}")
+    if isinstance(number, Tensor):
+        if number.dim():
+            raise TypeError(f"{name}: expected a float, got a tensor of shape {list(number.shape)}")
+        if number.requires_grad or has_tangent(number):
+            raise TypeError(f"{name}: expected a float, got a tensor with a derivative, which the number would not have")
     try:
         return float(number)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a float, got {type(number).__name__}: {error}") from None
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode AD gave the tensor a tangent."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def check_softcap(softcap) -> float:
@@ -91,7 +118,7 @@ def check_dtype(dtype) -> torch.dtype | None:
 
 def check_dim(dim, rank: int) -> int:
     """`dim` counted from 0. A scalar (rank 0) counts as one dimension, as everywhere in torch. Raises IndexError."""
-    dim, rank = check_int("dim", dim), max(rank, 1)
+    dim, rank = check_index("dim", dim), max(rank, 1)
     if not -rank <= dim < rank:
         raise IndexError(f"dim: {dim} is out of range, expected {-rank} to {rank - 1}")
     return dim % rank

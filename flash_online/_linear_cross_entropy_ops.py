@@ -336,10 +336,21 @@ def _define(name: str, schema: str, run, fake, flops) -> None:
     def vmap(info, in_dims, *arguments):
         return _one_by_one(getattr(ops, name).default, info, in_dims, arguments)
 
-    _fragment.define(f"{name}{schema}")
+    _define_overloads(name, schema)
     for device in ("CPU", "CUDA"):
-        _fragment.impl(name, kernel, device)
+        _implement(name, kernel, device)
     _register(name, fake, vmap, flops)
+
+
+def _define_overloads(name: str, schema: str) -> None:
+    """Defines an operator as csrc/ops/operators.h does: the overload that has a derivative first."""
+    for overload in (name, f"{name}.below_autograd"):
+        _fragment.define(f"{overload}{schema}")
+
+
+def _implement(name: str, kernel, device: str) -> None:
+    for overload in (name, f"{name}.below_autograd"):
+        _fragment.impl(overload, kernel, device)
 
 
 _define(
@@ -366,7 +377,7 @@ _define(
 
 # tensor *= factor, where factor is one number in float32 or wider: mul_ would round it to tensor's dtype first, which biases
 # all elements alike. With a factor of 1, the usual case (loss.backward()), our CUDA kernel reads the factor and nothing else.
-_fragment.define("scale_(Tensor(a!) tensor, Tensor factor) -> ()")
+_define_overloads("scale_", "(Tensor(a!) tensor, Tensor factor) -> ()")
 
 
 def _scale_on_cpu(tensor, factor):
@@ -386,7 +397,7 @@ def _scale_vmap(info, in_dims, tensor, factor):
     raise NotImplementedError("scale_: vmap over what is scaled in place")
 
 
-_fragment.impl("scale_", _scale_on_cpu, "CPU")
+_implement("scale_", _scale_on_cpu, "CPU")
 if not torch._C._dispatch_has_kernel_for_dispatch_key("flash_online::scale_", "CUDA"):
-    _fragment.impl("scale_", _scale_on_cuda, "CUDA")
+    _implement("scale_", _scale_on_cuda, "CUDA")
 _register("scale_", lambda tensor, factor: None, _scale_vmap, _no_flops)

@@ -12,10 +12,20 @@ from torch import Tensor
 from . import _policy
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
 from ._attention_derivatives import gradient_jvp
-from ._autograd import differentiable, eager_transforms_active, plain_apply, transforms_active, unwrap_if_dead
+from ._autograd import (
+    Description,
+    composite,
+    differentiable,
+    dispatch,
+    dispatches,
+    eager_transforms_active,
+    plain_apply,
+    requires_grad,
+    unwrap_if_dead,
+)
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_attention_types, check_kinds
 from ._checks import check_float
-from ._ops import FLOATING, InvalidArgument, accumulator_of, boxed_call, ops, surfaced
+from ._ops import FLOATING, InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -158,8 +168,8 @@ def attention(
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
 # | _run_inference      | those of try_fast_path     | causal, scale         | none                                   |
 # | _PlainAttention     | those of try_fast_path     | causal, scale         | by autograd, outside torch.func        |
-# | attention_inference | what canonicalize makes    | causal, scale         | none                                   |
-# | _attention          | what canonicalize makes    | all                   | all, also under torch.func and Dynamo  |
+# | attention_inference | what canonicalize makes    | causal, scale         | none; the dispatcher's, where it asks  |
+# | _attention          | what canonicalize makes    | all                   | all                                    |
 
 
 def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, groups: bool) -> Tensor | None:
@@ -226,7 +236,7 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
 
 
 class _PlainAttention(torch.autograd.Function):
-    """AttentionOp of the calls that `try_fast_path` takes, with `out` as its only output: autograd's bookkeeping costs time
+    """Attention of the calls that `try_fast_path` takes, with `out` as its only output: autograd's bookkeeping costs time
     per input and per output, and each step of `backward`, which on CUDA runs in a thread of autograd's own, costs more than
     elsewhere.
     """
@@ -245,9 +255,9 @@ class _PlainAttention(torch.autograd.Function):
         if _is_grad_enabled():
             query, key, value, out, stats = saved
             causal, scale, deterministic, tf32 = ctx.options
-            options = AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
-            tensors = (grad_out, None, query, key, value, None, None, None, None, out, *stats.chunk(2))
-            grad_query, grad_key, grad_value, *_ = _attention_backward(*tensors, options, False, deterministic)
+            grad_query, grad_key, grad_value = _training_backward(
+                grad_out, query, key, value, out, stats, causal, scale, deterministic, tf32
+            )
         else:
             try:
                 grad_query, grad_key, grad_value = _run_training_backward(grad_out, *saved, *ctx.options)
@@ -260,8 +270,8 @@ is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enab
 _any_autocast_enabled, _STRIDED, _FLOAT64 = torch._C._is_any_autocast_enabled, torch.strided, torch.float64
 _NUMBERS = (float, int)
 _is_deterministic = torch.are_deterministic_algorithms_enabled
-_run_inference, _run_training = boxed_call(ops.attention_inference.default), boxed_call(ops.attention_training.default)
-_run_training_backward = boxed_call(ops.attention_training_backward.default)
+_run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)
+_run_training_backward = below_autograd(ops.attention_training_backward)
 _apply_plain = plain_apply(_PlainAttention)
 
 
@@ -285,15 +295,18 @@ def attention_impl(
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None. `rng` is the draw of
-    `draw_rng`, made here if None; `operator` is what computes it, `AttentionOp` made differentiable if None."""
+    `draw_rng`, made here if None; `operator` is what computes it, `Attention` made differentiable if None."""
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     tf32 = tf32_for(query)
     scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None) and operator is None
-    if plain and not (lower_right or softcap or dropout_p or return_lse or transforms_active()):
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))):
-            return ops.attention_inference.default(query, key, value, causal, scale, tf32), None
+    if plain and deterministic is None and not (lower_right or softcap or dropout_p or return_lse):
+        if not requires_grad((query, key, value)):
+            arguments = (query, key, value, causal, scale, tf32)
+            if dispatches():
+                return dispatch(ops.attention_inference.default, *arguments), None
+            return _run_inference(*arguments), None
     out, lse, _ = (operator or _attention)(
         query,
         key,
@@ -302,8 +315,9 @@ def attention_impl(
         None if alibi_slopes is None else alibi_slopes.to(accumulator),
         None if sinks is None else sinks.to(accumulator).contiguous(),
         draw_rng(dropout_p, query.device) if rng is None else rng,
-        AttentionOptions(left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        AttentionOptions(
+            left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32, deterministic
+        ),
     )
     return out, lse
 
@@ -334,16 +348,24 @@ def default_scale(head_dim) -> float:
     return 1 / math.sqrt(head_dim) if head_dim else 1.0
 
 
-class AttentionOp:
-    """(*AttentionTensors, options, deterministic) -> (out, lse, lse_low); csrc/ops/library.cpp documents the operator."""
+class Attention(Description):
+    """(*AttentionTensors, options) -> (out, lse, lse_low); csrc/ops/library.cpp documents the operator."""
+
+    operator = ops.attention_forward
 
     @staticmethod
-    def run(query, key, value, mask, alibi_slopes, sinks, rng, options, deterministic):
-        return ops.attention_forward.default(query, key, value, mask, alibi_slopes, sinks, rng, *options)
+    def inputs(query, key, value, mask, alibi_slopes, sinks, rng, *options):
+        return query, key, value, mask, alibi_slopes, sinks, rng, AttentionOptions(*options)
+
+    @staticmethod
+    def arguments(*inputs):
+        *tensors, options = inputs
+        return *tensors, *options
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        *tensors, ctx.options, ctx.deterministic = inputs
+        *tensors, ctx.options = inputs
+        ctx.deterministic = is_deterministic(ctx.options.deterministic)
         ctx.set_materialize_grads(False)
         return *tensors, *outputs
 
@@ -351,51 +373,89 @@ class AttentionOp:
     def backward(ctx, grad_out, grad_lse, _):
         query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
+            if grad_lse is None:
+                return (None,) * 8
             grad_out = torch.zeros_like(out)
         _, _, _, mask_grad, *_ = ctx.needs_input_grad
         tensors = (query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
         grads = _attention_backward(grad_out, grad_lse, *tensors, ctx.options, mask_grad, ctx.deterministic)
         grad_query, grad_key, grad_value, grad_mask, grad_sinks = grads
         grad_mask, grad_sinks = grad_mask if mask_grad else None, None if sinks is None else grad_sinks
-        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None, None
+        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
         *tensors, _, _, _ = ctx.saved_tensors
-        *tangents, _, _ = tangents
+        *tangents, _ = tangents
         d_out, d_lse, _ = gradient_jvp(AttentionTensors(*tensors), ctx.options, AttentionTensors(*tangents))
-        # lse_low has no derivative. Its tangent is a 0 rather than None, which autograd accepts only after
-        # mark_non_differentiable, and that mark does not survive torch.func.vmap.
-        return d_out, d_lse, torch.zeros_like(d_lse)
+        return d_out, d_lse, torch.zeros_like(d_lse)  # lse_low has no derivative
 
 
-class _AttentionBackwardOp:
-    """The gradients of AttentionOp's inputs, as a function of these inputs and of the gradients of out and lse:
+class _AttentionTraining(Description):
+    """(query, key, value, causal, scale, tf32) -> (out, stats): Attention without options."""
+
+    operator = ops.attention_training
+
+    @staticmethod
+    def save(ctx, inputs, outputs):
+        *tensors, causal, scale, tf32 = inputs
+        ctx.options, ctx.deterministic = plain_options(causal, scale, tf32), is_deterministic(None)
+        ctx.set_materialize_grads(False)
+        return *tensors, *outputs
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_stats):
+        query, key, value, out, stats = ctx.saved_tensors
+        if grad_out is None:
+            if grad_stats is None:
+                return (None,) * 6
+            grad_out = torch.zeros_like(out)
+        options = ctx.options
+        if grad_stats is None:
+            arguments = (grad_out, query, key, value, out, stats, options.window_right == 0, options.scale, ctx.deterministic)
+            return *_training_backward(*arguments, options.tf32), None, None, None
+        grad_lse, _ = grad_stats.chunk(2)
+        tensors = (grad_out, grad_lse, query, key, value, None, None, None, None, out, *stats.chunk(2))
+        grad_query, grad_key, grad_value, *_ = _attention_backward(*tensors, options, False, ctx.deterministic)
+        return grad_query, grad_key, grad_value, None, None, None
+
+    @staticmethod
+    def jvp(ctx, d_query, d_key, d_value, *_):
+        *tensors, _, _ = ctx.saved_tensors
+        none = (None,) * 4
+        tensors, tangents = AttentionTensors(*tensors, *none), AttentionTensors(d_query, d_key, d_value, *none)
+        d_out, d_lse, _ = gradient_jvp(tensors, ctx.options, tangents)
+        return d_out, torch.cat([d_lse, torch.zeros_like(d_lse)])
+
+
+def plain_options(causal: bool, scale: float, tf32: bool) -> AttentionOptions:
+    """Those of a call without options but these."""
+    return AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
+
+
+def is_deterministic(asked: bool | None) -> bool:
+    """Whether the backward pass has to repeat bit for bit, for what the caller asked for."""
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+
+class _AttentionBackward(Description):
+    """The gradients of Attention's inputs, as a function of these inputs and of the gradients of out and lse:
     (grad_out, grad_lse, *AttentionTensors, out, lse, lse_low, options, mask_grad, deterministic) -> AttentionGradients.
 
     out, lse and lse_low are arguments only to spare the kernel their recomputation: they have no derivatives of their own.
     """
 
+    operator = ops.attention_backward
+
     @staticmethod
-    def run(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        mask,
-        alibi_slopes,
-        sinks,
-        rng,
-        out,
-        lse,
-        lse_low,
-        options,
-        mask_grad,
-        deterministic,
-    ):
-        tensors = (grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
-        return ops.attention_backward.default(*tensors, *options.for_backward(mask_grad, deterministic))
+    def inputs(*arguments):
+        tensors, (*options, mask_grad, deterministic, tf32) = arguments[:12], arguments[12:]
+        return *tensors, AttentionOptions(*options, tf32), mask_grad, deterministic
+
+    @staticmethod
+    def arguments(*inputs):
+        *tensors, options, mask_grad, deterministic = inputs
+        return *tensors, *options.for_backward(mask_grad, deterministic)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -441,5 +501,19 @@ class _AttentionBackwardOp:
         )
 
 
-_attention = differentiable(AttentionOp)
-_attention_backward = differentiable(_AttentionBackwardOp)
+_attention, _training = differentiable(Attention), differentiable(_AttentionTraining)
+_attention_backward = differentiable(_AttentionBackward)
+
+
+@composite(ops.attention_inference)
+def _inference(query, key, value, causal, scale, tf32):
+    out, _ = ops.attention_training.default(query, key, value, causal, scale, tf32)
+    return out
+
+
+@composite(ops.attention_training_backward)
+def _training_backward(grad_out, query, key, value, out, stats, causal, scale, deterministic, tf32):
+    tensors = (grad_out, None, query, key, value, None, None, None, None, out, *stats.chunk(2))
+    options = plain_options(causal, scale, tf32)
+    grads = ops.attention_backward.default(*tensors, *options.for_backward(False, deterministic))
+    return grads[:3]

@@ -12,23 +12,34 @@ from torch.autograd import Function
 from torch.nn import _reduction
 
 from . import _policy
-from ._autograd import differentiable, plain_apply, transforms_active, unwrap_if_dead
+from ._autograd import (
+    Description,
+    composite,
+    differentiable,
+    dispatches,
+    is_differentiated,
+    plain_apply,
+    unwrap_if_dead,
+    without_derivative,
+)
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_float, check_floating, check_int, check_tensor
-from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
+from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor
+from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 from ._plain import are_plain_numbers, is_grad_enabled, is_plain
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 
 
-class CrossEntropy:
+class CrossEntropy(Description):
     """(input [N, C, ...], target, weight, ignore_index, label_smoothing) -> (loss, lse, row_weight), each [N, ...].
 
     With a the target distribution of a row, smoothed and weighted by class, and A its sum: loss = A lse - <a, x>.
     """
 
+    operator = ops.cross_entropy_forward
+
     @staticmethod
-    def run(input, target, weight, ignore_index, label_smoothing):
-        return ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
+    def check(input, target, weight, *_):
+        _check_weight_is_constant(weight)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -62,18 +73,18 @@ class CrossEntropy:
         return d_loss, d_lse, torch.zeros_like(row.total)
 
 
-class CrossEntropyBackward:
+class CrossEntropyBackward(Description):
     """(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad) -> (grad_input, grad_target).
 
     With g and h the gradients of loss and lse, grad_input = (g A + h) p - g a; for probability targets grad_target = -g log(p)
     times the derivative of a in a probability.
     """
 
+    operator = ops.cross_entropy_backward
+
     @staticmethod
-    def run(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad):
-        return ops.cross_entropy_backward.default(
-            grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad
-        )
+    def check(grad_loss, grad_lse, input, target, weight, *_):
+        _check_weight_is_constant(weight)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -124,6 +135,11 @@ class CrossEntropyBackward:
         return d_grad_input.to(input.dtype), d_grad_target.to(target.dtype) if ctx.target_grad else input.new_empty(0)
 
 
+def _check_weight_is_constant(weight: Tensor | None) -> None:
+    if is_differentiated(weight):
+        raise NotImplementedError("weight: expected constant class weights, got some that the call is differentiated in")
+
+
 class _RowTerms:
     """The terms of derivatives written in torch operations, in the accumulator's dtype: p and log_p [N, C, ...], the target
     distribution a [N, C, ...], its sum `total` [N, ...], and `scale` [C, 1...], the derivative of a in a probability."""
@@ -161,6 +177,31 @@ _cross_entropy = differentiable(CrossEntropy)
 _cross_entropy_backward = differentiable(CrossEntropyBackward)
 
 
+@composite(ops.cross_entropy_loss)
+def _loss(input, target, weight, ignore_index, label_smoothing, mean, dtype):
+    """The reduced loss of differentiable rows."""
+    loss, _, row_weight = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
+    with torch.no_grad():  # what the operator keeps for its backward pass, in the shape that the device decides
+        detached = (t if t is None else t.detach() for t in (input, target, weight))
+        _, numbers = ops.cross_entropy_loss.default(*detached, ignore_index, label_smoothing, mean, dtype)
+    total = loss.sum()
+    if mean:
+        total = total / (loss.numel() if target.is_floating_point() else row_weight.detach().sum())
+    return total.to(dtype), numbers
+
+
+@composite(ops.cross_entropy_loss_backward)
+def _loss_backward(grad, numbers, input, target, weight, ignore_index, label_smoothing):
+    """The gradient of the reduced loss's input, by the differentiable gradient of rows."""
+    rows = (grad.to(numbers.dtype) / numbers[-1]).expand(input.shape[:1] + input.shape[2:])
+    arguments = (rows, None, input, target, weight, ignore_index, label_smoothing, False)
+    grad_input, _ = ops.cross_entropy_backward.default(*arguments)
+    return grad_input
+
+
+without_derivative(ops.cross_entropy_backward_, "it overwrites its input")
+
+
 class CrossEntropyLoss(Function):
     """(input, (target, weight, ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
     scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
@@ -177,11 +218,8 @@ class CrossEntropyLoss(Function):
     @staticmethod
     def backward(ctx, grad):
         saved = ctx.saved_tensors
-        if is_grad_enabled():  # create_graph=True: _cross_entropy_backward is differentiable
-            numbers, input, target, weight = saved
-            rows = (grad.to(numbers.dtype) / numbers[-1]).expand(input.shape[:1] + input.shape[2:])
-            grad_input, _ = _cross_entropy_backward(rows, None, input, target, weight, *ctx.row_options, False)
-            return grad_input, None
+        if is_grad_enabled():  # create_graph=True
+            return _loss_backward(grad, *saved, *ctx.row_options), None
         try:
             return _run_loss_backward(grad, *saved, *ctx.row_options), None
         except RuntimeError as error:
@@ -196,12 +234,13 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
             return _apply_loss(unwrap_if_dead(input), (target, weight, *options))
         return _run_loss(input, target, weight, *options)[0]
     except RuntimeError as error:
+        check_index("ignore_index", options[0])  # the dispatcher's word for an int beyond 64 bits names no limit
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
         raise surfaced(error, input) from None
 
 
-_run_loss, _run_loss_backward = boxed_call(ops.cross_entropy_loss.default), boxed_call(ops.cross_entropy_loss_backward.default)
+_run_loss, _run_loss_backward = below_autograd(ops.cross_entropy_loss), below_autograd(ops.cross_entropy_loss_backward)
 _apply_loss = plain_apply(CrossEntropyLoss)
 
 
@@ -228,8 +267,7 @@ def _reduces_at_once(input, target, weight, dtype) -> bool:
         and not target.requires_grad
         and (weight is None or not weight.requires_grad)
         and (dtype is input.dtype or dtype is accumulator_of(input.dtype))
-        and not torch.compiler.is_compiling()
-        and not transforms_active()
+        and not dispatches()
     )
 
 
@@ -239,11 +277,11 @@ def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing
     wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if wants_grad and not target.is_floating_point():
         raise InvalidArgument("weight: requires_grad is True, but beside class indices no gradient flows to it; detach it")
-    if weight is not None and target.is_floating_point() and (wants_grad or transforms_active()):
+    if weight is not None and target.is_floating_point() and (wants_grad or dispatches()):
         return _weighted_probabilities_loss(input, target, weight, label_smoothing)
     if weight is not None:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
-    if torch.compiler.is_compiling():
+    if dispatches():
         return _cross_entropy(input, target, weight, ignore_index, label_smoothing)
     try:
         return _cross_entropy(input, target, weight, ignore_index, label_smoothing)
@@ -269,7 +307,7 @@ def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ig
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (name == "weight" and tensor is None):
             check_tensor(name, tensor)
-    ignore_index = check_int("ignore_index", ignore_index)
+    ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     if check_float("label_smoothing", label_smoothing) > 1:
         raise InvalidArgument(f"label_smoothing: {label_smoothing}, expected 0 to 1")
     check_floating("cross_entropy: input", input.dtype)
@@ -338,7 +376,7 @@ def cross_entropy_impl(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """cross_entropy, once its arguments are checked and it is decided that our kernel runs; `reduction` is a reduction_enum."""
     probabilities = target.shape == input.shape
-    ignore_index = check_int("ignore_index", ignore_index)
+    ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
     if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device
         dtype = torch.float32

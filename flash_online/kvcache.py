@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
+from ._autograd import without_derivative
 from ._cache_arguments import (
     CACHE_NAMES,
     RotaryEmbedding,
@@ -29,7 +30,7 @@ from ._cache_arguments import (
 )
 from ._canonicalize import check_attention_options, check_attention_types, check_longest, check_packed
 from ._checks import check_float
-from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
+from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
 from ._plain import are_plain, are_plain_numbers
 from .attention import default_scale
 
@@ -244,7 +245,11 @@ def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, 
         raise surfaced(error, query) from None
 
 
-_run_decode = boxed_call(ops.attention_decode.default)
+_run_decode = below_autograd(ops.attention_decode)
+_decode, _cached = direct_call(ops.attention_decode), direct_call(ops.attention_cached)
+_cached_in_place, _cache_append = direct_call(ops.attention_cached_), direct_call(ops.cache_append_)
+for _operator in (ops.attention_decode, ops.attention_cached, ops.attention_cached_, ops.cache_append_):
+    without_derivative(_operator, "attention over cached keys is for inference")
 _default_scale = functools.cache(default_scale)
 _NUMBERS = (float, int)
 _MANY = 1 << 31  # more keys than a sequence has
@@ -354,11 +359,11 @@ def _attend(
     arguments = (*tensors, new, longest, left, right, lower_right, scale, softcap, splits)
     try:
         if is_decode:
-            return ops.attention_decode.default(query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)
+            return _decode(query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)
         if out is None:
-            out, lse = ops.attention_cached.default(*arguments)
+            out, lse = _cached(*arguments)
         else:
-            lse = ops.attention_cached_.default(out, *arguments)
+            lse = _cached_in_place(out, *arguments)
     except RuntimeError as error:
         raise surfaced(error, query) from None
     return (out, lse) if return_lse else out
@@ -491,7 +496,7 @@ def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) 
     return True
 
 
-_run_append, _INT64 = boxed_call(ops.cache_append_.default), torch.int64
+_run_append, _INT64 = below_autograd(ops.cache_append_), torch.int64
 _NO_ROTARY = (None,) * 7 + (False, True)  # nor scales; as `_append` passes them on
 
 
@@ -499,7 +504,7 @@ def _append(key_cache, value_cache, key, value, query, where, starts, scales, em
     """Runs the operator; `starts` are those of new rows and of queries."""
     cosines, sines, interleaved, offsets = embedding or (None, None, False, None)
     try:
-        return ops.cache_append_.default(
+        return _cache_append(
             *(key_cache, value_cache, key, value, query, *where, slots, *starts, cosines, sines, offsets),
             *(*scales, interleaved, advance),
         )

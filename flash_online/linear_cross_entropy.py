@@ -16,9 +16,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _policy
-from ._autograd import transforms_active
+from ._autograd import (
+    composite,
+    dispatch,
+    dispatches,
+    eager_transforms_active,
+    is_differentiated,
+    transforms_active,
+    without_derivative,
+)
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_flag, check_float, check_floating, check_int, check_softcap, check_tensor
+from ._checks import check_dtype, check_flag, check_float, check_floating, check_index, check_softcap, check_tensor
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, ops
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
@@ -70,8 +78,8 @@ def _capped(logits: Tensor, softcap: float, ignored: Tensor | None) -> Tensor:
 
 def _call(operator, *arguments):
     """Calls a raw operator; a target out of range raises IndexError, as in torch."""
-    if torch.compiler.is_compiling():
-        return operator(*arguments)
+    if dispatches():
+        return dispatch(operator, *arguments)
     try:
         return operator(*arguments)
     except RuntimeError as error:
@@ -82,19 +90,6 @@ def _call(operator, *arguments):
 
 def _require_grad(tensors) -> list[bool]:
     return [t is not None and t.requires_grad for t in tensors]
-
-
-def _differentiable_gradients(ctx, saved, results_of, grads):
-    """The gradients of `tensors` in differentiable operations, for a backward pass under create_graph=True. results_of maps
-    (loss, lse, row_weight) and the target to the results whose gradients are `grads`."""
-    *tensors, weight = saved
-    with torch.enable_grad():
-        results = results_of(_logits_in_chunks(*tensors, weight, *ctx.options)[:3], tensors[3])
-        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
-        leaves = [t for t, wanted in zip(tensors, ctx.wanted, strict=True) if wanted]
-        results, cotangents = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(results, leaves, cotangents, create_graph=True, allow_unused=True))
-    return tuple(next(found) if wanted else None for wanted in ctx.wanted)
 
 
 class _RowLosses(Function):
@@ -115,10 +110,7 @@ class _RowLosses(Function):
             if grad_lse is None:
                 return (None,) * 8
             grad_loss = torch.zeros_like(grad_lse)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _differentiable_gradients(ctx, ctx.saved_tensors, lambda rows, _: rows[:2], (grad_loss, grad_lse))
-        else:
-            grads = _gradients(ctx.saved_tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None)
+        grads = _gradients(ctx.saved_tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None)
         return *grads, None, None, None, None
 
 
@@ -143,16 +135,10 @@ class _ReducedLoss(Function):
     def backward(ctx, grad, grad_lse, _):
         saved = ctx.saved_tensors  # read once, since under checkpointing a second read raises
         tensors, unit_grads = saved[:5], saved[5:]  # unit_grads: for an incoming gradient of 1
-        classes, (ignore_index, *_) = tensors[1].shape[0], ctx.options
+        classes = tensors[1].shape[0]
         if torch.compiler.is_compiling():
             grads = tuple(None if g is None else _scaled(g, grad, False) for g in unit_grads)
-        elif torch.is_grad_enabled():
-
-            def results_of(rows, target):
-                return reduce_rows(*rows, target, ignore_index, classes, ctx.reduction, ctx.z_loss), rows[1]
-
-            grads = _differentiable_gradients(ctx, tensors, results_of, (grad, grad_lse))
-        elif grad_lse is not None:
+        elif grad_lse is not None or torch.is_grad_enabled():  # create_graph=True: the operator is differentiable
             cotangents = _cotangents(
                 0.0 if grad is None else grad, classes, *tensors[3:], ctx.options, ctx.reduction, ctx.z_loss
             )
@@ -169,6 +155,66 @@ class _ReducedLoss(Function):
 def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor):
     found = ops.linear_cross_entropy_backward.default(*tensors, *options, grad_loss, grad_lse, lse_factor, wanted)
     return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
+
+
+@composite(ops.linear_cross_entropy_forward)
+def _rows(
+    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, argmax
+):  # fmt: skip
+    tensors = (input, linear_weight, linear_bias, target)
+    options = (ignore_index, label_smoothing, dtype, scale, softcap)
+    if eager_transforms_active() or is_differentiated(weight):
+        *rows, indices = _logits_in_chunks(*tensors, weight, *options, argmax)
+        return *rows, input.new_empty([0], dtype=torch.int64) if indices is None else indices
+    return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors), argmax)
+
+
+@composite(ops.linear_cross_entropy_backward)
+def _gradients_in_one_table(
+    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, grad_loss,
+    grad_lse, lse_factor, wanted,
+):  # fmt: skip
+    classes, positions, _ = linear_weight.shape
+    common = common_dtype(dtype, target)
+    x, matrix = input.to(dtype), linear_weight.flatten(0, 1).to(dtype)
+    logits = _torch.linear(x, matrix, None if linear_bias is None else linear_bias.flatten().to(dtype))
+    scores = logits.unflatten(1, (classes, positions)).to(common) * scale
+    ignored = None if target.is_floating_point() else target == ignore_index
+    tanh = None
+    if softcap:
+        scores = scores.to(accumulator_of(common))
+        tanh = torch.tanh((scores if ignored is None else scores.masked_fill(ignored.unsqueeze(1), 0)) / softcap)
+        scores = softcap * tanh
+    if lse_factor is not None:
+        lse = ops.logsumexp_forward.default(scores, 1, accumulator_of(scores.dtype))
+        z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
+        grad_lse = z_grad if grad_lse is None else grad_lse + z_grad
+    arguments = (target.to(scores.dtype) if ignored is None else target, weight, ignore_index, label_smoothing)
+    grad, grad_target = ops.cross_entropy_backward.default(grad_loss, grad_lse, scores, *arguments, wanted[3])
+    if tanh is not None:
+        grad = grad * (1 - tanh * tanh)
+    grad = (grad * scale).to(dtype).flatten(1)
+    if ignored is not None:  # an ignored row may hold NaN
+        x = x.masked_fill(
+            ignored.all(1, keepdim=True) if grad_lse is None else (ignored & (grad_lse == 0)).all(1, keepdim=True), 0
+        )
+    none = input.new_empty([0])
+    return (
+        (grad @ matrix).to(input.dtype) if wanted[0] else none,
+        (grad.mT @ x).view(linear_weight.shape).to(linear_weight.dtype) if wanted[1] else none,
+        grad.sum(0, dtype=accumulator_of(dtype)).view(classes, positions).to(linear_bias.dtype) if wanted[2] else none,
+        grad_target.to(target.dtype) if wanted[3] else none,
+    )
+
+
+@composite(ops.linear_cross_entropy_step)
+def _step(*arguments):
+    *call, argmax, grad_loss, lse_factor, wanted = arguments
+    rows = ops.linear_cross_entropy_forward.default(*call, argmax)
+    return *rows, *ops.linear_cross_entropy_backward.default(*call, grad_loss, None, lse_factor, wanted)
+
+
+without_derivative(ops.scale_, "it writes in place")
 
 
 def _cotangents(scale, classes, target, weight, options, reduction: int, z_loss: float):
@@ -214,7 +260,7 @@ def _row_losses(tensors, weight, options, argmax: bool):
         return _logits_in_chunks(*tensors, weight, *options, argmax)
     (_, _, _, target), (_, _, dtype, *_) = tensors, options
     weight = _class_weights(weight, dtype, target)
-    if torch.is_grad_enabled() and any(_require_grad(leaves)):
+    if torch.is_grad_enabled() and any(_require_grad(leaves)) and not dispatches():
         return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors), argmax)
     return _call(ops.linear_cross_entropy_forward.default, *tensors, weight, *options, argmax)
 
@@ -312,7 +358,7 @@ def linear_cross_entropy_impl(
     (*batch, _), (classes, *positions, _) = input.shape, linear_weight.shape
     classes = classes if shard is None else shard.classes
     probabilities = target.dim() == len(batch) + 1 + len(positions) and target.is_floating_point()
-    ignore_index = -100 if ignore_index is None else check_int("ignore_index", ignore_index)
+    ignore_index = -100 if ignore_index is None else check_index("ignore_index", ignore_index, any_rank=True)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
     products = product_dtype(input)
     rows = [*batch, *positions] if batch or probabilities else target.shape

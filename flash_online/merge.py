@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._autograd import differentiable
+from ._autograd import Description, composite, differentiable
 from ._checks import check_tensors
 from ._ops import InvalidArgument, accumulator_of, ops
 
@@ -50,13 +50,19 @@ def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Te
     return _merge(*outs, *lses)
 
 
-class _MergeOp:
+class _Merge(Description):
     """(*outs, *lses) -> (out, lse)."""
 
+    operator = ops.attention_merge
+
     @staticmethod
-    def run(*parts):
+    def inputs(outs, lses):
+        return *outs, *lses
+
+    @staticmethod
+    def arguments(*parts):
         count = len(parts) // 2
-        return ops.attention_merge.default(list(parts[:count]), list(parts[count:]))
+        return list(parts[:count]), list(parts[count:])
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -64,20 +70,18 @@ class _MergeOp:
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        parts = ctx.saved_tensors
-        count = len(parts) // 2
-        outs, lses = list(parts[:count]), list(parts[count:])
+        outs, lses = _Merge.arguments(*ctx.saved_tensors)
         if _policy.is_dtensor(outs[0]):  # for a result without a gradient autograd makes zeros that are no DTensor
             grad_out = grad_out if _policy.is_dtensor(grad_out) else torch.zeros_like(outs[0])
             grad_lse = grad_lse if _policy.is_dtensor(grad_lse) else torch.zeros_like(lses[0])
-        if not torch.compiler.is_compiling() and (
-            torch.is_grad_enabled()
-            or _policy.is_dtensor(grad_out)  # its rules have no results that are lists
+        if (
+            _policy.is_dtensor(grad_out)  # its rules have no results that are lists
             # Under autograd's own batching (is_grads_batched) no operator that takes lists can be called.
             or any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in (grad_out, grad_lse))
         ):
-            return _merge_gradients(grad_out, grad_lse, outs, lses)
-        grad_outs, grad_lses = ops.attention_merge_backward.default(grad_out, grad_lse, outs, lses)
+            grad_outs, grad_lses = _merge_gradients(grad_out, grad_lse, outs, lses)
+        else:
+            grad_outs, grad_lses = ops.attention_merge_backward.default(grad_out, grad_lse, outs, lses)
         return (*grad_outs, *grad_lses)
 
     @staticmethod
@@ -102,12 +106,12 @@ def _merge_shares(outs, lses):
     return shares, sum(share.unsqueeze(-1) * out for share, out in zip(shares, outs, strict=True))
 
 
+@composite(ops.attention_merge_backward)
 def _merge_gradients(grad_out, grad_lse, outs, lses):
-    """ops.attention_merge_backward in differentiable torch operations, for second derivatives."""
     shares, out = _merge_shares(outs, lses)
     grad_outs = [(share.unsqueeze(-1) * grad_out).to(part.dtype) for share, part in zip(shares, outs, strict=True)]
     grad_lses = [share * ((grad_out * (part - out)).sum(-1) + grad_lse) for share, part in zip(shares, outs, strict=True)]
-    return (*grad_outs, *grad_lses)
+    return grad_outs, grad_lses
 
 
-_merge = differentiable(_MergeOp)
+_merge = differentiable(_Merge)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._autograd import differentiable, plain_apply, unwrap_if_dead
+from ._autograd import Description, differentiable, plain_apply, unwrap_if_dead
 from ._canonicalize import autocasts
-from ._checks import check_dim, check_dtype, check_flag, check_floating, check_int, check_tensor
-from ._ops import InvalidArgument, accumulator_of, boxed_call, ops, surfaced
+from ._checks import check_dim, check_dtype, check_flag, check_floating, check_index, check_tensor
+from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 from ._plain import is_grad_enabled, is_plain
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "topk_softmax"]
@@ -42,12 +42,10 @@ def _sum_of_present(*terms):
 # --- softmax and log_softmax ------------------------------------------------------------------------------------------------
 
 
-class Softmax:
+class Softmax(Description):
     """(input, dim >= 0, log, dtype of the result) -> softmax, or with `log` its logarithm."""
 
-    @staticmethod
-    def run(input, dim, log, dtype):
-        return ops.softmax_forward.default(input, dim, log, dtype)
+    operator = ops.softmax_forward
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -70,12 +68,10 @@ class Softmax:
         return (d_input - inner_product(output.to(dtype).exp(), d_input, ctx.dim)).to(output.dtype)
 
 
-class SoftmaxBackward:
+class SoftmaxBackward(Description):
     """(grad, output, dim, log, dtype of the gradient) -> p (g - <p, g>), or for the logarithm y = log p: g - exp(y) <1, g>."""
 
-    @staticmethod
-    def run(grad, output, dim, log, input_dtype):
-        return ops.softmax_backward.default(grad, output, dim, log, input_dtype)
+    operator = ops.softmax_backward
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -161,7 +157,7 @@ class _PlainSoftmax(torch.autograd.Function):
             raise surfaced(error, grad) from None
 
 
-_run, _run_backward = boxed_call(ops.softmax_forward.default), boxed_call(ops.softmax_backward.default)
+_run, _run_backward = below_autograd(ops.softmax_forward), below_autograd(ops.softmax_backward)
 _apply_plain = plain_apply(_PlainSoftmax)
 
 
@@ -228,17 +224,16 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
 # --- logsumexp --------------------------------------------------------------------------------------------------------------
 
 
-class LogSumExp:
+class LogSumExp(Description):
     """(input, dim >= 0, dtype) -> log(sum(exp(input))) along dim, which the result lacks, in dtype: the accumulator's, or the
     input's."""
 
-    @staticmethod
-    def run(input, dim, dtype):
-        return ops.logsumexp_forward.default(input, dim, dtype)
+    operator = ops.logsumexp_forward
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        input, ctx.dim, ctx.dtype = inputs
+        input, ctx.dim, _ = inputs
+        ctx.dtype = outputs.dtype
         return (input,)
 
     @staticmethod
@@ -253,12 +248,10 @@ class LogSumExp:
         return (p * d_input.to(p.dtype)).sum(ctx.dim).to(ctx.dtype)
 
 
-class LogSumExpBackward:
+class LogSumExpBackward(Description):
     """(grad, input, dim) -> g p."""
 
-    @staticmethod
-    def run(grad, input, dim):
-        return ops.logsumexp_backward.default(grad, input, dim)
+    operator = ops.logsumexp_backward
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -301,7 +294,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 or float64; integers are cast to torch's default dtype.
-        dim: an int, or several.
+        dim: an int, or several; with `keepdim`, and for a scalar, `()` stands for all dimensions, as in torch.
         keepdim: whether they stay.
 
     Returns:
@@ -321,8 +314,11 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     if not input.is_floating_point():
         input = input.to(torch.get_default_dtype())
     check_floating("logsumexp: input", input.dtype)
+    check_flag("keepdim", keepdim)
     rank = input.dim()
     dims = [check_dim(d, rank) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+    if not dims and (rank == 0 or keepdim or input.numel() == 0):  # where torch takes no dimension for all of them
+        dims = list(range(max(rank, 1)))
     if not dims or len(set(dims)) != len(dims):
         raise InvalidArgument(f"dim: {dim}, expected one dimension or several different ones")
     if rank == 0:
@@ -341,12 +337,10 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
 # --- top-k softmax -----------------------------------------------------------------------------------------------------------
 
 
-class TopKSoftmax:
+class TopKSoftmax(Description):
     """(input, k, dim >= 0, renormalize, dtype) -> (probabilities y, indices)."""
 
-    @staticmethod
-    def run(input, k, dim, renormalize, dtype):
-        return ops.topk_softmax_forward.default(input, k, dim, renormalize, dtype)
+    operator = ops.topk_softmax_forward
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -366,16 +360,14 @@ class TopKSoftmax:
         return _topk_jvp(d_input, probabilities, indices, input, ctx.dim, ctx.renormalize).to(probabilities.dtype), None
 
 
-class TopKSoftmaxBackward:
+class TopKSoftmaxBackward(Description):
     """(grad, probabilities, indices, input, dim, renormalize) -> the gradient of TopKSoftmax's input.
 
     The probabilities are a function of the input: the derivative with respect to the input includes the path through them,
     and the probabilities themselves have none.
     """
 
-    @staticmethod
-    def run(grad, probabilities, indices, input, dim, renormalize):
-        return ops.topk_softmax_backward.default(grad, probabilities, indices, input, dim, renormalize)
+    operator = ops.topk_softmax_backward
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -471,7 +463,7 @@ def topk_softmax(
     if dtype is None:
         dtype = input.dtype
     check_floating("topk_softmax: result" if input.is_floating_point() else "topk_softmax: input", dtype)
-    k = check_int("k", k)
+    k = check_index("k", k, any_rank=True)
     check_flag("renormalize", renormalize)
     classes = input.shape[dim] if input.dim() else 1
     if k < 0 or k > classes:

@@ -11,11 +11,11 @@ from torch import Tensor
 from . import _policy
 from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors
 from ._attention_derivatives import gradient_jvp
-from ._autograd import differentiable
+from ._autograd import Description, differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_attention_types, check_kinds, check_packed
 from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops
-from .attention import AttentionKeywords, default_scale, draw_rng, tf32_for
+from .attention import AttentionKeywords, default_scale, draw_rng, is_deterministic, tf32_for
 from .kvcache import varlen_over_pools
 
 if TYPE_CHECKING:
@@ -215,23 +215,40 @@ def varlen_impl(
         draw_rng(dropout_p, query.device) if rng is None else rng,
         max_seqlen_q,
         max_seqlen_k,
-        AttentionOptions(left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32_for(query)),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        AttentionOptions(
+            *(
+                left,
+                0 if causal else right,
+                lower_right,
+                scale,
+                float(softcap),
+                float(dropout_p),
+                tf32_for(query),
+                deterministic,
+            )
+        ),
     )
     return out, lse
 
 
-class _VarlenOp:
-    """(*VarlenTensors, max_seqlen_q, max_seqlen_k, options, deterministic) -> (out, lse, lse_low)."""
+class _Varlen(Description):
+    """(*VarlenTensors, max_seqlen_q, max_seqlen_k, options) -> (out, lse, lse_low)."""
+
+    operator = ops.attention_varlen_forward
 
     @staticmethod
-    def run(*inputs):
-        *tensors, max_seqlen_q, max_seqlen_k, options, _ = inputs
-        return ops.attention_varlen_forward.default(*tensors, max_seqlen_q, max_seqlen_k, *options)
+    def inputs(*arguments):
+        return *arguments[:10], AttentionOptions(*arguments[10:])
+
+    @staticmethod
+    def arguments(*inputs):
+        *others, options = inputs
+        return *others, *options
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        *tensors, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options, ctx.deterministic = inputs
+        *tensors, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options = inputs
+        ctx.deterministic = is_deterministic(ctx.options.deterministic)
         ctx.set_materialize_grads(False)
         return *tensors, *outputs
 
@@ -239,30 +256,39 @@ class _VarlenOp:
     def backward(ctx, grad_out, grad_lse, _):
         *tensors, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
+            if grad_lse is None:
+                return (None,) * 11
             grad_out = torch.zeros_like(out)
         grad_query, grad_key, grad_value, grad_sinks = _varlen_backward(
             *(grad_out, grad_lse, *tensors, out, lse, lse_low),
             *(ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options, ctx.deterministic),
         )
         grad_sinks = None if VarlenTensors(*tensors).sinks is None else grad_sinks
-        return grad_query, grad_key, grad_value, None, None, None, grad_sinks, None, None, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, grad_sinks, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
         *tensors, _, _, _ = ctx.saved_tensors
-        *tangents, _, _, _, _ = tangents
+        *tangents, _, _, _ = tangents
         d_out, d_lse, _ = _varlen_gradient_jvp(ctx, VarlenTensors(*tensors), VarlenTensors(*tangents))
         return d_out, d_lse, torch.zeros_like(d_lse)
 
 
-class _VarlenBackwardOp:
-    """The gradients of _VarlenOp's query, key, value and sinks; see _AttentionBackwardOp. (grad_out, grad_lse, *VarlenTensors,
+class _VarlenBackward(Description):
+    """The gradients of _Varlen's query, key, value and sinks, as attention's backward pass: (grad_out, grad_lse, *VarlenTensors,
     out, lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic) -> these gradients."""
 
+    operator = ops.attention_varlen_backward
+
     @staticmethod
-    def run(*inputs):
-        *tensors, max_seqlen_q, max_seqlen_k, options, deterministic = inputs
-        return ops.attention_varlen_backward.default(*tensors, max_seqlen_q, max_seqlen_k, *options.for_backward(deterministic))
+    def inputs(*arguments):
+        *others, deterministic, tf32 = arguments
+        return *others[:15], AttentionOptions(*others[15:], tf32), deterministic
+
+    @staticmethod
+    def arguments(*inputs):
+        *others, options, deterministic = inputs
+        return *others, *options.for_backward(deterministic)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -305,8 +331,8 @@ class _VarlenBackwardOp:
         return d_grad_query, d_grad_key, d_grad_value, d_grad_sinks
 
 
-_varlen_attention = differentiable(_VarlenOp)
-_varlen_backward = differentiable(_VarlenBackwardOp)
+_varlen_attention = differentiable(_Varlen)
+_varlen_backward = differentiable(_VarlenBackward)
 
 
 def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d_grad_out=None, d_grad_lse=None):

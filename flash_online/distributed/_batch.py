@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._checks import check_int, check_tensor
+from .._checks import check_index, check_tensor
 from .._ops import InvalidArgument
 from ._group import group_of
 from ._layout import check_layout, positions, shard
@@ -68,7 +68,7 @@ def shard_batch(
             "cu_seq_lens_q, or pad at the end, without a mask, with labels of ignore_index"
         )
     if "labels" in known:
-        known |= _shifted(known["labels"], (rows, length), check_int("ignore_index", ignore_index))
+        known |= _shifted(known["labels"], (rows, length), check_index("ignore_index", ignore_index, any_rank=True))
     dims = {
         name: -1 if name == "position_ids" else 1
         for name, value in known.items()

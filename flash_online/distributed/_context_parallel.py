@@ -23,7 +23,7 @@ from .._canonicalize import (
 )
 from .._checks import check_float
 from .._ops import InvalidArgument, accumulator_of, ops
-from ..attention import AttentionKeywords, AttentionOp, attention_impl, default_scale, tf32_for
+from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
 from ._gathered import Gathered, GatheredCall, groups_of
 from ._group import Group, checked_on_all_ranks, group_of
@@ -395,17 +395,15 @@ def _is_static(query: Tensor, left: int | None) -> bool:
     return torch.cuda.get_device_capability(query.device) == (9, 0)
 
 
-class _ClaimedTilesOp(AttentionOp):
-    """AttentionOp of one sequence whose forward pass is that of packed sequences. The bits are the same."""
-
-    @staticmethod
-    def run(query, key, value, mask, alibi_slopes, sinks, rng, options, deterministic):
-        length = query.shape[2]
-        starts = torch.arange(0, 2 * length, length, dtype=torch.int32, device=query.device)  # no copy from the host
-        rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        tensors = (*rows_first, starts, starts, alibi_slopes, sinks, rng)
-        out, lse, lse_low = ops.attention_varlen_forward.default(*tensors, length, length, *options)
-        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0), lse_low.unsqueeze(0)
+def _by_claimed_tiles(query, key, value, mask, alibi_slopes, sinks, rng, options):
+    """attention_forward of one sequence by the forward pass of packed sequences. The bits are the same."""
+    length = query.shape[2]
+    starts = torch.arange(0, 2 * length, length, dtype=torch.int32, device=query.device)  # no copy from the host
+    rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    tensors = (*rows_first, starts, starts, alibi_slopes, sinks, rng)
+    out, lse, lse_low = _run_varlen(*tensors, length, length, *options)
+    return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0), lse_low.unsqueeze(0)
 
 
-_claimed_tiles = differentiable(_ClaimedTilesOp)
+_run_varlen = below_autograd(ops.attention_varlen_forward)
+_claimed_tiles = differentiable(Attention, _by_claimed_tiles)
