@@ -195,9 +195,8 @@ def _gradients_in_one_table(
         grad = grad * (1 - tanh * tanh)
     grad = (grad * scale).to(dtype).flatten(1)
     if ignored is not None:  # an ignored row may hold NaN
-        x = x.masked_fill(
-            ignored.all(1, keepdim=True) if grad_lse is None else (ignored & (grad_lse == 0)).all(1, keepdim=True), 0
-        )
+        no_grad = ignored if grad_lse is None else ignored & (grad_lse == 0)
+        x = x.masked_fill(no_grad.all(1, keepdim=True), 0)
     none = input.new_empty([0])
     return (
         (grad @ matrix).to(input.dtype) if wanted[0] else none,

@@ -275,8 +275,8 @@ class _Varlen(Description):
 
 
 class _VarlenBackward(Description):
-    """The gradients of _Varlen's query, key, value and sinks, as attention's backward pass: (grad_out, grad_lse, *VarlenTensors,
-    out, lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic) -> these gradients."""
+    """The gradients of _Varlen's query, key, value and sinks, as in attention.py: (grad_out, grad_lse, *VarlenTensors, out,
+    lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic) -> these gradients."""
 
     operator = ops.attention_varlen_backward
 

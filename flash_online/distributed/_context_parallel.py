@@ -22,7 +22,7 @@ from .._canonicalize import (
     check_packed,
 )
 from .._checks import check_float
-from .._ops import InvalidArgument, accumulator_of, ops
+from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
 from ._gathered import Gathered, GatheredCall, groups_of
