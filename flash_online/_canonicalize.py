@@ -36,6 +36,15 @@ def _shape(tensor: Tensor) -> list:
     return list(tensor.shape)
 
 
+def is_empty(sizes) -> bool:
+    """Whether one of the sizes is 0, as far as a tracer knows: it shall keep an unknown size, which counts as more than 0."""
+    if not torch.compiler.is_compiling() and all(type(size) is int for size in sizes):
+        return 0 in sizes
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return any(guard_or_false(size == 0) for size in sizes)
+
+
 def _raise_rank(tensor: Tensor, rank: int) -> Tensor:
     while tensor.dim() < rank:
         tensor = tensor.unsqueeze(0)

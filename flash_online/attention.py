@@ -181,7 +181,9 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
-    if is_compiling() or eager_transforms_active() or _any_autocast_enabled():
+    if is_compiling() or eager_transforms_active() or _any_autocast_enabled() or _any_function_mode():
+        return None
+    if _policy.traced_by_jit() is not None:
         return None
     if query.is_nested or key.is_nested or value.is_nested:  # they have no shape
         return None
@@ -267,7 +269,8 @@ class _PlainAttention(torch.autograd.Function):
 
 
 is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_any_autocast_enabled, _STRIDED, _FLOAT64 = torch._C._is_any_autocast_enabled, torch.strided, torch.float64
+_any_autocast_enabled, _any_function_mode = torch._C._is_any_autocast_enabled, torch._C._is_torch_function_mode_enabled
+_STRIDED, _FLOAT64 = torch.strided, torch.float64
 _NUMBERS = (float, int)
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)

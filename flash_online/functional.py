@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
+from ._canonicalize import autocast, autocasts, canonicalize, check_kinds, is_empty
 from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor
 from ._ops import InvalidArgument
 from ._patches import describe, shards
-from ._policy import dropout_refusal, forward_to_torch, in_onnx_export, require_kernel, traced_by_jit, why_forwarded
+from ._policy import dropout_refusal, forward_to_torch, require_kernel, why_forwarded
 from .attention import attention_impl, default_scale, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum, try_fast_cross_entropy
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
@@ -63,11 +64,19 @@ def _refuse_shards(query: Tensor, key: Tensor, value: Tensor) -> None:
 # What `import *` takes from torch's module, and our functions.
 __all__ = [name for name in {*dir(_torch), *NAMES} if not name.startswith("_")]
 
+# torch.jit.script compiles the branch of `if not is_scripting()` that is not ours; the functions are torch's.
+is_scripting = torch.jit.is_scripting
+_torch_softmax, _torch_log_softmax = ORIGINALS["softmax"], ORIGINALS["log_softmax"]
+_torch_cross_entropy = ORIGINALS["cross_entropy"]
 
-def _may_be_fast() -> bool:
-    """Whether a fast path may take a call: in an export to ONNX none may. They refuse by themselves what is being compiled, so
-    that only the exporter by torch.jit is left to ask about."""
-    return traced_by_jit() is None or not in_onnx_export()
+
+def _is_passed_on(*arguments: object) -> bool:
+    """Whether torch's protocol takes a call of these arguments, one of which has_torch_function: a TorchFunctionMode that is
+    active, or an object such as torch.fx's Proxy. Subclasses of Tensor are forwarded to torch's function instead, which their
+    __torch_function__ knows."""
+    if torch._C._is_torch_function_mode_enabled():
+        return True
+    return any(hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor) for value in arguments)
 
 
 def scaled_dot_product_attention(
@@ -106,10 +115,15 @@ def scaled_dot_product_attention(
     if _torch.scaled_dot_product_attention is not _standing:
         _refuse_shards(query, key, value)
     plain = attn_mask is None and type(dropout_p) in (float, int) and not dropout_p
-    if plain and _may_be_fast() and type(is_causal) is bool is type(enable_gqa):
+    if plain and type(is_causal) is bool is type(enable_gqa):
         out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
+    tensors = (query, key, value, attn_mask)
+    if has_torch_function_variadic(*tensors) and _is_passed_on(*tensors):
+        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        options["enable_gqa"] = enable_gqa
+        return handle_torch_function(scaled_dot_product_attention, tensors, query, key, value, **options)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     if attn_mask is not None:
@@ -131,7 +145,7 @@ def scaled_dot_product_attention(
         )
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_kinds(query, key, value, attn_mask, "attn_mask")
-    if query.shape[-2] == 0 or value.numel() == 0:  # torch too returns before it checks shapes, options or the mask
+    if is_empty(query.shape[-2:-1]) or is_empty(value.shape):  # torch too returns before it checks shapes, options or the mask
         return _zeros(query, key, value, attn_mask, query.shape[:-1])
     if attn_mask is not None and is_causal:
         raise InvalidArgument("attn_mask: given together with is_causal=True; accepted is one of them")
@@ -140,7 +154,7 @@ def scaled_dot_product_attention(
     if scale is None:
         scale = default_scale(query.shape[-1])
     q, k, v, mask, restore = canonicalize(query, key, value, attn_mask, mask_name="attn_mask", enable_gqa=enable_gqa)
-    if q.shape[:-2].numel() == 0:
+    if is_empty(q.shape[:-2]):
         return restore(_zeros(query, key, value, attn_mask, q.shape[:-1]))
     out, _ = attention_impl(
         *(q, k, v, mask),
@@ -169,20 +183,27 @@ def _zeros(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, leadi
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
     """torch.nn.functional.softmax: exp(input) / sum(exp(input)) along `dim`. flash_online.softmax documents shapes, dtypes and
     errors."""
-    return _softmax("softmax", input, dim, _stacklevel, dtype)
+    if not is_scripting():
+        return _softmax("softmax", softmax, input, dim, _stacklevel, dtype)
+    return _torch_softmax(input, dim, _stacklevel, dtype)
 
 
 def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
     """torch.nn.functional.log_softmax: the logarithm of softmax along `dim`. flash_online.log_softmax documents shapes, dtypes
     and errors."""
-    return _softmax("log_softmax", input, dim, _stacklevel, dtype)
+    if not is_scripting():
+        return _softmax("log_softmax", log_softmax, input, dim, _stacklevel, dtype)
+    return _torch_log_softmax(input, dim, _stacklevel, dtype)
 
 
-def _softmax(name: str, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None and _may_be_fast():
+def _softmax(name: str, public, input: Tensor, dim: int | None, stacklevel: int, dtype: torch.dtype | None) -> Tensor:
+    """softmax or log_softmax, by name and as the `public` function."""
+    if dtype is None:
         result = try_fast_softmax(name, input, dim, name == "log_softmax")
         if result is not None:
             return result
+    if has_torch_function_variadic(input) and _is_passed_on(input):
+        return handle_torch_function(public, (input,), input, dim=dim, _stacklevel=stacklevel, dtype=dtype)
     if not isinstance(input, Tensor):
         raise AttributeError(f"input: expected a Tensor, got {type(input).__name__}")  # torch's type of error
     if dtype is not None:
@@ -207,12 +228,21 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy, without a table of probabilities. flash_online.cross_entropy documents shapes, dtypes
     and errors. Beside class indices `weight` must have input's dtype, as torch demands."""
-    if size_average is reduce is None and _may_be_fast():
+    if not is_scripting():
+        return _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    return _torch_cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) -> Tensor:
+    if size_average is reduce is None:
         result = try_fast_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
         if result is not None:
             return result
-    if not isinstance(input, Tensor) and hasattr(type(input), "__torch_function__"):  # no Tensor, but torch hands it the call
-        return ORIGINALS["cross_entropy"](input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    tensors = (input, target, weight)
+    if has_torch_function_variadic(*tensors) and _is_passed_on(*tensors):
+        options = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
+        options |= {"reduction": reduction, "label_smoothing": label_smoothing}
+        return handle_torch_function(cross_entropy, tensors, input, target, **options)
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (tensor is None and name == "weight"):
             check_tensor(name, tensor)
@@ -254,12 +284,16 @@ def linear_cross_entropy(
     or [N, H], `options` is accepted and not used (every kind of target and reduction has our own chunks), and beside class
     indices `weight` must have input's dtype.
     """
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    if has_torch_function_variadic(*tensors) and _is_passed_on(*tensors):
+        keywords = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
+        keywords |= {"label_smoothing": label_smoothing, "options": options}
+        return handle_torch_function(linear_cross_entropy, tensors, input, linear_weight, target, **keywords)
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         check_tensor(name, tensor)
     for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
         if tensor is not None:
             check_tensor(name, tensor)
-    tensors = (input, linear_weight, target, linear_bias, weight)
     others = (("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias), ("weight", weight))
     for name, tensor in others:
         check_device(name, tensor, "input", input)
@@ -283,6 +317,10 @@ def linear_cross_entropy(
     return linear_cross_entropy_impl(
         *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, False, 0.0, None)
     )
+
+
+# torch.jit.script takes our function for the operator that torch's is: it has no Python to compile.
+torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
 def __getattr__(name: str) -> Any:
