@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,18 +174,24 @@ def strict_is_active() -> bool:
     return _strict_depth > 0
 
 
-@contextmanager
-def strict() -> Iterator[None]:
+class strict:
     """Inside the block a call that would be forwarded to torch raises RuntimeError with the reason.
 
     It holds for all threads, since any thread may make a call; blocks nest, also across threads. The environment variable
     FLASH_ONLINE_STRICT=1, which is read once on import, has the effect of a block around the whole program.
     """
+
+    def __enter__(self) -> None:
+        _change_strict_depth(1)
+
+    def __exit__(self, *error: object) -> None:
+        _change_strict_depth(-1)
+
+
+def _change_strict_depth(step: int) -> None:
     global _strict_depth
+    if torch.compiler.is_compiling():  # Dynamo traces no lock, and one thread traces
+        _strict_depth += step
+        return
     with _lock:
-        _strict_depth += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _strict_depth -= 1
+        _strict_depth += step

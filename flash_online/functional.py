@@ -32,12 +32,19 @@ if TYPE_CHECKING:
 
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
 
-# Torch's functions, captured on import: later override() may replace them. Before 2.13 torch has no linear_cross_entropy.
-# scaled_dot_product_attention is taken from where torch's module has it from: the import may be inside context_parallel.
-ORIGINALS = {name: getattr(_torch, name) for name in NAMES if hasattr(_torch, name)}
-ORIGINALS["scaled_dot_product_attention"] = torch._C._nn.scaled_dot_product_attention
+# Torch's functions, captured on the first import: later override() may replace them. Before 2.13 torch has no
+# linear_cross_entropy. scaled_dot_product_attention is taken from where torch's module has it from: the import may be inside
+# context_parallel.
+if "ORIGINALS" not in globals():
+    ORIGINALS = {name: getattr(_torch, name) for name in NAMES if hasattr(_torch, name)}
+    ORIGINALS["scaled_dot_product_attention"] = torch._C._nn.scaled_dot_product_attention
+    # What torch.nn.functional is expected to have under this name.
+    _standing: object = ORIGINALS["scaled_dot_product_attention"]
 
-_standing: object = ORIGINALS["scaled_dot_product_attention"]  # what torch.nn.functional is expected to have under this name
+
+def is_ours(name: str, function: object) -> bool:
+    """Whether this is our function of that name, also one from before a reload of this module."""
+    return getattr(function, "__module__", None) == __name__ and getattr(function, "__qualname__", None) == name
 
 
 def expect(function: object) -> None:

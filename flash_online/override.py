@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as _torch
+from torch.overrides import TorchFunctionMode
 
 from . import _patches, functional
 
-_lock = threading.Lock()
-_depth = 0  # of enable() calls and override() blocks
-_replaced: dict[str, Any] = {}  # the attributes of torch.nn.functional before the first enable()
-_left: dict[str, Any] = {}  # those of _replaced that disable() could not put back, as somebody had put a function over ours
-_warned: set[tuple[str, str]] = set()  # (enable or disable, function): a warning once per process
+if "_depth" not in globals():  # a reload of this module keeps what it has replaced
+    _lock = threading.Lock()
+    _depth = 0  # of enable() calls and override() blocks
+    _replaced: dict[str, Any] = {}  # the attributes of torch.nn.functional before the first enable()
+    _left: dict[str, Any] = {}  # those of _replaced that disable() could not put back, as somebody had put a function over ours
+    _warned: set[tuple[str, str]] = set()  # (enable or disable, function): a warning once per process
 
 
 def enable() -> None:
@@ -48,10 +51,28 @@ def disable() -> None:
     _disable(stacklevel=4)
 
 
-@contextmanager
-def override() -> Iterator[None]:
+def override() -> AbstractContextManager[None]:
     """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last ends.
-    context_parallel goes inside the block, not around it."""
+    context_parallel goes inside the block, not around it. Inside a function that torch.compile traces, the block concerns that
+    function's calls alone."""
+    return _OverrideInGraph() if torch.compiler.is_compiling() else _override()
+
+
+class _OverrideInGraph(TorchFunctionMode):
+    """override() for Dynamo, which has no way to replace a module's attributes for a part of a graph."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for original, ours in _PAIRS:
+            if func is original:
+                return ours(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+_PAIRS = tuple((original, getattr(functional, name)) for name, original in functional.ORIGINALS.items())
+
+
+@contextmanager
+def _override() -> Iterator[None]:
     _enable(stacklevel=5)  # this generator and contextlib lie between the caller and enable()
     try:
         yield
@@ -75,10 +96,10 @@ def _enable(stacklevel: int) -> None:
             for name, function in standing.items():
                 _warn_of_stranger(name, function, "enable", "is replaced until disable(), and not called", stacklevel)
             for name, function in standing.items():
-                ours = getattr(functional, name)
                 # Ours stands here already where a wrapper that disable() had left in place has put it back.
-                _replaced[name] = _left.get(name, functional.ORIGINALS[name]) if function is ours else function
-                _place(name, ours)
+                is_ours = functional.is_ours(name, function)
+                _replaced[name] = _left.get(name, functional.ORIGINALS[name]) if is_ours else function
+                _place(name, getattr(functional, name))
             _left.clear()
         else:
             for name, function in standing.items():
@@ -91,7 +112,7 @@ def _disable(stacklevel: int) -> None:
     global _depth
     with _lock:
         if _depth == 0:
-            late = [name for name in _left if getattr(_torch, name) is getattr(functional, name)]
+            late = [name for name in _left if functional.is_ours(name, getattr(_torch, name))]
             if not late:
                 raise RuntimeError("disable: called without an enable() to undo")
             for name in late:
@@ -103,7 +124,7 @@ def _disable(stacklevel: int) -> None:
         strangers = {}
         for name, function in _replaced.items():
             standing = getattr(_torch, name)
-            if standing is getattr(functional, name):
+            if functional.is_ours(name, standing):
                 _place(name, function)
             elif not _patches.is_torchs(standing):
                 _left[name], strangers[name] = function, standing
@@ -120,7 +141,7 @@ def _place(name: str, function: Callable[..., Any]) -> None:
 
 
 def _warn_of_stranger(name: str, function: object, verb: str, consequence: str, stacklevel: int) -> None:
-    if function is getattr(functional, name) or _patches.is_torchs(function) or (verb, name) in _warned:
+    if functional.is_ours(name, function) or _patches.is_torchs(function) or (verb, name) in _warned:
         return
     _warned.add((verb, name))
     said = f"{verb}: torch.nn.functional.{name} is {_patches.describe(function)}, neither torch's nor ours; it {consequence}"
