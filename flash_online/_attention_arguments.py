@@ -4,6 +4,7 @@ derivatives share this order.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -40,7 +41,7 @@ class AttentionOptions(NamedTuple):
     window_left: int
     window_right: int
     lower_right: bool
-    scale: float
+    scale: float | None  # None: 1 / sqrt(head dim)
     softcap: float
     dropout_p: float
     tf32: bool
@@ -51,6 +52,11 @@ class AttentionOptions(NamedTuple):
         (deterministic,) for packed sequences."""
         *shared, tf32, _ = self
         return *shared, *own, tf32
+
+
+def default_scale(head_dim) -> float:
+    """1 / sqrt(head_dim). With head_dim 0 every score is 0 whatever the scale, as in torch."""
+    return 1 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 class AttentionGradients(NamedTuple):

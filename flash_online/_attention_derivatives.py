@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
+from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
 from ._ops import accumulator_of, ops
 
 _CHUNK_SCORES = 1 << 21  # scores that a second derivative holds at a time, over all batches and heads
@@ -102,6 +102,8 @@ def gradient_jvp(
     is the batch index that the random bits of dropout start from.
     """
     query, key, value, mask, alibi_slopes, sinks, rng = tensors
+    if options.scale is None:
+        options = options._replace(scale=default_scale(query.shape[-1]))
     d_query, d_key, d_value, d_mask, _, d_sinks, _ = tangents
     dtype = accumulator_of(query.dtype)
     heads, queries, keys = query.shape[-3], query.shape[-2], key.shape[-2]
@@ -115,9 +117,7 @@ def gradient_jvp(
     shared = _Tangents(d_k, d_v, d_mask, d_sink)
 
     forward_chunks, backward_chunks = [], _BackwardSums(mask)
-    chunk_rows = max(1, _CHUNK_SCORES // max(1, math.prod(query.shape[:-2]) * keys))
-    for begin in range(0, max(queries, 1), chunk_rows):
-        end = min(queries, begin + chunk_rows)
+    for begin, end in _chunks(math.prod(query.shape[:-2]), queries, keys):
         by_row = ((query, -2), (d_query, -2), (grad_out, -2), (d_grad_out, -2), (grad_lse, -1), (d_grad_lse, -1))
         chunk = _Chunk(begin, end, *(_rows(tensor, dim, begin, end, dtype) for tensor, dim in by_row))
         forward = _forward_chunk(call, shared, chunk)
@@ -128,6 +128,14 @@ def gradient_jvp(
     d_outs, d_lses = zip(*forward_chunks, strict=True)
     d_out, d_lse = torch.cat(d_outs, -2).to(query.dtype), torch.cat(d_lses, -1)
     return d_out, d_lse, None if grad_out is None else backward_chunks.results(query, key, value)
+
+
+def _chunks(heads: int, queries: int, keys: int) -> list[tuple[int, int]]:
+    """The rows of each chunk. Where a tracer keeps sizes symbolic there is one, as a loop would make numbers of them."""
+    if not all(type(size) is int for size in (heads, queries, keys)):
+        return [(0, queries)]
+    rows = max(1, _CHUNK_SCORES // max(1, heads * keys))
+    return [(begin, min(queries, begin + rows)) for begin in range(0, max(queries, 1), rows)]
 
 
 def _rows(tensor: Tensor | None, dim: int, begin: int, end: int, dtype: torch.dtype) -> Tensor | None:

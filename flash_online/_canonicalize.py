@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._checks import check_flag, check_float, check_softcap, check_tensor
+from ._checks import check_flag, check_float, check_softcap, check_tensor, is_known
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
@@ -34,15 +34,6 @@ def autocast(query: Tensor, *others: Tensor | None):
 
 def _shape(tensor: Tensor) -> list:
     return list(tensor.shape)
-
-
-def is_empty(sizes) -> bool:
-    """Whether one of the sizes is 0, as far as a tracer knows: it shall keep an unknown size, which counts as more than 0."""
-    if not torch.compiler.is_compiling() and all(type(size) is int for size in sizes):
-        return 0 in sizes
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return any(guard_or_false(size == 0) for size in sizes)
 
 
 def _raise_rank(tensor: Tensor, rank: int) -> Tensor:
@@ -124,12 +115,12 @@ def check_attention_options(query, heads_dim, causal, window, alignment, softcap
 
 def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises unless the head dims and lengths of [..., L, E], [..., S, E] and [..., S, Ev] agree."""
-    if key.shape[-1] != query.shape[-1]:
+    if is_known(key.shape[-1] != query.shape[-1]):
         raise InvalidArgument(
             f"key: width (last dimension) is {key.shape[-1]}, expected query's {query.shape[-1]}; "
             f"got query {_shape(query)}, key {_shape(key)}"
         )
-    if value.shape[-2] != key.shape[-2]:
+    if is_known(value.shape[-2] != key.shape[-2]):
         raise InvalidArgument(
             f"value: length (last dimension but one) is {value.shape[-2]}, expected key's {key.shape[-2]}; "
             f"got key {_shape(key)}, value {_shape(value)}"
@@ -141,9 +132,9 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise InvalidArgument(f"{name}: expected packed sequences [total length, heads, width], got shape {_shape(tensor)}")
-    if key.shape[-1] != query.shape[-1]:
+    if is_known(key.shape[-1] != query.shape[-1]):
         raise InvalidArgument(f"key: width (last dimension) is {key.shape[-1]}, expected query's {query.shape[-1]}")
-    if value.shape[0] != key.shape[0]:
+    if is_known(value.shape[0] != key.shape[0]):
         raise InvalidArgument(f"value: total length (dimension 0) is {value.shape[0]}, expected key's {key.shape[0]}")
     heads = query.shape[1]
     for name, own in (("key", key.shape[1]), ("value", value.shape[1])):
@@ -155,7 +146,7 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             raise InvalidArgument(f"{name}: got {got}, expected an int32 tensor [sequences + 1]")
         if starts.device != query.device:
             raise InvalidArgument(f"{name}: on {starts.device}, expected query's device {query.device}")
-    if cu_seqlens_k.shape[0] != cu_seqlens_q.shape[0]:
+    if is_known(cu_seqlens_k.shape[0] != cu_seqlens_q.shape[0]):
         raise InvalidArgument(
             f"cu_seqlens_k: {cu_seqlens_k.shape[0]} starts, expected as many as cu_seqlens_q's {cu_seqlens_q.shape[0]}"
         )
@@ -164,7 +155,7 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 def check_longest(name: str, longest) -> None:
     """Raises unless `longest` can be the length of the longest packed sequence."""
-    if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or longest < 0:
+    if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or is_known(longest < 0):
         raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 (nobody reads lengths off the device)")
 
 

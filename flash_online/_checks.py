@@ -12,6 +12,29 @@ from torch.autograd import forward_ad
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
 
 
+def is_known(condition) -> bool:
+    """Whether a condition on sizes holds, as far as a tracer knows: it must not make a number of a size that it keeps open.
+
+    Where the data alone knows a size, no condition on it is known; the operators check what they are run with."""
+    if not torch.compiler.is_compiling() and isinstance(condition, (bool, Tensor)):  # torch.jit.trace's sizes are tensors
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def is_empty(sizes) -> bool:
+    """Whether one of the sizes is known to be 0."""
+    return any(is_known(size == 0) for size in sizes)
+
+
+def differ(sizes, others) -> bool:
+    """Whether two lists of sizes are known to differ."""
+    if not torch.compiler.is_compiling():
+        return tuple(sizes) != tuple(others)
+    return len(sizes) != len(others) or any(is_known(a != b) for a, b in zip(sizes, others, strict=True))
+
+
 def check_tensor(name: str, tensor) -> None:
     """Raises TypeError unless `tensor` is a Tensor."""
     if not isinstance(tensor, Tensor):

@@ -90,6 +90,15 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _is_known(condition) -> bool:
+    """Whether a condition on strides holds, as far as a tracer knows."""
+    if type(condition) is bool:
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def dense_strides_in_order(sizes, strides) -> list[int]:
     """Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `strides`, outermost first.
     Dimensions of stride 0 or of equal stride keep their order. csrc/ops/tensor.h has this rule under the same name."""
@@ -97,7 +106,7 @@ def dense_strides_in_order(sizes, strides) -> list[int]:
     for i in range(1, len(order)):
         for j in range(i, 0, -1):
             outer, inner = strides[order[j - 1]], strides[order[j]]
-            if outer == 0 or inner == 0 or outer >= inner:
+            if _is_known(outer == 0) or _is_known(inner == 0) or not _is_known(outer < inner):
                 break
             order[j - 1], order[j] = order[j], order[j - 1]
     dense = [1] * len(sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors
+from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
 from ._attention_derivatives import gradient_jvp
 from ._autograd import (
     Description,
@@ -302,7 +301,7 @@ def attention_impl(
     accumulator = accumulator_of(query.dtype)
     left, right = (-1 if bound is None else bound for bound in window)
     tf32 = tf32_for(query)
-    scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
+    scale = operator_scale(query, scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None) and operator is None
     if plain and deterministic is None and not (lower_right or softcap or dropout_p or return_lse):
         if not requires_grad((query, key, value)):
@@ -341,14 +340,16 @@ def tf32_allowed() -> bool:
 tf32_allowed._dynamo_marked_constant = True
 
 
+def operator_scale(query: Tensor, scale: float | None) -> float | None:
+    """`scale` as the raw operators take it. A graph leaves the usual one to them, so that it holds for any head dim."""
+    if scale is not None:
+        return check_float("scale", scale)
+    return None if torch.compiler.is_compiling() or _policy.traced_by_jit() is not None else default_scale(query.shape[-1])
+
+
 def draw_rng(dropout_p: float, device: torch.device) -> Tensor | None:
     """The (seed, offset) of dropout, int64 [2]: one draw per call from torch's default generator of the device."""
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device) if dropout_p > 0 else None
-
-
-def default_scale(head_dim) -> float:
-    """1 / sqrt(head_dim). With head_dim 0 every score is 0 whatever the scale, as in torch."""
-    return 1 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 class Attention(Description):
@@ -431,7 +432,7 @@ class _AttentionTraining(Description):
         return d_out, torch.cat([d_lse, torch.zeros_like(d_lse)])
 
 
-def plain_options(causal: bool, scale: float, tf32: bool) -> AttentionOptions:
+def plain_options(causal: bool, scale: float | None, tf32: bool) -> AttentionOptions:
     """Those of a call without options but these."""
     return AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
 

@@ -23,7 +23,7 @@ from ._autograd import (
     without_derivative,
 )
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor
+from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, is_known
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 from ._plain import are_plain_numbers, is_grad_enabled, is_plain
 from .softmax import inner_product, logsumexp_rows, softmax_rows
@@ -262,12 +262,12 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
     """Whether CrossEntropyLoss can compute a reduced loss that has no z-loss."""
     return (
-        input.numel() > 0
+        not dispatches()
+        and input.numel() > 0
         and not _policy.is_dtensor(input)  # of whose shards each would have a mean of its own
         and not target.requires_grad
         and (weight is None or not weight.requires_grad)
         and (dtype is input.dtype or dtype is accumulator_of(input.dtype))
-        and not dispatches()
     )
 
 
@@ -315,7 +315,7 @@ def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ig
         if tensor is not None and tensor.device != input.device:
             raise InvalidArgument(f"{name}: on {tensor.device}, expected input's device {input.device}")
     shape = list(input.shape)
-    if target.shape == input.shape:
+    if not differ(target.shape, input.shape):
         if not target.is_floating_point():
             raise InvalidArgument(
                 f"target: of input's shape {shape}, so class probabilities; dtype {target.dtype}, expected floating"
@@ -328,7 +328,7 @@ def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ig
             raise IndexError("input: a scalar has no class dimension; expected [C], [N, C] or [N, C, ...]")
     else:
         expected = [1] if input.dim() == 1 else shape[:1] + shape[2:]
-        if input.dim() == 0 or (list(target.shape) != expected and not (input.dim() == 1 and target.dim() == 0)):
+        if input.dim() == 0 or (differ(target.shape, expected) and not (input.dim() == 1 and target.dim() == 0)):
             raise InvalidArgument(
                 f"target: shape {list(target.shape)}, expected beside an input of shape {shape} "
                 f"{[] if input.dim() <= 1 else expected} for class indices or {shape} for class probabilities"
@@ -337,7 +337,7 @@ def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ig
             raise InvalidArgument(f"target: dtype {target.dtype}, expected int64 or uint8 for class indices")
     if weight is not None:
         classes = shape[0] if input.dim() == 1 else shape[1]
-        if weight.dim() != 1 or weight.shape[0] != classes:
+        if weight.dim() != 1 or is_known(weight.shape[0] != classes):
             raise InvalidArgument(f"weight: shape {list(weight.shape)}, expected one for each of the {classes} classes")
         if not weight.is_floating_point():
             raise InvalidArgument(f"weight: dtype {weight.dtype}, expected a floating one")
@@ -364,7 +364,7 @@ def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction:
         return loss if z_term is None else loss + z_term
     if reduction == 2:
         return loss.sum() if z_term is None else (loss + z_term).sum()
-    count = loss.numel() if classes != 0 else 0  # without classes torch's mean is NaN
+    count = 0 if is_known(classes == 0) else loss.numel()  # without classes torch's mean is NaN
     result = loss.sum() / (count if probabilities else row_weight.detach().sum())
     if z_term is not None:
         result = result + z_term.sum() / (count if ignored is None else loss.numel() - ignored.sum())
@@ -375,7 +375,7 @@ def cross_entropy_impl(
     input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
     """cross_entropy, once its arguments are checked and it is decided that our kernel runs; `reduction` is a reduction_enum."""
-    probabilities = target.shape == input.shape
+    probabilities = not differ(target.shape, input.shape)
     ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
     if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device

@@ -17,12 +17,12 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ._canonicalize import autocast, autocasts, canonicalize, check_kinds, is_empty
-from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor
+from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
+from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor, is_empty
 from ._ops import InvalidArgument
 from ._patches import describe, shards
 from ._policy import dropout_refusal, forward_to_torch, require_kernel, why_forwarded
-from .attention import attention_impl, default_scale, try_fast_path
+from .attention import attention_impl, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum, try_fast_cross_entropy
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
 from .softmax import softmax_impl, try_fast_softmax
@@ -158,8 +158,6 @@ def scaled_dot_product_attention(
         raise InvalidArgument("attn_mask: given together with is_causal=True; accepted is one of them")
     if not 0 <= dropout_p <= 1:  # NaN too
         raise InvalidArgument(f"dropout_p: {dropout_p}, expected a probability, 0 to 1")
-    if scale is None:
-        scale = default_scale(query.shape[-1])
     q, k, v, mask, restore = canonicalize(query, key, value, attn_mask, mask_name="attn_mask", enable_gqa=enable_gqa)
     if is_empty(q.shape[:-2]):
         return restore(_zeros(query, key, value, attn_mask, q.shape[:-1]))

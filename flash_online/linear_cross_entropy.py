@@ -26,7 +26,18 @@ from ._autograd import (
     without_derivative,
 )
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_flag, check_float, check_floating, check_index, check_softcap, check_tensor
+from ._checks import (
+    check_dtype,
+    check_flag,
+    check_float,
+    check_floating,
+    check_index,
+    check_softcap,
+    check_tensor,
+    differ,
+    is_empty,
+    is_known,
+)
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, ops
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
@@ -273,7 +284,7 @@ def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_l
     if _policy.is_dtensor(tensors[0]):  # what the mean divides by is a sum over ranks
         return False
     # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
-    if dtype == torch.float16 or tensors[0].shape[0] * tensors[1].shape[1] * tensors[1].shape[0] == 0:
+    if dtype == torch.float16 or is_empty((tensors[0].shape[0], *tensors[1].shape[:2])):
         return False
     # A compiled graph cannot tell whether lse is differentiated, and an exported one may never be differentiated at all.
     return not (torch.compiler.is_compiling() and (return_lse or torch.compiler.is_exporting()))
@@ -300,14 +311,14 @@ def check_linear_cross_entropy(
         raise InvalidArgument(f"{weight_name}: shape {list(linear_weight.shape)}, expected [C, H] or [C, d_1, ..., d_K, H]")
     (*batch, hidden), (classes, *positions, weight_hidden) = input.shape, linear_weight.shape
     beside = f"beside an input of shape {list(input.shape)} and a {weight_name} of shape {list(linear_weight.shape)}"
-    if weight_hidden != hidden:
+    if is_known(weight_hidden != hidden):
         raise InvalidArgument(f"{weight_name}: width (last dimension) is {weight_hidden}, expected input's {hidden}")
-    if linear_bias is not None and list(linear_bias.shape) != [classes, *positions]:
+    if linear_bias is not None and differ(linear_bias.shape, [classes, *positions]):
         raise InvalidArgument(f"linear_bias: shape {list(linear_bias.shape)}, expected {[classes, *positions]} {beside}")
     if positions and not batch:
         raise InvalidArgument(f"input: [N, {hidden}] is expected {beside}")
     table, rows = [*batch, classes, *positions], [*batch, *positions]
-    probabilities = list(target.shape) == table
+    probabilities = not differ(target.shape, table)
     if probabilities and ignore_index is not None:
         raise InvalidArgument(
             f"ignore_index: {ignore_index}, but beside class probabilities nothing can be ignored; leave it out"
@@ -320,7 +331,7 @@ def check_linear_cross_entropy(
     for name, tensor in ((weight_name, linear_weight), ("linear_bias", linear_bias)):
         if tensor is not None and product_dtype(tensor) != dtype:
             raise InvalidArgument(f"{name}: dtype {tensor.dtype}, expected input's {input.dtype}")
-    if not probabilities and list(target.shape) != rows and (batch or list(target.shape) != [1]):
+    if not probabilities and differ(target.shape, rows) and (batch or differ(target.shape, [1])):
         raise InvalidArgument(
             f"target: shape {list(target.shape)}, expected {rows} for class indices or {table} for class probabilities {beside}"
         )

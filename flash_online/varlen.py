@@ -13,9 +13,8 @@ from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTens
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_attention_types, check_kinds, check_packed
-from ._checks import check_float
 from ._ops import InvalidArgument, accumulator_of, ops
-from .attention import AttentionKeywords, default_scale, draw_rng, is_deterministic, tf32_for
+from .attention import AttentionKeywords, draw_rng, is_deterministic, operator_scale, tf32_for
 from .kvcache import varlen_over_pools
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def varlen_impl(
             )
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
     left, right = (-1 if bound is None else bound for bound in window)
-    scale = default_scale(query.shape[-1]) if scale is None else check_float("scale", scale)
+    scale = operator_scale(query, scale)
     out, lse, _ = _varlen_attention(
         query,
         key,
@@ -216,16 +215,7 @@ def varlen_impl(
         max_seqlen_q,
         max_seqlen_k,
         AttentionOptions(
-            *(
-                left,
-                0 if causal else right,
-                lower_right,
-                scale,
-                float(softcap),
-                float(dropout_p),
-                tf32_for(query),
-                deterministic,
-            )
+            left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32_for(query), deterministic
         ),
     )
     return out, lse

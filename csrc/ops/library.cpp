@@ -14,30 +14,31 @@ using flash_online::ops::define;
 
 STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
-  // dropped ([..., heads, queries], accumulator type). rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and
-  // below: float32 products on CUDA may have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere.
+  // dropped ([..., heads, queries], accumulator type). scale, here and below: None is 1 / sqrt(head_dim), whatever head_dim a
+  // graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA may
+  // have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere.
   // deterministic: whether the backward pass that the derivative calls shall repeat; None asks torch when this is called.
   define(m,
          "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
-         "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, "
+         "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
          "float dropout_p, bool tf32=False, bool? deterministic=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
   // attention_forward's out alone, for a call without gradients and options.
   define(
       m,
-      "attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> Tensor out");
+      "attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float? scale, bool tf32=False) -> Tensor out");
   // A call without options that has a backward pass. stats: lse, then lse_low, [2 batch, ..., heads, queries].
   define(
       m,
-      "attention_training(Tensor query, Tensor key, Tensor value, bool causal, float scale, bool tf32=False) -> (Tensor out, "
+      "attention_training(Tensor query, Tensor key, Tensor value, bool causal, float? scale, bool tf32=False) -> (Tensor out, "
       "Tensor stats)");
   define(m,
          "attention_training_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor stats, "
-         "bool causal, float scale, bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, "
+         "bool causal, float? scale, bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, "
          "Tensor grad_value)");
   define(m,
          "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
          "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
-         "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool mask_grad, "
+         "SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, bool mask_grad, "
          "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
          "Tensor grad_sinks)");
   // Packed sequences: query, out [total queries, heads, head_dim], key and value [total keys, heads, head_dim], lse [heads,
@@ -47,13 +48,13 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(m,
          "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
          "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
-         "SymInt window_right, bool lower_right, float scale, float softcap, float dropout_p, bool tf32=False, "
+         "SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, bool tf32=False, "
          "bool? deterministic=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
   define(m,
          "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
          "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
          "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
-         "float scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
+         "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
          "Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
   // Which weights dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   define(m,
@@ -72,17 +73,18 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
          "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
          "Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, SymInt window_left, "
-         "SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> (Tensor out, Tensor lse)");
-  define(m,
-         "attention_cached_(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, "
-         "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
-         "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
-         "SymInt window_left, SymInt window_right, bool lower_right, float scale, float softcap, SymInt splits) -> Tensor lse");
+         "SymInt window_right, bool lower_right, float? scale, float softcap, SymInt splits) -> (Tensor out, Tensor lse)");
+  define(
+      m,
+      "attention_cached_(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, "
+      "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
+      "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
+      "SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, SymInt splits) -> Tensor lse");
   // attention_cached's out alone, for a step of decoding without new keys and options: causal, lower_right, each query
   // [sequences, heads, length, head_dim] over its sequence's keys [0, lengths[n]).
   define(m,
          "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? block_table, "
-         "SymInt window_left, float scale, SymInt splits) -> Tensor out");
+         "SymInt window_left, float? scale, SymInt splits) -> Tensor out");
   // Writes new keys and values into the caches of attention_cached, behind each sequence's length, or at slots (int64, rows of
   // the pool): key [sequences, key heads, new, head_dim], or with new_starts or slots packed. Float8 caches hold rows divided
   // by their scale. cosines, sines [positions, width / 2]: keys and `query` are rotated (pairs of columns are halves, or

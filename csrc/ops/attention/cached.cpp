@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor> attention_cached(const Tensor& query, const Tensor& k
                                             const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
                                             const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale,
                                             int64_t new_keys, int64_t max_queries, int64_t window_left, int64_t window_right,
-                                            bool lower_right, double scale, double softcap, int64_t splits) {
+                                            bool lower_right, std::optional<double> scale, double softcap, int64_t splits) {
   const CachedInputs in{query,        key_cache,     value_cache, lengths,      left,  rows,      block_table,
                         query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
@@ -64,7 +64,7 @@ Tensor attention_cached_(const Tensor& out, const Tensor& query, const Tensor& k
                          const std::optional<Tensor>& new_starts, const std::optional<Tensor>& alibi_slopes,
                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& key_scale,
                          const std::optional<Tensor>& value_scale, int64_t new_keys, int64_t max_queries, int64_t window_left,
-                         int64_t window_right, bool lower_right, double scale, double softcap, int64_t splits) {
+                         int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, int64_t splits) {
   const CachedInputs in{query,        key_cache,     value_cache, lengths,      left,  rows,      block_table,
                         query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
@@ -81,7 +81,7 @@ Tensor attention_cached_(const Tensor& out, const Tensor& query, const Tensor& k
 template <class Device>
 Tensor attention_decode(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                         const std::optional<Tensor>& lengths, const std::optional<Tensor>& block_table, int64_t window_left,
-                        double scale, int64_t splits) {
+                        std::optional<double> scale, int64_t splits) {
   const std::optional<Tensor> none;
   const CachedInputs in{query, key_cache, value_cache, lengths, none, none, block_table,
                         none,  none,      none,        none,    none, none, none};

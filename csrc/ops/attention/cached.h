@@ -3,6 +3,7 @@
 
 #include "../../core/cache.h"
 #include "../tensor.h"
+#include "call.h"
 
 namespace flash_online::ops {
 
@@ -16,7 +17,8 @@ struct CachedInputs {
 struct CachedOptions {
   int64_t new_keys, max_queries, window_left, window_right;
   bool lower_right;
-  double scale, softcap;
+  std::optional<double> scale;  // as in AttentionOptions
+  double softcap;
   int64_t splits;
 };
 
@@ -217,7 +219,7 @@ AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& opt
   problem.query_starts = numbers_of(in.query_starts);
   problem.visible = {options.window_left, options.window_right, 0};
   problem.lower_right = options.lower_right;
-  problem.scale = options.scale;
+  problem.scale = scale_of(options.scale, problem.head_dim);
   problem.softcap = options.softcap;
   if (in.alibi_slopes) {
     problem.alibi_slopes = in.alibi_slopes->data_ptr();

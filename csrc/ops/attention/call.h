@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <span>
 
 #include "../../core/batches.h"
@@ -12,9 +13,15 @@ namespace flash_online::ops {
 struct AttentionOptions {
   int64_t window_left, window_right;
   bool lower_right = false;
-  double scale, softcap = 0, dropout_p = 0;
+  std::optional<double> scale;  // the usual one if it is none
+  double softcap = 0, dropout_p = 0;
   bool tf32 = false;
 };
+
+// 1 / sqrt(head_dim), unless the caller gives another. With head_dim 0 every score is 0 whatever the scale, as in torch.
+inline double scale_of(std::optional<double> scale, int64_t head_dim) {
+  return scale.value_or(head_dim > 0 ? 1 / std::sqrt(static_cast<double>(head_dim)) : 1);
+}
 
 struct AttentionInputs {
   const Tensor &query, &key, &value;
@@ -137,7 +144,7 @@ class AttentionCall {
     problem_.head_dim_v = in.value.size(dims.head_dim());
     problem_.visible = {options.window_left, options.window_right, 0};
     problem_.lower_right = options.lower_right;
-    problem_.scale = options.scale;
+    problem_.scale = scale_of(options.scale, problem_.head_dim);
     problem_.softcap = options.softcap;
     problem_.dropout = options.dropout_p;
     problem_.tf32 = options.tf32;

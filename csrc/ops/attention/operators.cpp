@@ -12,8 +12,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const 
                                                      const std::optional<Tensor>& mask,
                                                      const std::optional<Tensor>& alibi_slopes,
                                                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-                                                     int64_t window_left, int64_t window_right, bool lower_right, double scale,
-                                                     double softcap, double dropout_p, bool tf32,
+                                                     int64_t window_left, int64_t window_right, bool lower_right,
+                                                     std::optional<double> scale, double softcap, double dropout_p, bool tf32,
                                                      std::optional<bool> /*deterministic*/) {
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
@@ -24,8 +24,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const std::optional<Tensor>& mask, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse, const Tensor& lse_low, int64_t window_left,
-    int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p, bool mask_grad, bool deterministic,
-    bool tf32) {
+    int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, double dropout_p, bool mask_grad,
+    bool deterministic, bool tf32) {
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   return backward<Device>(call, {grad_out, grad_lse, out, lse, &lse_low}, mask_grad, deterministic);
@@ -37,12 +37,13 @@ AttentionInputs plain_inputs(const Tensor& query, const Tensor& key, const Tenso
   return {query, key, value, none, none, none, none};
 }
 
-AttentionOptions plain_options(bool causal, double scale, bool tf32) {
+AttentionOptions plain_options(bool causal, std::optional<double> scale, bool tf32) {
   return {.window_left = -1, .window_right = causal ? 0 : -1, .scale = scale, .tf32 = tf32};
 }
 
 template <class Device>
-Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal, double scale, bool tf32) {
+Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
+                           std::optional<double> scale, bool tf32) {
   const AttentionInputs in = plain_inputs(query, key, value);
   const DenseCall call(in, plain_options(causal, scale, tf32));
   Tensor out = empty_out<Device>(call);
@@ -52,7 +53,7 @@ Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor&
 
 template <class Device>
 std::tuple<Tensor, Tensor> attention_training(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
-                                              double scale, bool tf32) {
+                                              std::optional<double> scale, bool tf32) {
   const AttentionInputs in = plain_inputs(query, key, value);
   const DenseCall call(in, plain_options(causal, scale, tf32));
   Tensor out = empty_out<Device>(call);
@@ -64,7 +65,8 @@ std::tuple<Tensor, Tensor> attention_training(const Tensor& query, const Tensor&
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> attention_training_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                                                const Tensor& value, const Tensor& out, const Tensor& stats,
-                                                               bool causal, double scale, bool deterministic, bool tf32) {
+                                                               bool causal, std::optional<double> scale, bool deterministic,
+                                                               bool tf32) {
   const AttentionInputs in = plain_inputs(query, key, value);
   const DenseCall call(in, plain_options(causal, scale, tf32));
   const ScalarType type = query.scalar_type();
@@ -91,8 +93,8 @@ template <class Device>
 std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right, double scale,
-    double softcap, double dropout_p, bool tf32, std::optional<bool> /*deterministic*/) {
+    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right,
+    std::optional<double> scale, double softcap, double dropout_p, bool tf32, std::optional<bool> /*deterministic*/) {
   const std::optional<Tensor> mask;
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   return forward<Device>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -105,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse,
     const Tensor& lse_low, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
-    bool lower_right, double scale, double softcap, double dropout_p, bool deterministic, bool tf32) {
+    bool lower_right, std::optional<double> scale, double softcap, double dropout_p, bool deterministic, bool tf32) {
   const std::optional<Tensor> mask;
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
   const PackedCall call(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

@@ -67,12 +67,11 @@ struct FlashOptions {
   std::optional<int64_t> window_left = std::nullopt, window_right = std::nullopt;
 };
 
-AttentionOptions options_of(const FlashOptions& options, const Tensor& query) {
-  const double head_dim = static_cast<double>(query.size(query.dim() - 1));
+AttentionOptions options_of(const FlashOptions& options) {
   return {.window_left = options.window_left.value_or(-1),
           .window_right = options.causal ? 0 : options.window_right.value_or(-1),
           .lower_right = true,
-          .scale = options.scale.value_or(head_dim > 0 ? 1 / std::sqrt(head_dim) : 1),
+          .scale = options.scale,
           .dropout_p = options.dropout_p};
 }
 
@@ -85,7 +84,7 @@ struct Packing {
 // Calls run(call) with the DenseCall or PackedCall. Dense tensors are [batch, heads, length, head_dim].
 template <class Run>
 auto with_call(const AttentionInputs& in, const FlashOptions& options, const Packing& packing, const Run& run) {
-  const AttentionOptions ours = options_of(options, in.query);
+  const AttentionOptions ours = options_of(options);
   if (!packing.cu_seqlens_q) return run(DenseCall(in, ours));
   check(packing.cu_seqlens_k.has_value(), "cum_seq_k: wanted beside cum_seq_q");
   return run(PackedCall(in, *packing.cu_seqlens_q, *packing.cu_seqlens_k, packing.max_q, packing.max_k, ours));
@@ -256,7 +255,7 @@ ForwardResults run_paged(StableIValue* stack, std::optional<Tensor> out) {
                              .scale = take<std::optional<double>>(stack[kScale]),
                              .window_left = take<std::optional<int64_t>>(stack[kWindowLeft]),
                              .window_right = take<std::optional<int64_t>>(stack[kWindowRight])};
-  const AttentionOptions ours = options_of(options, query);
+  const AttentionOptions ours = options_of(options);
   const CachedInputs in{query, keys, values, lengths, none, none, table, starts, none, none, slopes, none, none, none};
   const CachedOptions cached{.new_keys = 0,
                              .max_queries = take<int64_t>(stack[kMaxQ]),
