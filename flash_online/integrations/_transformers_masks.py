@@ -84,22 +84,30 @@ class VisibleKeys:
             return self
         sizes = self.batch, self.queries, self.keys
         rule = self.causal, self.window, self.lower_right, self.used_keys
-        return VisibleKeys(sizes, *rule, parts[0], parts[1], self.chunked, self.documents, self.dense)
+        moved = VisibleKeys(sizes, *rule, parts[0], parts[1], self.chunked, self.documents, self.dense)
+        if self.packed is not None:
+            moved.packed = self.packed[0].to(*arguments, **options).to(torch.int32), self.packed[1]
+        return moved
 
-    def _refuse(self, *arguments: Any) -> NoReturn:
+    @staticmethod
+    def _refuse(*arguments: Any) -> NoReturn:
         raise TypeError(
             "attention_mask: this model computes with its masks, and that of flash_online has no elements to compute with. "
-            'Load the model with attn_implementation="sdpa", and run it inside flash_online.override().'
+            'Load the model with attn_implementation="eager".'
         )
 
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __getitem__ = __iter__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
     __hash__ = object.__hash__
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        cls._refuse(args)
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"attention_mask.{name}: this model computes with its masks, and that of flash_online is no Tensor. "
-            'Load the model with attn_implementation="sdpa", and run it inside flash_online.override().'
+            'Load the model with attn_implementation="eager".'
         )
 
 
@@ -254,7 +262,11 @@ def visible_keys(
                 starts[:, 1:] |= padding[:, 0, 0].diff()
                 padding = None
     sizes = batch_size, q_length, kv_length
-    return VisibleKeys(sizes, rule.causal, rule.window, lower_right, used_keys, padding, starts, chunked, rule.documents, dense)
+    fields = lower_right, used_keys, padding, starts, chunked, rule.documents, dense
+    visible = VisibleKeys(sizes, rule.causal, rule.window, *fields)
+    if starts is not None:
+        visible.cu_seqlens()  # now: generate() makes masks before a compiled forward pass, which could not read the lengths
+    return visible
 
 
 def _place(rule: _Rule, first: int, queries: int, keys: int) -> tuple[bool, int | None] | None:

@@ -13,6 +13,7 @@ from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
 from ._fused_loss import fuse_loss
 from ._transformers_masks import _NO_BOUND, VisibleKeys, visible_keys
+from ._transformers_support import check_models_for
 
 __all__ = ["fuse_loss", "register"]
 
@@ -26,7 +27,8 @@ def register(name: str = "online_attention") -> str:
     Registers the attention function with `transformers.AttentionInterface` and the mask function, without which padding would
     be lost, with `transformers.AttentionMaskInterface`. A second call changes nothing. Models then pass windows, softcap,
     sinks, position bias, documents and padding to the kernels, and no mask of queries times keys is made for any of these; what
-    is dense nonetheless, and what is refused, docs/integrations/transformers.md lists.
+    is dense nonetheless, and what is refused, docs/integrations/transformers.md lists. A model with attention of its own is a
+    ValueError while it is loaded, as for "sdpa": PreTrainedModel.get_correct_attn_implementation asks us about our names first.
 
     Args:
         name: an identifier without "flash", which the host would load as a FlashAttention package of that name, and none of the
@@ -61,6 +63,7 @@ def register(name: str = "online_attention") -> str:
             raise ValueError(f"name: {name!r} stands for {present.__module__}.{present.__qualname__} in transformers already")
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, visible_keys)
+    check_models_for(name)
     return name
 
 
@@ -151,7 +154,7 @@ def _refuse(module: torch.nn.Module, query: Tensor, s_aux: Tensor | None, others
     if others.get("cache") is not None:
         raise NotImplementedError(
             f"cache: got a {type(others['cache']).__name__}; this door takes no paged caches (continuous batching). Load the "
-            'model with attn_implementation="sdpa" or "paged|eager", or call generate() without continuous batching.'
+            'model with attn_implementation="paged|eager", or call generate() without continuous batching.'
         )
     for name in ("indices", "block_indices", "sinks"):
         if others.get(name) is not None:
