@@ -5,17 +5,22 @@ the place of its output layer, which returns `_Logits`: the hidden states, and a
 to the logits (a scale, a softcap, a cast, rows that are cut out). Their torch.nn.functional.cross_entropy is where the product
 and the loss are computed, in one call of the output layer, so that whatever waits in its hooks (FSDP2 gathers the weight there)
 happens as before, and once. What _Logits cannot note is refused by name.
+
+Hooks of the output layer run in that one call. Those before it get the input that the plain model gives them: what is done to
+the rows of the logits is done again to the rows of what they return. Those after it get the loss, which they may look at; one
+that would change it is refused, since it was written for logits.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from types import MethodType
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module_hooks  # those that are set for all modules
 
 from ..functional import ORIGINALS, cross_entropy
 from ..linear_cross_entropy import linear_cross_entropy, product_dtype
@@ -48,30 +53,55 @@ def _wrong_head(what: str) -> UnsupportedLogits:
 class _Loss:
     """A call of cross_entropy on its way through the output layer's hooks: as one object, which none of them takes apart."""
 
-    def __init__(self, target: Tensor, options: dict[str, Any]):
-        self.target, self.options = target, options
+    def __init__(self, logits: _Logits, target: Tensor, options: dict[str, Any]):
+        self.logits, self.target, self.options = logits, target, options
+        self.loss: Tensor | None = None  # as the layer's forward has returned it, and its version then
+        self.version = 0
+
+    def rows_of(self, input: Tensor) -> Tensor:
+        """What the output layer is given, by itself or by its hooks, with the logits' rows."""
+        if input is self.logits._input:
+            return self.logits._hidden
+        for function in self.logits._rows:
+            input = function(input)
+        return input
+
+    def check_output(self, output) -> None:
+        """Raises UnsupportedLogits where a hook has made something else of the loss."""
+        dtype = self.logits.dtype
+        if isinstance(output, Tensor) and output.dtype != dtype:
+            raise _refusal(f"has a hook on the output layer that makes {output.dtype} of its {dtype} outputs")
+        same = output is self.loss
+        if not torch.compiler.is_compiling() and isinstance(output, Tensor) and self.loss is not None:
+            # An alias is what DeepSpeed's hooks return. While Dynamo traces, nobody knows versions and addresses.
+            same = (same or output.is_set_to(self.loss)) and output._version == self.version
+        if not same:
+            raise _refusal("has a hook on the output layer, or another forward in its place, that changes its outputs")
 
 
 class _Logits:
     """Stands for the logits of an output layer, softcap * tanh(factor * z) or, without a softcap, factor * z, where z [..., C]
-    are the layer's outputs for `hidden` [..., H]."""
+    are the layer's outputs for `hidden` [..., H]: the rows of the layer's `input` after the functions `rows`."""
 
-    def __init__(
-        self, state: FusedLoss, head: nn.Linear, hidden: Tensor, products: torch.dtype, dtype, factor=1.0, softcap=None
-    ):
-        self._state, self._head, self._hidden, self._factor, self._softcap = state, head, hidden, factor, softcap
+    def __init__(self, state: FusedLoss, head: nn.Linear, input: Tensor, products: torch.dtype, dtype: torch.dtype):
+        self._state, self._head, self._input, self._hidden = state, head, input, input
+        self._rows: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._products, self.dtype = products, dtype  # the dtype that the layer computes in, and that of the logits
+        self._factor: float = 1.0
+        self._softcap: float | None = None
 
-    def _with(self, hidden: Tensor | None = None, dtype=None, factor: float | None = None, softcap=None) -> _Logits:
-        return _Logits(
-            self._state,
-            self._head,
-            self._hidden if hidden is None else hidden,
-            self._products,
-            self.dtype if dtype is None else dtype,
-            self._factor if factor is None else factor,
-            self._softcap if softcap is None else softcap,
-        )
+    def _with(self, dtype=None, factor: float | None = None, softcap=None) -> _Logits:
+        other = _Logits(self._state, self._head, self._input, self._products, self.dtype if dtype is None else dtype)
+        other._hidden, other._rows = self._hidden, self._rows
+        other._factor = self._factor if factor is None else factor
+        other._softcap = self._softcap if softcap is None else softcap
+        return other
+
+    def _of_rows(self, function: Callable[[Tensor], Tensor]) -> _Logits:
+        """The logits of other rows, as `function` takes them from [..., H]."""
+        other = self._with()
+        other._hidden, other._rows = function(self._hidden), (*self._rows, function)
+        return other
 
     # What is known without the logits.
 
@@ -156,14 +186,14 @@ class _Logits:
             sizes[-1] = rows * classes // known if known > 0 else classes
         if not sizes or sizes[-1] != classes:
             raise _refusal(f"views its logits {list(self.shape)} as {list(shape)}, with other classes than the output layer's,")
-        return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+        return self._of_rows(lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))
 
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> _Logits:
         if end_dim % max(self.ndim, 1) == self.ndim - 1:
             raise _refusal("flattens its logits")
-        return self._with(hidden=self._hidden.flatten(start_dim, end_dim))
+        return self._of_rows(lambda hidden: hidden.flatten(start_dim, end_dim))
 
     def __getitem__(self, key) -> _Logits:
         keys = key if isinstance(key, tuple) else (key,)
@@ -177,7 +207,7 @@ class _Logits:
         whole = isinstance(keys[-1], slice) and (keys[-1].start, keys[-1].stop, keys[-1].step) == (None, None, None)
         if last and not whole:
             raise _refusal(f"takes a part of its classes, logits[{', '.join(map(_described, keys))}]")
-        return self._with(hidden=self._hidden[key])
+        return self._of_rows(lambda hidden: hidden[key])
 
     # Functions of torch.
 
@@ -249,23 +279,33 @@ def _cross_entropy(
         "scale": factor if cap is None else factor * cap,
         "dtype": input.dtype,
     }
-    loss = input._head(input._hidden, flash_online_loss=_Loss(target, options))
-    if loss.dtype != input.dtype:
-        raise _refusal(f"has a hook on the output layer that makes {loss.dtype} of its {input.dtype} outputs")
+    call = _Loss(input, target, options)
+    loss = input._head(input._input, flash_online_loss=call)
+    call.check_output(loss)
     input._state._losses += 1
     return loss
 
 
-def _head_forward(self: nn.Linear, input: Tensor, flash_online_loss: _Loss | None = None) -> Tensor:
-    """The forward of an output layer: its own, or the loss that _cross_entropy asks for."""
-    if flash_online_loss is None:
-        return type(self).forward(self, input)
-    for tensor in (input, self.weight):
-        if type(tensor).__name__ == "DTensor":
-            raise _wrong_head("sharded inside its own forward (a DTensor, as under tensor parallelism)")
-    return linear_cross_entropy(
-        input, self.weight, flash_online_loss.target, linear_bias=self.bias, **flash_online_loss.options
-    )
+class _HeadForward:
+    """The forward of an output layer: its own, or the loss that _cross_entropy asks for. An object, which pickle takes."""
+
+    def __init__(self, head: nn.Linear):
+        self.head = head
+
+    def __call__(self, input: Tensor, flash_online_loss: _Loss | None = None) -> Tensor:
+        head, call = self.head, flash_online_loss
+        if call is None:
+            return type(head).forward(head, input)
+        for tensor in (input, head.weight):
+            if type(tensor).__name__ == "DTensor":
+                raise _wrong_head("sharded inside its own forward (a DTensor, as under tensor parallelism)")
+        _check_weight(head.weight)
+        hidden = call.rows_of(input)
+        loss = linear_cross_entropy(hidden, head.weight, call.target, linear_bias=head.bias, **call.options)
+        call.loss = loss
+        if not torch.compiler.is_compiling():
+            call.version = loss._version
+        return loss
 
 
 class FusedLoss:
@@ -280,37 +320,47 @@ class FusedLoss:
         self._owner, self._name, self._head = owner, name, None
         self._plain = model.__dict__.get("forward")  # None: that of its class
         _, *self._parameters = inspect.signature(type(model).forward).parameters
-        self._active = False
+        self._active = self._running = False
+        self._watch: Any = None  # the handle of a _Watch
 
     def _activate(self) -> None:
         self._check_head()
         if not self._active:
-            forward = MethodType(_forward_of(self.model), self.model)
             if _STATE not in self.model.__dict__:
-                self.model.__dict__["forward"] = forward
+                self.model.__dict__["forward"] = _ModelForward(self)
             self.model.__dict__[_STATE] = self
+            backbone = self.model.base_model
+            if backbone is not self.model:
+                self._watch = backbone.register_forward_pre_hook(_Watch(self))
         self._active = True
 
     def _check_head(self) -> None:
         """Prepares the output layer, which the model may have replaced (a new vocabulary, an adapter). Raises
         UnsupportedLogits unless it is a linear layer and nothing else."""
         head = self._owner._modules[self._name]
+        if any((head._backward_hooks, head._backward_pre_hooks, _module_hooks._global_backward_hooks)) or (
+            _module_hooks._global_backward_pre_hooks
+        ):
+            raise _refusal("has a backward hook on the output layer or on all modules, written for the gradient of logits")
         if head is self._head:
             return
         kind = type(head)
         if not isinstance(head, nn.Linear) or kind.forward is not nn.Linear.forward:
             raise _wrong_head(f"a {kind.__module__}.{kind.__qualname__}")
+        _check_weight(head.weight)
         if "forward" in head.__dict__:
-            if getattr(head.__dict__["forward"], "__func__", None) is not _head_forward:
+            if not isinstance(head.__dict__["forward"], _HeadForward):
                 raise _wrong_head("one whose forward was replaced, as by offloading or another patch")
         else:
-            head.__dict__["forward"] = MethodType(_head_forward, head)
+            head.__dict__["forward"] = _HeadForward(head)
         self._head = head
 
     def _computes_loss(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a forward pass with these arguments is one that fuses."""
         if not (self._active and self.model.training):
             return False
+        if kwargs.get("fused_lm_head"):
+            return False  # TRL's own, see _Watch
         if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
             return True
         at = self._parameters.index("labels")
@@ -326,9 +376,11 @@ class FusedLoss:
         head, self._losses = self._head, 0
         # Found before the module of the same name, which keeps its place among the modules, its parameters and its hooks.
         self._owner.__dict__[self._name] = _StandIn(self, head)
+        self._running = True
         try:
             output = plain(*arguments, **kwargs)
         finally:
+            self._running = False
             del self._owner.__dict__[self._name]
         if self._losses == 0:
             raise _refusal("was given labels, and computed no cross-entropy of its logits")
@@ -339,28 +391,72 @@ class FusedLoss:
         if self.model.__dict__.get(_STATE) is not self:
             return
         self._active = False
-        if self._head is not None and getattr(self._head.__dict__.get("forward"), "__func__", None) is _head_forward:
+        if self._head is not None and isinstance(self._head.__dict__.get("forward"), _HeadForward):
             del self._head.__dict__["forward"]
         self._head = None
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
         # Where somebody has wrapped our forward since, it stays and hands every call on.
-        if getattr(getattr(self.model.__dict__.get("forward"), "__func__", None), _STATE, False):
+        if isinstance(self.model.__dict__.get("forward"), _ModelForward):
             del self.model.__dict__["forward"], self.model.__dict__[_STATE]
             if self._plain is not None:
                 self.model.__dict__["forward"] = self._plain
 
 
-def _forward_of(model: nn.Module) -> Callable:
-    """A forward with the signature of the model's own, for a MethodType: so a copy of the model has one that is bound to it."""
+class _ModelForward:
+    """The forward of a model whose loss is fused, with the signature of the one before it. An object, which pickle and deepcopy
+    take: of a copy of the model it is the copy's."""
 
-    def forward(self, *args, **kwargs):
-        return self.__dict__[_STATE]._run(args, kwargs)
+    def __init__(self, state: FusedLoss):
+        self.state = state
+        self.__doc__ = (type(state.model).forward if state._plain is None else state._plain).__doc__
 
-    signature = inspect.signature(model.forward)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
-    forward.__doc__ = model.forward.__doc__
-    setattr(forward, _STATE, True)
-    return forward
+    def __call__(self, *args, **kwargs):
+        return self.state._run(args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        if self.state._plain is not None:
+            return inspect.signature(self.state._plain)
+        signature = inspect.signature(type(self.state.model).forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+
+
+class _Watch:
+    """A hook before the model's backbone: warns where the fused head of TRL computes the loss. It wraps or is wrapped by our
+    forward. Where it is asked for (`fused_lm_head=True`, in each step of an SFTTrainer), the caller needs what it returns, the
+    log-probabilities of the tokens and their entropy, so that it has the say, and fuse_loss no effect."""
+
+    def __init__(self, state: FusedLoss):
+        self.state = state
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        state = self.state
+        if state._running or not state._active or not state.model.training:
+            return
+        if _is_of_trl(state.model.__dict__.get("forward")) or _is_of_trl(state._plain):
+            warnings.warn(_TRL_WINS, stacklevel=2)
+
+
+_TRL_WINS = (
+    "fuse_loss: TRL's fused LM head computes the loss of this model, and fuse_loss has no effect in the calls that ask for it; "
+    "with TRL's trainers leave fuse_loss out"
+)
+
+
+def _is_of_trl(forward) -> bool:
+    """Whether it is the forward that trl.trainer.utils.add_fused_lm_head gives a model. functools.wraps has given it the
+    model's own name and signature, but not its code."""
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _check_weight(weight: Tensor) -> None:
+    """Raises UnsupportedLogits for a weight that is a tensor of a library's own, and so no matrix for a kernel to read."""
+    kind = type(weight)
+    if kind.__torch_dispatch__ is not nn.Parameter.__torch_dispatch__ and not kind.__module__.startswith("torch."):
+        raise _wrong_head(f"a Linear whose weight is a {kind.__module__}.{kind.__qualname__}, as of a quantised model")
 
 
 def _without_logits(output):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import io
+import pickle
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -265,6 +270,48 @@ def test_a_copy_has_its_own_weights():
     assert other(**inputs).logits is not None
 
 
+def through_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {"torch.save": through_torch_save, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Llama", "Llama, tied", "Gemma2"])
+def test_a_model_that_was_saved_whole_is_fused_when_loaded(name, way):
+    model, inputs = made(name), batch()
+    plain = step(model, **inputs)
+    handle = fuse_loss(model)
+    model(**inputs)
+    loaded = WAYS[way](model)
+    assert_agree(step(loaded, **inputs), plain)
+    assert inspect.signature(loaded.forward) == inspect.signature(made(name).forward)
+    with torch.no_grad():  # its weights are its own
+        loaded.get_output_embeddings().weight.zero_()
+    assert loaded(**inputs).loss.item() != pytest.approx(plain[0].loss.item())
+    other = fuse_loss(loaded)
+    assert other is not handle and other.model is loaded
+    other.remove()
+    assert loaded(**inputs).logits is not None and "forward" not in loaded.get_output_embeddings().__dict__
+    assert not loaded.base_model._forward_pre_hooks and model.base_model._forward_pre_hooks
+    assert_agree(step(model, **inputs), plain)
+    handle.remove()
+    assert not model.base_model._forward_pre_hooks
+    assert WAYS[way](model)(**inputs).logits is not None
+
+
+def test_an_output_layer_that_was_saved_alone():
+    model = made("Llama")
+    fuse_loss(model)
+    hidden = torch.randn(2, 32)
+    loaded = through_torch_save(model.lm_head)
+    assert torch.equal(loaded(hidden), model.lm_head(hidden))
+
+
 def test_parameters_hooks_and_files_stay(tmp_path):
     model, inputs, plain = made("Llama"), batch(), made("Llama")
     head, seen = model.lm_head, []
@@ -410,6 +457,259 @@ def test_another_output_layer_is_refused():
     model.lm_head.forward = lambda input: input
     with pytest.raises(UnsupportedLogits, match="forward was replaced"):
         fuse_loss(model)
+
+
+def in_place(module, args, output):
+    output.mul_(0.5)
+
+
+AFTER = {
+    "another tensor": lambda module, args, output: output / 2,
+    "a copy": lambda module, args, output: output.clone(),
+    "a view of something else": lambda module, args, output: torch.stack([output * 2, output])[0],
+    "a tuple": lambda module, args, output: (output,),
+    "a change in place": in_place,
+}
+
+
+@pytest.mark.parametrize("hook", AFTER)
+@pytest.mark.parametrize("where", ["before fuse_loss", "after it", "of all modules", "with keywords, always called"])
+def test_a_hook_that_changes_the_outputs_is_refused(hook, where):
+    model, inputs = made("Llama"), batch()
+    head, function = model.lm_head, AFTER[hook]
+    if where == "of all modules":
+        handle = nn.modules.module.register_module_forward_hook(lambda m, *rest: function(m, *rest) if m is head else None)
+    elif where.startswith("with"):
+        keywords = {"with_kwargs": True, "always_call": True}
+        handle = head.register_forward_hook(lambda m, args, kwargs, output: function(m, args, output), **keywords)
+    elif where.startswith("before"):
+        handle = head.register_forward_hook(function)
+    fuse_loss(model)
+    if where == "after it":
+        handle = head.register_forward_hook(function)
+    try:
+        with torch.no_grad() if hook == "a change in place" else torch.enable_grad():
+            with pytest.raises(UnsupportedLogits, match="hook on the output layer"):
+                model(**inputs)
+    finally:
+        handle.remove()
+    assert model(**inputs).logits is None
+
+
+def test_hooks_that_look_or_hand_on_what_they_got():
+    model, inputs, seen = made("Llama"), batch(), []
+    plain = step(model, **inputs)
+    fuse_loss(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    model.lm_head.register_forward_hook(lambda module, args, output: output.view_as(output))  # an alias, as of DeepSpeed's
+    assert_agree(step(model, **inputs), plain)
+    assert seen == [torch.Size([3, 17, 32])]  # the input is the one of the plain model
+
+
+def less_its_mean(module, args):
+    return (args[0] - args[0].mean(1, keepdim=True),)
+
+
+BEFORE = {
+    "each number": lambda module, args: (args[0] / 2,),
+    "over the tokens": less_its_mean,
+    "a tensor alone": lambda module, args: args[0].flip(1),
+}
+
+
+@pytest.mark.parametrize("hook", BEFORE)
+@pytest.mark.parametrize("where", ["before fuse_loss", "after it", "of all modules", "with keywords"])
+def test_a_hook_before_the_output_layer_sees_its_input(hook, where):
+    """Rows that the loss takes out and flattens are those of what the hook returns."""
+    model, inputs = made("Gemma2"), batch()
+    head, function = model.lm_head, BEFORE[hook]
+    keep = inputs["labels"][:, 1:] != -100
+
+    def some_rows(logits, labels, vocab_size, **kwargs):
+        rows = logits[:, :-1][keep]
+        return CE(rows.float(), labels[:, 1:][keep]) + CE(logits.view(-1, vocab_size), labels.flatten(), reduction="sum") / 50
+
+    model.loss_function = some_rows
+    without = model(**inputs).loss
+
+    def register():
+        if where == "of all modules":
+            hook_of_all = nn.modules.module.register_module_forward_pre_hook
+            return hook_of_all(lambda m, args: function(m, args) if m is head else None)
+        if where == "with keywords":
+
+            def with_keywords(module, args, kwargs):
+                changed = function(module, args)
+                return changed if isinstance(changed, tuple) else (changed,), kwargs
+
+            return head.register_forward_pre_hook(with_keywords, with_kwargs=True)
+        return head.register_forward_pre_hook(function)
+
+    handle = register()
+    try:
+        plain = step(model, **inputs)
+        if where == "after it":
+            handle.remove()
+        fuse_loss(model)
+        handle = register() if where == "after it" else handle
+        assert_agree(step(model, **inputs), plain, gradient=2e-6)
+    finally:
+        handle.remove()
+    assert abs(without.item() - plain[0].loss.item()) > 1e-3
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_backward_hooks_on_the_output_layer_are_refused(before):
+    """They would get the gradient of the loss in the place of that of the logits."""
+    modules = nn.modules.module
+    ways = [
+        lambda head: head.register_full_backward_hook(lambda *a: None),
+        lambda head: head.register_full_backward_pre_hook(lambda *a: None),
+        lambda head: modules.register_module_full_backward_hook(lambda *a: None),
+        lambda head: modules.register_module_full_backward_pre_hook(lambda *a: None),
+    ]
+    for register in ways:
+        model, inputs = made("Llama"), batch()
+        if not before:
+            fuse_loss(model)
+        handle = register(model.lm_head)
+        try:
+            with pytest.raises(UnsupportedLogits, match="backward hook"):
+                fuse_loss(model)
+                model(**inputs)
+        finally:
+            handle.remove()
+        fuse_loss(model)
+        assert model(**inputs).logits is None
+
+
+def test_a_hook_is_seen_while_compiling():
+    model, inputs = made("Llama"), batch() | {"use_cache": False}
+    fuse_loss(model)
+    model.lm_head.register_forward_hook(AFTER["another tensor"])
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="hook on the output layer|UnsupportedLogits"):
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+
+
+def test_another_forward_of_the_output_layer_afterwards_is_refused():
+    model, inputs = made("Llama"), batch()
+    fuse_loss(model)
+    model.lm_head.forward = lambda input, **kwargs: input @ model.lm_head.weight.mT
+    with pytest.raises(UnsupportedLogits, match="another forward in its place|forward was replaced"):
+        model(**inputs)
+
+
+# --- TRL's fused head, which its SFTTrainer gives every model ---
+
+
+def add_fused_lm_head(model, outputs=()):
+    """As trl.trainer.utils.add_fused_lm_head of trl 1.16 does it: the same names, in the same order."""
+    original_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def _fused_forward(self, *args, fused_lm_head=False, labels=None, **kwargs):
+        if not fused_lm_head:
+            return original_forward(*args, labels=labels, **kwargs)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state[:, :-1]
+        head = self.get_output_embeddings()
+        logits = hidden @ head.weight.mT
+        return types.SimpleNamespace(loss=CE(logits.flatten(0, 1), labels[:, 1:].flatten()), log_probs=logits.log_softmax(-1))
+
+    model.forward = types.MethodType(_fused_forward, model)
+
+
+@pytest.mark.parametrize("add", [add_fused_lm_head, None], ids=["its interface", "trl"])
+@pytest.mark.parametrize("first", ["fuse_loss", "trl"])
+def test_trls_fused_head_wins_and_a_warning_says_so(add, first):
+    add = add or pytest.importorskip("trl.trainer.utils").add_fused_lm_head
+    model, inputs = made("Llama"), batch()
+    plain = step(model, **inputs)
+    if first == "trl":
+        add(model)
+    handle = fuse_loss(model)
+    if first == "fuse_loss":
+        add(model)
+    for call in (model, model.forward):  # PEFT calls the latter
+        with pytest.warns(UserWarning, match="fuse_loss: TRL's fused LM head"):
+            output = call(**inputs, fused_lm_head=True)
+        assert output.log_probs is not None
+        torch.testing.assert_close(output.loss, plain[0].loss, rtol=0, atol=LOSS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_agree(step(model, **inputs), plain)  # without its keyword ours is in effect
+        model.eval()(input_ids=inputs["input_ids"])
+        handle.remove()
+        assert model.train()(**inputs, fused_lm_head=True).log_probs is not None
+
+
+def test_an_sft_trainer_has_the_losses_of_a_plain_model(tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    table = datasets.table.InMemoryTable.from_pydict({"input_ids": torch.randint(3, CLASSES, (16, 12)).tolist()})
+    rows = datasets.Dataset(table, fingerprint="rows")
+
+    def losses(fused=""):
+        model = made("Llama")
+        if fused == "before":
+            fuse_loss(model)
+        words = {"max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": "none", "seed": 0}
+        words |= {"output_dir": str(tmp_path), "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+        words |= {"gradient_checkpointing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=_words(), pad_token="0", eos_token="2")
+        trainer = trl.SFTTrainer(model, trl.SFTConfig(**words), train_dataset=rows, processing_class=tokens)
+        if fused == "after":
+            fuse_loss(model)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    plain = losses()
+    for order in ("before", "after"):
+        with pytest.warns(UserWarning, match="TRL's fused LM head"):
+            assert losses(order) == plain and len(plain) == 4
+
+
+def _words():
+    tokenizers = pytest.importorskip("tokenizers")
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(CLASSES)}, unk_token="3"))
+
+
+class Quantised(torch.Tensor):
+    """A tensor of a library's own, as torchao's are: it has no memory of its elements, and a dispatch of its own."""
+
+    @staticmethod
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_quantised_output_layer_is_refused(before):
+    model = made("Llama")
+    if not before:
+        fuse_loss(model)
+    model.lm_head.weight = nn.Parameter(Quantised((CLASSES, 32)), requires_grad=False)
+    with pytest.raises(UnsupportedLogits, match="fuse_loss: the output layer is a Linear whose weight.*Quantised"):
+        fuse_loss(model)
+        model(**batch())
+
+
+def test_torchao_on_the_output_layer_is_refused():
+    quantization = pytest.importorskip("torchao.quantization")
+    for before in (False, True):
+        model = made("Llama")
+        if not before:
+            fuse_loss(model)
+        only = {"filter_fn": lambda module, name: name == "lm_head"}
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), **only)
+        with pytest.raises(UnsupportedLogits, match="fuse_loss: the output layer is a Linear whose weight.*torchao"):
+            fuse_loss(model)
+            model(**batch())
 
 
 def test_a_hook_that_rounds_the_loss_is_refused():
