@@ -302,9 +302,11 @@ class _HeadForward:
         _check_weight(head.weight)
         hidden = call.rows_of(input)
         loss = linear_cross_entropy(hidden, head.weight, call.target, linear_bias=head.bias, **call.options)
-        call.loss = loss
         if not torch.compiler.is_compiling():
             call.version = loss._version
+        elif head._forward_hooks or _module_hooks._global_forward_hooks:
+            loss = loss.unsqueeze(0).unbind(0)[0]  # one of several views, which autograd lets nobody write to
+        call.loss = loss
         return loss
 
 

@@ -584,13 +584,27 @@ def test_backward_hooks_on_the_output_layer_are_refused(before):
         assert model(**inputs).logits is None
 
 
-def test_a_hook_is_seen_while_compiling():
+@pytest.mark.parametrize("hook", ["another tensor", "a change in place"])
+def test_a_hook_is_seen_while_compiling(hook):
     model, inputs = made("Llama"), batch() | {"use_cache": False}
     fuse_loss(model)
-    model.lm_head.register_forward_hook(AFTER["another tensor"])
+    model.lm_head.register_forward_hook(AFTER[hook])
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="hook on the output layer|UnsupportedLogits"):
+    with pytest.raises(Exception, match="hook on the output layer|UnsupportedLogits|is a view and is being modified inplace"):
         torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+
+
+def test_a_hook_that_looks_while_compiling():
+    model, inputs, seen = made("Llama"), batch() | {"use_cache": False}, []
+    plain = step(model, **inputs)
+    fuse_loss(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(len(args)))
+    torch._dynamo.reset()
+    model.zero_grad()
+    output = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
+    output.loss.backward()
+    assert seen == [1]
+    assert_agree((output, {name: p.grad for name, p in model.named_parameters()}), plain)
 
 
 def test_another_forward_of_the_output_layer_afterwards_is_refused():
