@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, ops
+from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, below_autograd, ops
 
 # Bytes of a chunk of logits. On a GPU a chunk has 2048 rows for a vocabulary of 128k in 16 bits: products long enough for
 # cuBLAS. Each chunk also reads and writes the gradient of linear_weight, at less than a tenth of the cost of its product.
@@ -140,23 +140,26 @@ def _empty_gradients(tensors, wanted):
     return tuple(empty(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
 
 
+# An operator's own kernel calls others without derivatives.
+_cross_entropy, _logsumexp = below_autograd(ops.cross_entropy_forward), below_autograd(ops.logsumexp_forward)
+_cross_entropy_backward_in_place = below_autograd(ops.cross_entropy_backward_)
+
+
 def _rows_in_place(scores, options, cotangents, forward, target_grad):
     """((loss, lse, row_weight) of the logits `scores` [n, C, P], the gradient of lse, that of the targets), None for what is
     not asked for. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the arguments of
     cross_entropy_forward after the first, `cotangents` grad_loss, grad_lse and lse_factor."""
     if cotangents is None:
-        return ops.cross_entropy_forward.default(scores, *options), None, None
+        return _cross_entropy(scores, *options), None, None
     grad_loss, grad_lse, lse_factor = cotangents
     one_pass = forward and lse_factor is None  # one kernel gives losses and gradients
-    rows = ops.cross_entropy_forward.default(scores, *options) if forward and not one_pass else (None,) * 3
+    rows = _cross_entropy(scores, *options) if forward and not one_pass else (None,) * 3
     if lse_factor is not None:
-        lse = rows[1] if forward else ops.logsumexp_forward.default(scores, 1)
+        lse = rows[1] if forward else _logsumexp(scores, 1, None)
         # The mask is for ignored rows: their factor is 0, and their lse may be NaN.
         z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
         grad_lse = z_grad if grad_lse is None else grad_lse + z_grad
-    *row_results, grad_target = ops.cross_entropy_backward_.default(
-        grad_loss, grad_lse, scores, *options, target_grad, one_pass
-    )
+    *row_results, grad_target = _cross_entropy_backward_in_place(grad_loss, grad_lse, scores, *options, target_grad, one_pass)
     return (row_results if one_pass else rows), grad_lse, grad_target
 
 

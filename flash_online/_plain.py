@@ -14,7 +14,8 @@ from . import _policy
 from ._autograd import eager_transforms_active
 from ._ops import FLOATING
 
-is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+# What torch.export traces without Dynamo is no plain tensor.
+is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _any_autocast_enabled, _any_transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 _any_function_mode, _traced_by_jit = torch._C._is_torch_function_mode_enabled, _policy.traced_by_jit
 _STRIDED, _FLOAT64 = torch.strided, torch.float64

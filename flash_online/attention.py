@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _policy
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
@@ -17,7 +18,6 @@ from ._autograd import (
     differentiable,
     dispatch,
     dispatches,
-    eager_transforms_active,
     plain_apply,
     requires_grad,
     unwrap_if_dead,
@@ -180,9 +180,9 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
-    if is_compiling() or eager_transforms_active() or _any_autocast_enabled() or _any_function_mode():
+    if is_compiling() or _any_autocast_enabled() or _any_function_mode() or _traced_by_jit() is not None:
         return None
-    if _policy.traced_by_jit() is not None:
+    if _any_transforms() or forward_ad._current_level >= 0:  # eager_transforms_active, without its call
         return None
     if query.is_nested or key.is_nested or value.is_nested:  # they have no shape
         return None
@@ -267,7 +267,9 @@ class _PlainAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None
 
 
-is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+# For fast paths. What torch.export traces without Dynamo is no plain tensor.
+is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_any_transforms, _traced_by_jit = torch._C._are_functorch_transforms_active, _policy.traced_by_jit
 _any_autocast_enabled, _any_function_mode = torch._C._is_any_autocast_enabled, torch._C._is_torch_function_mode_enabled
 _STRIDED, _FLOAT64 = torch.strided, torch.float64
 _NUMBERS = (float, int)
@@ -304,7 +306,8 @@ def attention_impl(
     scale = operator_scale(query, scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None) and operator is None
     if plain and deterministic is None and not (lower_right or softcap or dropout_p or return_lse):
-        if not requires_grad((query, key, value)):
+        # A trace by torch.jit is compared with one of inputs that require no gradient.
+        if _policy.traced_by_jit() is not None or not requires_grad((query, key, value)):
             arguments = (query, key, value, causal, scale, tf32)
             if dispatches():
                 return dispatch(ops.attention_inference.default, *arguments), None

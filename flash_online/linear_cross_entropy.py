@@ -39,7 +39,7 @@ from ._checks import (
     is_known,
 )
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
-from ._ops import InvalidArgument, accumulator_of, ops
+from ._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
 
 if TYPE_CHECKING:
@@ -90,13 +90,16 @@ def _capped(logits: Tensor, softcap: float, ignored: Tensor | None) -> Tensor:
 def _call(operator, *arguments):
     """Calls a raw operator; a target out of range raises IndexError, as in torch."""
     if dispatches():
-        return dispatch(operator, *arguments)
+        return dispatch(operator.default, *arguments)
     try:
-        return operator(*arguments)
+        return _BELOW_AUTOGRAD[operator](*arguments)
     except RuntimeError as error:
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
         raise
+
+
+_BELOW_AUTOGRAD = {op: below_autograd(op) for op in (ops.linear_cross_entropy_forward, ops.linear_cross_entropy_step)}
 
 
 def _require_grad(tensors) -> list[bool]:
@@ -113,7 +116,7 @@ class _RowLosses(Function):
         ctx.options, ctx.wanted = options, wanted
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and autograd's zeros would be no DTensors
-        return _call(ops.linear_cross_entropy_forward.default, *tensors, *options, argmax)
+        return _call(ops.linear_cross_entropy_forward, *tensors, *options, argmax)
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse, *_):
@@ -133,7 +136,7 @@ class _ReducedLoss(Function):
         tensors = input, linear_weight, linear_bias, target, weight
         grad_loss, lse_factor = _cotangents(1.0, linear_weight.shape[0], target, weight, options, reduction, z_loss)
         loss, lse, row_weight, indices, *grads = _call(
-            ops.linear_cross_entropy_step.default, *tensors, *options, argmax, grad_loss, lse_factor, wanted
+            ops.linear_cross_entropy_step, *tensors, *options, argmax, grad_loss, lse_factor, wanted
         )
         ctx.save_for_backward(*tensors, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
@@ -272,7 +275,7 @@ def _row_losses(tensors, weight, options, argmax: bool):
     weight = _class_weights(weight, dtype, target)
     if torch.is_grad_enabled() and any(_require_grad(leaves)) and not dispatches():
         return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors), argmax)
-    return _call(ops.linear_cross_entropy_forward.default, *tensors, weight, *options, argmax)
+    return _call(ops.linear_cross_entropy_forward, *tensors, weight, *options, argmax)
 
 
 def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_lse: bool) -> bool:
