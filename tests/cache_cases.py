@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field, fields, replace
 
 import torch
-from oracle import to_device
+from oracle import to_device, whole_numbers
 
 from flash_online import reference
 from flash_online._reference_cache import FLOAT8, rotate
@@ -78,6 +78,7 @@ class CachedProblem:
     sinks: bool = False
     give_out: bool = False
     size: float = 1.0  # standard deviation of query, key and value
+    whole: bool = False  # query and key are small whole numbers, so that their products are exact however large the scale is
     seed: int = 0
 
     def __repr__(self):
@@ -221,9 +222,10 @@ class CachedProblem:
                 for i, (shape, start) in enumerate(zip(shapes, starts, strict=True))
             )
 
-        for cache in caches(buffers)[: 1 if self.joined == "latent" else 2]:
+        for which, cache in enumerate(caches(buffers)[: 1 if self.joined == "latent" else 2], 1):
             for block, row in filled:
-                cache[block, :, row] = (torch.randn(heads, cache.shape[-1], generator=g) * self.size).to(dtype)
+                rows = torch.randn(heads, cache.shape[-1], generator=g) * self.size
+                cache[block, :, row] = self._numbers(which, rows).to(dtype)
         buffers = [buffer.to(device) for buffer in buffers]
         return caches(buffers), buffers
 
@@ -233,15 +235,20 @@ class CachedProblem:
         rows_of = (self.queries, self.new)[side]
         if not self.packed[side]:
             length = rows_of(0) if self.lengths else 1
-            return random_tensor(
-                len(self.lengths), heads, length, width, dtype=self.dtype, layout=layout, scale=self.size, generator=g
-            )
+            shape = (len(self.lengths), heads, length, width)
+            rows = random_tensor(*shape, dtype=self.dtype, scale=self.size, generator=g)
+            return lay_out(self._numbers(which, rows), layout)
         total = sum(rows_of(n) for n in range(len(self.lengths)))
         rows = random_tensor(total + self.spare_rows[side], heads, width, dtype=self.dtype, scale=self.size, generator=g)
+        rows = self._numbers(which, rows)
         rows[total:] = math.nan
         # "expanded" expands the heads here: equal rows would be another problem, not another layout.
         swap = (0, 1) if layout == "expanded" else (0, 0)
         return lay_out(rows.transpose(*swap), layout).transpose(*swap)
+
+    def _numbers(self, which: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of queries (0), keys (1) or values (2), as `whole` says."""
+        return whole_numbers(rows, 2 / self.size) if self.whole and which < 2 else rows
 
     def _new_rows(self, g) -> dict:
         if not self.append:
@@ -493,7 +500,7 @@ def random_cached(seed: int, device: str = "cpu") -> CachedProblem:
         for _ in range(count)
     ]  # fmt: skip
     leftpad = tuple(choose.choice([0, 1, 3, capacity // 2, -2, capacity + 1]) for _ in lengths)
-    return CachedProblem(
+    problem = CachedProblem(
         dtype=dtype,
         cache_dtype=choose.choice(FLOAT8) if float8 else None,
         heads=group,
@@ -528,6 +535,29 @@ def random_cached(seed: int, device: str = "cpu") -> CachedProblem:
         size=choose.choice([1.0, 1.0, 0.1, 3.0]),
         seed=seed,
     )
+    return far_off(problem, choose)
+
+
+def between(choose: random.Random, low: float, high: float) -> float:
+    """A number between 10^low and 10^high, every power of ten as likely."""
+    return 10 ** choose.uniform(low, high)
+
+
+# Scores of this size and more are exact products of whole numbers, with nothing added to them: of others torch's float32 has no
+# digit that could be compared, nor has ours.
+LARGE_SCORES = 100.0
+
+
+def far_off(problem: CachedProblem, choose: random.Random) -> CachedProblem:
+    """Of 10 problems 3 have scores of another size. Those that are rotated or scaled are not exact, and stay below 100."""
+    if choose.random() < 0.3:
+        exact = problem.rotary is None and problem.scales is None
+        score = between(choose, -3, 9 if exact else 2)
+        if score >= LARGE_SCORES:
+            problem.whole, problem.size, problem.alibi = True, 1.0, 0
+        spread = 2 if problem.whole else problem.size
+        problem.options["scale"] = choose.choice([1, 1, -1]) * score / (spread**2 * problem.head_dims[0] ** 0.5)
+    return problem
 
 
 def random_prefill(seed: int) -> CachedProblem:
