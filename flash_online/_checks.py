@@ -119,9 +119,14 @@ def has_tangent(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def none_as_zero(number):
+    """A number that a config may leave out as None (final_logit_softcapping): none of it, as 0 is."""
+    return 0.0 if number is None else number
+
+
 def check_softcap(softcap) -> float:
     """`softcap` as a float. Raises InvalidArgument unless it is 0 (none) or a finite number above."""
-    softcap = check_float("softcap", softcap)
+    softcap = check_float("softcap", none_as_zero(softcap))
     if not softcap >= 0 or softcap == math.inf:
         raise InvalidArgument(f"softcap: got {softcap}; accepted are 0 (none) and finite numbers above")
     return softcap

@@ -23,7 +23,7 @@ from ._autograd import (
     unwrap_if_dead,
 )
 from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_attention_types, check_kinds
-from ._checks import check_float
+from ._checks import check_float, none_as_zero
 from ._ops import FLOATING, InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "upper_left",
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -119,6 +119,7 @@ def attention(
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
+    softcap = none_as_zero(softcap)
     plain = mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):

@@ -85,7 +85,7 @@ def cascade_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     causal: bool = True,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
     num_splits: int | None = None,

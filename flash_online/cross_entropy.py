@@ -23,7 +23,7 @@ from ._autograd import (
     without_derivative,
 )
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, is_known
+from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, is_known, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 from ._plain import are_plain_numbers, is_grad_enabled, is_plain
 from .softmax import inner_product, logsumexp_rows, softmax_rows
@@ -416,7 +416,7 @@ def cross_entropy(
     label_smoothing: float = ...,
     *,
     return_lse: Literal[False] = ...,
-    z_loss: float = ...,
+    z_loss: float | None = ...,
     dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 @overload
@@ -431,7 +431,7 @@ def cross_entropy(
     label_smoothing: float = ...,
     *,
     return_lse: Literal[True],
-    z_loss: float = ...,
+    z_loss: float | None = ...,
     dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -446,7 +446,7 @@ def cross_entropy(
     label_smoothing: float = ...,
     *,
     return_lse: bool,
-    z_loss: float = ...,
+    z_loss: float | None = ...,
     dtype: torch.dtype | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def cross_entropy(
@@ -460,7 +460,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     return_lse: bool = False,
-    z_loss: float = 0.0,
+    z_loss: float | None = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The cross-entropy of logits and targets, in one read of the logits and without a table of probabilities.
@@ -492,6 +492,7 @@ def cross_entropy(
     Source: the online softmax, Milakov and Gimelshein, arXiv 1805.02867; the z-loss, Chowdhery et al., arXiv 2204.02311,
     section 5.
     """
+    z_loss = none_as_zero(z_loss)
     if size_average is reduce is dtype is None and return_lse is False and z_loss == 0:
         result = try_fast_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
         if result is not None:

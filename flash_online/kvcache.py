@@ -29,7 +29,7 @@ from ._cache_arguments import (
     is_plain_place,
 )
 from ._canonicalize import check_attention_options, check_attention_types, check_longest, check_packed
-from ._checks import check_float
+from ._checks import check_float, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
 from ._plain import are_plain, are_plain_numbers
 from .attention import default_scale
@@ -124,7 +124,7 @@ def kvcache_attention(
     value_scale: Tensor | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -172,6 +172,7 @@ def kvcache_attention(
 
     Source: FlashDecoding (Dao, Haziza, Massa, Sizov 2023); PagedAttention (arXiv 2309.06180).
     """
+    softcap = none_as_zero(softcap)
     plain = key is value is cache_batch_idx is leftpad is cu_seqlens_q is max_seqlen_q is cu_seqlens_new is rotary is None
     plain = plain and key_scale is value_scale is alibi_slopes is sinks is out is None
     if plain and causal is True and return_lse is False and type(softcap) in _NUMBERS and not softcap:

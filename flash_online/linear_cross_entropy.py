@@ -37,6 +37,7 @@ from ._checks import (
     differ,
     is_empty,
     is_known,
+    none_as_zero,
 )
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops
@@ -543,9 +544,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: object = None,
     return_lse: bool = False,
-    z_loss: float = 0.0,
+    z_loss: float | None = 0.0,
     dtype: torch.dtype | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     scale: float = 1.0,
     return_z_loss: bool = False,
     return_argmax: bool = False,
@@ -599,7 +600,7 @@ def linear_cross_entropy(
     dtype = check_dtype(dtype)
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
-    z_loss = check_float("z_loss", z_loss)
+    z_loss = check_float("z_loss", none_as_zero(z_loss))
     softcap, scale = check_logit_options(softcap, scale)
     for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
         check_flag(name, flag)

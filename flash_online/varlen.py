@@ -13,6 +13,7 @@ from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTens
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
 from ._canonicalize import autocast, broadcast, check_attention_options, check_attention_types, check_kinds, check_packed
+from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
 from .attention import AttentionKeywords, draw_rng, is_deterministic, operator_scale, tf32_for
 from .kvcache import varlen_over_pools
@@ -82,7 +83,7 @@ def varlen_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "lower_right",
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -131,6 +132,7 @@ def varlen_attention(
 
     Precision of float32 on CUDA: as in `attention`. Source: FlashAttention-2 (arXiv 2307.08691), whose interface this is.
     """
+    softcap = none_as_zero(softcap)
     check_attention_types(
         {"query": query, "key": key, "value": value},
         {"alibi_slopes": alibi_slopes, "sinks": sinks},

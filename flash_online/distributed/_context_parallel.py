@@ -21,7 +21,7 @@ from .._canonicalize import (
     check_longest,
     check_packed,
 )
-from .._checks import check_float
+from .._checks import check_float, none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
@@ -118,7 +118,7 @@ def context_parallel_attention(
     Source: Ulysses, arXiv 2309.14509; gathered keys, as in Llama 3, arXiv 2407.21783; beside ring attention, arXiv 2310.01889.
     """
     found = group_of(group)
-    options = {"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale}
+    options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
     options |= {"return_lse": return_lse, "deterministic": deterministic}
 
@@ -217,7 +217,7 @@ def context_parallel_varlen_attention(
     Source: as there; a rank's chunk of a packed stream over the keys of its documents is Llama 3's (arXiv 2407.21783).
     """
     found = group_of(group)
-    options = {"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale}
+    options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
     options |= {"return_lse": return_lse, "deterministic": deterministic}
 

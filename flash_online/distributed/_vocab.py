@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from .. import _policy
 from .._autograd import transforms_active
-from .._checks import check_dtype, check_flag, check_float, check_floating, check_index, check_int, check_tensor
+from .._checks import check_dtype, check_flag, check_float, check_floating, check_index, check_int, check_tensor, none_as_zero
 from .._ops import InvalidArgument, accumulator_of
 from ..cross_entropy import reduction_enum
 from ..linear_cross_entropy import (
@@ -287,9 +287,9 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: object = None,
     return_lse: bool = False,
-    z_loss: float = 0.0,
+    z_loss: float | None = 0.0,
     dtype: torch.dtype | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     scale: float = 1.0,
     return_z_loss: bool = False,
     return_argmax: bool = False,
@@ -357,7 +357,11 @@ def vocab_parallel_linear_cross_entropy(
             check_floating("linear_cross_entropy: result", result)
         arguments = {"input": input, "weight_shard": weight_shard, "target": target, "first_class": first_class}
         arguments |= {"linear_bias": linear_bias, "weight": weight}
-        options = {"reduction": number, "label_smoothing": float(label_smoothing), "z_loss": check_float("z_loss", z_loss)}
+        options = {
+            "reduction": number,
+            "label_smoothing": float(label_smoothing),
+            "z_loss": check_float("z_loss", none_as_zero(z_loss)),
+        }
         options["ignore_index"] = -100 if ignore_index is None else check_index("ignore_index", ignore_index, any_rank=True)
         options |= zip(("softcap", "scale"), check_logit_options(softcap, scale), strict=True)
         for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):

@@ -311,3 +311,19 @@ def test_inputs_are_never_written(device):
     torch.autograd.grad(flash_online.attention(leaf, key, value, causal=True).sum(), leaf)
     flash_online.softmax(logits, 1)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_none_is_no_softcap_and_no_z_loss():
+    """As a model's config leaves them out."""
+    x, target, weight = torch.randn(5, 8), torch.arange(5), torch.randn(7, 8)
+    q, starts = torch.randn(1, 2, 4, 8), torch.tensor([0, 4], dtype=torch.int32)
+    packed = q[0].transpose(0, 1)
+    for call, name in (
+        (lambda **option: flash_online.attention(q, q, q, causal=True, **option), "softcap"),
+        (lambda **option: flash_online.varlen_attention(packed, packed, packed, starts, starts, 4, 4, **option), "softcap"),
+        (lambda **option: flash_online.kvcache_attention(q, q, q, 3, **option), "softcap"),
+        (lambda **option: flash_online.linear_cross_entropy(x, weight, target, **option), "softcap"),
+        (lambda **option: flash_online.linear_cross_entropy(x, weight, target, **option), "z_loss"),
+        (lambda **option: flash_online.cross_entropy(x, target, **option), "z_loss"),
+    ):
+        torch.testing.assert_close(call(**{name: None}), call(), rtol=0, atol=0)
