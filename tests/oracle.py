@@ -73,10 +73,12 @@ class Attention:
     mask_shape: tuple = (1, 1, 1, 1)  # of the dimensions before the last three, the heads, queries, keys: 1 full, 0 broadcast
     mask_rank: int = 9  # the mask keeps at most this many dimensions
     mask_dtype: torch.dtype | None = None  # of a float mask
+    mask_offset: float = 0.0  # added to a float mask
     options: dict = field(default_factory=dict)
     alibi: int = 0  # the rank of the slopes, 0 for none
     sinks: bool = False
     size: float = 1.0  # standard deviation of query, key and value
+    level: float = 1.0  # that of the products of query and key is this many times as large
     wanted: str = "qkvms"  # the inputs that a gradient is wanted for
     grad_lse: bool = True
     seed: int = 0
@@ -109,6 +111,10 @@ class Attention:
         """The positional arguments after query, key and value."""
         return ()
 
+    def sizes(self) -> tuple[float, float, float]:
+        """The standard deviations of query, key and value."""
+        return self.size * math.sqrt(self.level), self.size * math.sqrt(self.level), self.size
+
     def inputs(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """query, key, value and those of mask, alibi_slopes and sinks that the problem has; equal numbers on every device."""
         return {name: to_device(tensor, device) for name, tensor in self._inputs().items()}
@@ -116,10 +122,11 @@ class Attention:
     def _inputs(self) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(self.seed)
         (queries, keys), (head_dim, head_dim_v) = self.lengths, self.head_dims
-        shapes = zip(self.heads, (queries, keys, keys), (head_dim, head_dim, head_dim_v), self.layouts, strict=False)
+        widths, sizes = (head_dim, head_dim, head_dim_v), self.sizes()
+        shapes = zip(self.heads, (queries, keys, keys), widths, self.layouts, sizes, strict=False)
         made = {
-            name: random_tensor(*self.batch, h, n, e, dtype=self.dtype, layout=layout, scale=self.size, generator=g)
-            for name, (h, n, e, layout) in zip(("query", "key", "value"), shapes, strict=True)
+            name: random_tensor(*self.batch, h, n, e, dtype=self.dtype, layout=layout, scale=size, generator=g)
+            for name, (h, n, e, layout, size) in zip(("query", "key", "value"), shapes, strict=True)
         }
         if self.mask:
             full = (*self.batch, self.heads[0], queries, keys)
@@ -131,7 +138,7 @@ class Attention:
                 seen = torch.rand([*shape[:-2], -(-shape[-2] // 64), -(-shape[-1] // 64)], generator=g) > 0.75
                 mask = seen.repeat_interleave(64, -2).repeat_interleave(64, -1)[..., : shape[-2], : shape[-1]].contiguous()
             else:
-                mask = torch.randn(shape, generator=g).to(self.mask_dtype or self.dtype)
+                mask = (torch.randn(shape, generator=g) + self.mask_offset).to(self.mask_dtype or self.dtype)
                 if self.mask == "-inf":
                     mask = torch.where(torch.rand(shape, generator=g) > 0.4, mask, -math.inf)
             made["mask"] = lay_out(mask, self.layouts[3])
@@ -195,6 +202,8 @@ class Attention:
         for name, result in ours.items():
             rounding = accumulator if name == "lse" else self.dtype
             theirs = [wide[name]] if name == "lse" else [plain[name], *(f[name] for f in fused)]
+            if self.level != 1 or self.mask_offset:  # torch's math backend widens 16 bits, where they overflow
+                theirs.append(wide[name])
             expected = truth[name] if truth[name] is not None else torch.zeros_like(result)
             theirs = [t if t is not None else torch.zeros_like(result) for t in theirs]
             if name.startswith("grad"):
@@ -264,10 +273,11 @@ class Packed(Attention):
     def _inputs(self):
         g = torch.Generator().manual_seed(self.seed)
         (queries, keys), (head_dim, head_dim_v) = self.rows(), self.head_dims
-        shapes = zip(self.heads, (queries, keys, keys), (head_dim, head_dim, head_dim_v), self.layouts, (0, 1, 1), strict=False)
+        widths, sizes = (head_dim, head_dim, head_dim_v), self.sizes()
+        shapes = zip(self.heads, (queries, keys, keys), widths, self.layouts, (0, 1, 1), sizes, strict=False)
         made = {}
-        for name, (h, n, e, layout, side) in zip(("query", "key", "value"), shapes, strict=True):
-            tensor = random_tensor(n, h, e, dtype=self.dtype, scale=self.size, generator=g)
+        for name, (h, n, e, layout, side, size) in zip(("query", "key", "value"), shapes, strict=True):
+            tensor = random_tensor(n, h, e, dtype=self.dtype, scale=size, generator=g)
             tensor[n - self.spare[side] :] = math.nan
             # The layout "expanded" expands the heads, as it expands the batch of a dense problem: equal rows would be another
             # problem, not another layout.

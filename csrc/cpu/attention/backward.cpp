@@ -22,6 +22,40 @@ bool needs_exact_delta(const AttentionGradients& gradients) {
   return gradients.grad_sinks || (gradients.grad_mask.data && (sizeof(E) == 2 || gradients.mask_size[3] == 1));
 }
 
+// Computes the maxima of those rows of a tile whose lse is large, and the rest of their lse, from scores in double.
+template <class E>
+__attribute__((noinline)) void fill_row_statistics(const AttentionProblem& problem, const AttentionGradients& gradients,
+                                                   const QueryTile& query, GradientScratch<E>& tile) {
+  using A = Accumulator<E>;
+  constexpr double kNegligible = -60;  // the logarithm of a weight that no sum of doubles holds beside 1
+  const int64_t offset = query.lse_offset(problem);
+  OnlineSoftmax<double, FastNatural> state[kQueries];
+  A reference[kQueries] = {};
+  for (int64_t i = 0; i < query.rows; ++i) {
+    reference[i] = pivot(static_cast<const A*>(problem.lse)[offset + i]);
+    if (problem.sinks) state[i].absorb(static_cast<const A*>(problem.sinks)[query.head]);
+  }
+  load_query_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.row_buffer);
+  const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
+  for_each_key_block(range, 0, problem.keys, 0, [&](int64_t begin, int64_t count) {
+    if (!load_mask(problem, query, begin, count, tile.mask)) return;
+    const auto key = key_rows_or_copy<E>(problem, query.batch, query.head, begin, count, tile.key_buffer);
+    compute_scores(problem, query, begin, count, key, tile, reference, static_cast<A*>(nullptr));
+    for (int64_t i = 0; i < query.rows; ++i) {
+      if (!has_row_statistics(reference[i])) continue;
+      const double block_max = tile.is_double[i] ? tile.double_block_max[i] : tile.block_max[i];
+      if (block_max < state[i].max + kNegligible) continue;
+      state[i].raise_max(block_max);
+      for (int64_t index = i; index < count * kQueries; index += kQueries)
+        state[i].add(state[i].weight(tile.is_double[i] ? tile.double_score[index] : tile.score[index]));
+    }
+  });
+  for (int64_t i = 0; i < query.rows; ++i) {
+    gradients.row_max[offset + i] = pivot(state[i].max);
+    gradients.row_log_sum[offset + i] = FastNatural::log(state[i].sum);
+  }
+}
+
 // Writes delta of a tile of queries, as grad_out . out, which equals the sum over keys of weight * grad_weight except for the
 // rounding of out. Over a whole row of score gradients that rounding does not average out (without sinks they sum to 0). Where
 // it counts, the sum over the keys is taken, at the cost of two more matmuls.
@@ -35,6 +69,11 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   const int64_t offset = query.lse_offset(problem);
   A* narrow_delta = static_cast<A*>(gradients.delta) + offset;
   double delta[kQueries] = {}, weight_sum[kQueries] = {};
+  if constexpr (ScoreTile<E>::kMayUseDouble) {
+    const A* const lse = static_cast<const A*>(problem.lse) + offset;
+    if (std::any_of(lse, lse + query.rows, [](A x) { return has_row_statistics(x); }))
+      fill_row_statistics(problem, gradients, query, tile);
+  }
   // While delta is 0, compute_score_gradients gives weight * grad_weight, the terms of delta.
   std::fill_n(narrow_delta, query.rows, A(0));
   if (gradients.wide_delta) std::fill_n(gradients.wide_delta + offset, query.rows, 0.0);
@@ -51,7 +90,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
     });
     for (int64_t i = 0; i < query.rows; ++i) {
       // The weights add up to 1 except for their rounding, which the division removes.
-      if (problem.sinks) weight_sum[i] += sink_weight<A>(problem, query.head, offset + i);
+      if (problem.sinks) weight_sum[i] += sink_weight<A>(problem, gradients, query.head, offset + i);
       if (weight_sum[i] != 0) delta[i] /= weight_sum[i];
       narrow_delta[i] = static_cast<A>(delta[i]);
     }
@@ -521,7 +560,7 @@ void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gr
   const int64_t row = batch * problem.lse_stride[0] + head * problem.lse_stride[1];
   double sum = 0;
   for (int64_t i = row; i < row + problem.queries; ++i)
-    sum -= sink_weight<A>(problem, head, i) *
+    sum -= sink_weight<A>(problem, gradients, head, i) *
            (gradients.wide_delta ? gradients.wide_delta[i] : static_cast<double>(static_cast<const A*>(gradients.delta)[i]));
   static_cast<A*>(gradients.grad_sinks)[batch * problem.heads + head] = static_cast<A>(sum);
 }
@@ -588,6 +627,17 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
   });
 }
 
+// The gradients with room for row_max and row_log_sum, which have the layout of lse.
+template <class E>
+AttentionGradients take_row_statistics(const AttentionProblem& call, AttentionGradients gradients,
+                                       ScratchAllocator& allocator) {
+  if (!ScoreTile<E>::kMayUseDouble) return gradients;
+  const int64_t rows = call.heads * (call.query_starts ? call.total_queries : call.batch * call.queries);
+  gradients.row_max = allocator.take<double>(rows);
+  gradients.row_log_sum = allocator.take<double>(rows);
+  return gradients;
+}
+
 }  // namespace
 
 Memory backward_memory(const AttentionProblem& call, const AttentionGradients& gradients) {
@@ -597,17 +647,19 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
     MaskScratch<E>(call, mask);
     DqAccumulator<E>(call, shared);
     MaskGradients<E>(call, gradients, shared);
+    take_row_statistics<E>(call, gradients, shared);
     key_spans(call, shared);
   });
   return {std::max(backward.bytes(), mask.bytes()), shared.bytes()};
 }
 
-void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
+void backward(const AttentionProblem& call, const AttentionGradients& given, const Executor& executor) {
   const int64_t groups = kv_groups(call);
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
     ScratchAllocator shared(executor.shared);
     const DqAccumulator<E> dq_accum(call, shared);
-    const MaskGradients<E> mask(call, gradients, shared);
+    const MaskGradients<E> mask(call, given, shared);
+    const AttentionGradients gradients = take_row_statistics<E>(call, given, shared);
     const TileList spans = key_spans(call, shared);
     const int64_t* mask_size = gradients.mask_size;
     for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)

@@ -66,6 +66,12 @@ struct CachedItems {
   }
 };
 
+// The type of a row's maximum: that of the widest scores.
+template <class E>
+using Maximum = std::conditional_t<sizeof(E) == 2, float, double>;
+template <class E>
+using CachedState = OnlineSoftmax<Accumulator<E>, FastNatural, Maximum<E>>;
+
 // A query of an item, and its state.
 struct Row {
   int64_t head, query;
@@ -78,7 +84,7 @@ struct CachedScratch {
   Row* rows;  // [kRows]
   A* query;  // [kRows, padded(head_dim)]
   A* weights;  // [kRows, kBlock]: scores, then weights
-  A* max;  // [kRows]
+  Maximum<E>* max;  // [kRows]
   A* sum;  // [kRows, kLanes]
   A* out;  // [kRows, padded(head_dim_v)]
   A *key, *value;  // [kBlock, padded]: copies of what cannot be read in place
@@ -89,7 +95,7 @@ struct CachedScratch {
     rows = allocator.take<Row>(kRows);
     query = allocator.take<A>(kRows * width);
     weights = allocator.take<A>(kRows * kBlock);
-    max = allocator.take<A>(kRows);
+    max = allocator.take<Maximum<E>>(kRows);
     sum = allocator.take<A>(kRows * padded(1));
     out = allocator.take<A>(kRows * width_v);
     key = allocator.take<A>(kBlock * width);
@@ -231,6 +237,7 @@ FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const Cach
                                      Score scale, Score* score) {
   for (int64_t l = 0; l < kBlock; l += kLanes<Score>) {
     Vector<Score> x = load_vector(score + l) * scale;
+    if constexpr (!std::is_same_v<A, Score>) x = as_float_overflows(x);
     if (problem.softcap > 0) {
       const Score cap = static_cast<Score>(problem.softcap);
       x = cap * hyperbolic_tangent(x / cap);
@@ -255,34 +262,48 @@ FLASH_ONLINE_INLINE Score largest_of(const Score* score) {
   return reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
-// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums. The
-// maximum may be of scores that are wider than A, rounded.
-template <class A, class Score>
-FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, A& max, A* sum, A* out, int64_t width) {
-  const A block_max = static_cast<A>(largest_of(score));
-  Softmax<Vector<A>> state{broadcast(max), load_vector(sum)};
+// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums. A
+// maximum of scores in double is no float, and from then on all scores are subtracted in double.
+template <class A, class Score, class Max>
+FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, Max& max, A* sum, A* out, int64_t width) {
+  const Max block_max = largest_of(score);
+  Softmax<Vector<A>> state{{}, load_vector(sum)};
   if (block_max > max) {
-    const Vector<A> factor = state.raise_max(broadcast(block_max));
+    const Vector<A> factor = FastNatural::exp(broadcast(static_cast<A>(max - pivot(block_max))));
     for (int64_t e = 0; e < width; e += kLanes<A>) store_vector(out + e, load_vector(out + e) * factor);
+    state.sum *= factor;
     max = block_max;
   }
+  state.max = broadcast(static_cast<A>(max));
+  const bool is_double = !std::is_same_v<A, Score> || Max(static_cast<A>(max)) != max;
   for (int64_t l = 0; l < kBlock; l += kLanes<A>) {
     Vector<A> weight;
     if constexpr (std::is_same_v<A, Score>)
-      weight = state.weight(load_vector(score + l));
-    else
-      for (int i = 0; i < kLanes<A>; ++i) weight[i] = Softmax<A>{max, A(0)}.weight(score[l + i]);
+      if (!is_double) weight = state.weight(load_vector(score + l));
+    if (is_double) {
+      for (int i = 0; i < kLanes<A>; ++i) weight[i] = static_cast<A>(score[l + i] - pivot(max));
+      weight = FastNatural::exp(weight);
+    }
     state.add(weight);
     store_vector(weights + l, weight);
   }
   store_vector(sum, state.sum);
 }
 
+// Whether a product that the query sees is infinite in float, scaled or not.
+inline bool any_overflows(const Row& row, int64_t first, const float* product, float scale) {
+  for (int64_t k = 0; k < kBlock; ++k)
+    if (std::abs(product[k] * scale) == -lowest<float>() && is_seen(row, first + k)) return true;
+  return false;
+}
+
 // Large scores of float inputs are computed again in double, since the exponential turns the absolute error of a score, which
 // grows with the score, into the relative error of a weight. Each query decides for itself, by the keys that it sees.
 // `product` holds the products of a block, `scores` what they became: -inf for keys that it does not see.
-FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores, float scale, float max) {
-  constexpr float kLarge = 5, kNegligible = -9.2f;  // the logarithm of a weight that does not count
+FLASH_ONLINE_INLINE bool needs_double(const Row& row, int64_t first, const float* product, const float* scores, float scale,
+                                      float max) {
+  // The logarithm of a weight that does not count, whatever rounding did to a score; see compute_scores
+  constexpr float kLarge = 5, kNegligible = -9.2f, kRoundingOfScore = 0x1p-10f;
   const float infinity = -lowest<float>();
   const auto magnitude = [](Vector<float> x) __attribute__((always_inline)) { return x < 0 ? -x : x; };
   Vector<float> largest = {};
@@ -292,7 +313,12 @@ FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores,
     largest = maximum(largest, scaled < infinity && score < infinity ? larger : Vector<float>{});
   }
   const float of_all = reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
-  return of_all > kLarge && largest_of(scores) > max + kNegligible;
+  const float rounding = kRoundingOfScore * maximum(of_all, std::abs(max));
+  const float top = largest_of(scores);
+  if (of_all > kLarge && top > max + kNegligible - rounding) return true;
+  // Beside scores that are not among the largest floats, one of -inf weighs nothing whether it overflowed or not.
+  constexpr float kMayOverflow = 0x1p100f;
+  return (std::abs(top) == infinity || of_all > kMayOverflow) && any_overflows(row, first, product, scale);
 }
 
 // query . key k, in double.
@@ -318,13 +344,13 @@ FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const Cac
   const int64_t pitch = padded(problem.head_dim), pitch_v = padded(problem.head_dim_v);
   const Row& row = tile.rows[r];
   A *weights = tile.weights + r * kBlock, *out = tile.out + r * pitch_v;
-  A& max = tile.max[r];
+  Maximum<E>& max = tile.max[r];
   A* const sum = tile.sum + r * padded(1);
   if constexpr (std::is_same_v<E, float>) {
     float product[kBlock];
     std::copy_n(weights, kBlock, product);
     make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
-    if (needs_double(product, weights, static_cast<A>(scale), max)) {
+    if (needs_double(row, first, product, weights, static_cast<A>(scale), static_cast<A>(max))) {
       double score[kBlock];
       multiply_keys_in_double(tile.query + r * pitch, columns, keys, score);
       make_scores<A>(problem, item, row, first, scale, score);
@@ -419,7 +445,7 @@ struct Destination {
 
   // The epilogue: lse, and the output divided by the sum of weights.
   template <class A>
-  void store(const Softmax<A>& state, A value_scale, const A* row, int64_t head_dim) const {
+  void store(const CachedState<E>& state, A value_scale, const A* row, int64_t head_dim) const {
     const A factor = state.inverse_sum_or_zero() * value_scale;
     for (int64_t e = 0; e < head_dim; ++e) out.data[e * out.column_stride] = narrow<E>(row[e] * factor);
     // In double, since the logarithm's rounding comes on top of the sum's.
@@ -427,9 +453,22 @@ struct Destination {
   }
 };
 
-// From one partial result to the next: a query's state over one piece of the keys, and the output row that goes with it, [max,
-// sum, out...].
-constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + 2, 16); }
+// A partial result: a query's state over one piece of the keys, and the output row that goes with it, [max, sum, out...]. `max`
+// may take the room of two numbers.
+constexpr int64_t kPartHead = 3;
+constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + kPartHead, 16); }
+template <class E>
+void store_state(const CachedState<E>& state, Accumulator<E>* part) {
+  std::memcpy(part, &state.max, sizeof state.max);
+  part[kPartHead - 1] = state.sum;
+}
+template <class E>
+CachedState<E> load_state(const Accumulator<E>* part) {
+  CachedState<E> state;
+  std::memcpy(&state.max, part, sizeof state.max);
+  state.sum = part[kPartHead - 1];
+  return state;
+}
 
 // A work item: the states of some queries over one piece of their keys, and their results where this is the only piece.
 template <class E>
@@ -456,7 +495,7 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
     const int64_t head = item.key_head * group + (first_row + r) / queries, query = (first_row + r) % queries;
     const KeyRange seen = keys_of(item.sequence.visible, query, item.sequence.keys.count);
     tile.rows[r] = {head, query, seen.begin, std::max(seen.begin, seen.end)};
-    tile.max[r] = lowest<A>();
+    tile.max[r] = lowest<Maximum<E>>();
     const auto from = matrix_of<const E>(call.query, call.query_starts ? 0 : n, head, item.sequence.queries.begin + query);
     load_rows<E>(from, 1, call.head_dim, tile.query + r * pitch, 1, pitch);
   }
@@ -465,13 +504,13 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
   const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, item.n, item.key_head);
   for (int64_t r = 0; r < item.rows; ++r) {
     const Row& row = tile.rows[r];
-    Softmax<A> state{tile.max[r], sum_of_lanes<A>(load_vector(tile.sum + r * padded(1)))};
+    CachedState<E> state{tile.max[r], sum_of_lanes<A>(load_vector(tile.sum + r * padded(1)))};
     A* const out = tile.out + r * pitch_v;
     if (pieces > 1) {
       const int64_t part = items.first_part[n] + (row.head * queries + row.query) * pieces + piece;
       A* const to = parts + part * part_pitch(call.head_dim_v);
-      to[0] = state.max, to[1] = state.sum;
-      std::copy_n(out, call.head_dim_v, to + 2);
+      store_state<E>(state, to);
+      std::copy_n(out, call.head_dim_v, to + kPartHead);
       continue;
     }
     if (call.sinks) {
@@ -496,13 +535,14 @@ void merge_pieces(const AttentionProblem& call, const CachedItems& items, const 
   const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, n, key_head);
   const A* part = parts + (items.first_part[n] + head * sequence.queries.count * pieces) * pitch;
   for (int64_t query = 0; query < sequence.queries.count; ++query) {
-    Softmax<A> state;
+    CachedState<E> state;
     if (call.sinks) state.absorb(static_cast<const A*>(call.sinks)[head]);
     std::fill_n(tile.out, call.head_dim_v, A(0));
     for (int64_t piece = 0; piece < pieces; ++piece, part += pitch) {
-      const A factor = state.raise_max(part[0]), share = Softmax<A>::rescale(part[0], state.max);
-      state.add(part[1] * share);
-      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + part[2 + e] * share;
+      const CachedState<E> of_piece = load_state<E>(part);
+      const A factor = state.raise_max(of_piece.max), share = CachedState<E>::rescale(of_piece.max, state.max);
+      state.add(of_piece.sum * share);
+      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + part[kPartHead + e] * share;
     }
     Destination<E>(call, sequence, n, head, query).store(state, value_scale, tile.out, call.head_dim_v);
   }

@@ -147,11 +147,11 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
   using State = Softmax<Vector<A>>;
   const bool needs_rescale = raise_maxima(query, count, tile);
 
-  const A deferred_scale = tile.deferred_scale;
   const bool pairs_at_once = kPaired<F> && problem.dropout == 0;
   const int64_t paired_count = round_up(count, kDepthStep<F>);
   for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
     const State state{load_vector(tile.shift + l), load_vector(tile.sum + l)};
+    const Vector<A> deferred_scale = load_vector(tile.deferred_scale + l);
     // Four sums, so that no addition waits for the previous one. The key alone says to which of them its weight goes: a block
     // may end with the last key of the tile's last query, which must not change the others' order of sums.
     Vector<A> partial_sum[4] = {};

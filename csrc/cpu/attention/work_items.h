@@ -43,6 +43,7 @@ struct SequenceProblem {
     skip(gradients.grad_lse, first_query_ * accumulator_size());
     skip(gradients.delta, first_query_ * accumulator_size());
     if (gradients.wide_delta) gradients.wide_delta += first_query_;
+    if (gradients.row_max) gradients.row_max += first_query_, gradients.row_log_sum += first_query_;
     skip(gradients.grad_sinks, (index - batch) * problem.heads * accumulator_size());
     return gradients;
   }
