@@ -650,69 +650,119 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
     take_row_statistics<E>(call, gradients, shared);
     key_spans(call, shared);
   });
-  return {std::max(backward.bytes(), mask.bytes()), shared.bytes()};
+  Memory memory{std::max(backward.bytes(), mask.bytes()), shared.bytes()};
+#if defined(__AVX512BF16__)
+  if (call.dtype == DType::kBFloat16) {
+    const Memory other = avx512::backward_memory(call, gradients);
+    memory = {std::max(memory.scratch, other.scratch), std::max(memory.shared, other.shared)};
+  }
+#endif
+  return memory;
 }
 
-void backward(const AttentionProblem& call, const AttentionGradients& given, const Executor& executor) {
-  const int64_t groups = kv_groups(call);
-  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
-    ScratchAllocator shared(executor.shared);
-    const DqAccumulator<E> dq_accum(call, shared);
-    const MaskGradients<E> mask(call, given, shared);
-    const AttentionGradients gradients = take_row_statistics<E>(call, given, shared);
-    const TileList spans = key_spans(call, shared);
-    const int64_t* mask_size = gradients.mask_size;
-    for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)
-      mask.semaphore[i].store(0, std::memory_order_relaxed);
+namespace {
 
-    const auto for_each_query_tile = [&](const auto& run) {
-      for_each_item(executor, call.heads * dq_accum.tiles.total(), [&](int64_t item, std::byte* scratch) {
-        const auto [index, head, tile] = dq_accum.tiles.tile(call.heads, item);
-        const SequenceProblem sequence(call, index);
-        run(item, sequence, QueryTile(sequence.problem, sequence.batch, head, tile * kQueries), scratch);
-      });
-    };
-    for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte* scratch) {
-      dq_accum.semaphore[tile].store(0, std::memory_order_relaxed);
-      fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
+// Computes the gradients of the chosen groups of heads. All are chosen where heads add to one mask's gradient.
+template <class E>
+void backward_heads(const AttentionProblem& call, const AttentionGradients& given, const Executor& executor,
+                    HeadChoice& choice) {
+  const int64_t groups = kv_groups(call), heads_per_group = call.heads / groups;
+  const auto takes = [&](const SequenceProblem& sequence, int64_t group) {
+    return choice.takes([&] {
+      return has_tiny_gradients(sequence.problem, sequence.gradients_of(given), sequence.batch, group * heads_per_group,
+                                heads_per_group);
     });
-    // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
-    for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
-      const auto [index, group, span] = spans.interleaved_tile(groups, item);
+  };
+  ScratchAllocator shared(executor.shared);
+  const DqAccumulator<E> dq_accum(call, shared);
+  const MaskGradients<E> mask(call, given, shared);
+  const AttentionGradients gradients = take_row_statistics<E>(call, given, shared);
+  const TileList spans = key_spans(call, shared);
+  const int64_t* mask_size = gradients.mask_size;
+  for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)
+    mask.semaphore[i].store(0, std::memory_order_relaxed);
+
+  const auto for_each_query_tile = [&](const auto& run) {
+    for_each_item(executor, call.heads * dq_accum.tiles.total(), [&](int64_t item, std::byte* scratch) {
+      const auto [index, head, tile] = dq_accum.tiles.tile(call.heads, item);
       const SequenceProblem sequence(call, index);
-      backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
+      run(item, sequence, QueryTile(sequence.problem, sequence.batch, head, tile * kQueries), scratch);
     });
-    for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
-      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, tile, query);
-    });
-    if (gradients.grad_sinks)
-      for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {
-        const SequenceProblem sequence(call, item / call.heads);
-        sink_gradient<Accumulator<E>>(sequence.problem, sequence.gradients_of(gradients), sequence.batch, item % call.heads);
-      });
-    if (call.query_starts)
-      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) {
-        const Rows queries = padding_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
-        const Rows keys = padding_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
-        zero_rows<E>(gradients.grad_query, call.heads, queries, call.head_dim);
-        zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.head_dim);
-        zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.head_dim_v);
-      });
-    if (mask.accum)
-      for_each_item(executor, mask.planes() * mask.tiles, [&](int64_t item, std::byte*) {
-        const int64_t plane = item / mask.tiles;
-        mask.finish(QueryTile(call, plane / mask_size[1], plane % mask_size[1], item % mask.tiles * kQueries));
-      });
-    if (gradients.grad_mask.data && !mask.wanted) {
-      const int64_t rows = mask_size[2] == 1 ? 1 : ceil_div(mask_size[2], kQueries),
-                    blocks = mask_size[3] == 1 ? 1 : ceil_div(mask_size[3], kKeys);
-      for_each_item(executor, mask_size[0] * mask_size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
-        const int64_t plane = item / (rows * blocks), element = item % (rows * blocks);
-        mask_gradient_tile<E>(call, gradients, plane / mask_size[1], plane % mask_size[1], element / blocks, element % blocks,
-                              scratch);
-      });
-    }
+  };
+  for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte* scratch) {
+    dq_accum.semaphore[tile].store(0, std::memory_order_relaxed);
+    if (choice.heads != Heads::kTiny || takes(sequence, query.head / heads_per_group))
+      fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
   });
+  // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
+  for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
+    const auto [index, group, span] = spans.interleaved_tile(groups, item);
+    const SequenceProblem sequence(call, index);
+    if (!takes(sequence, group)) return;
+    backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
+  });
+  for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
+    if (choice.heads != Heads::kTiny || takes(sequence, query.head / heads_per_group))
+      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, tile, query);
+  });
+  if (gradients.grad_sinks)
+    for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {
+      const SequenceProblem sequence(call, item / call.heads);
+      sink_gradient<Accumulator<E>>(sequence.problem, sequence.gradients_of(gradients), sequence.batch, item % call.heads);
+    });
+  if (call.query_starts)
+    for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) {
+      const Rows queries = padding_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
+      const Rows keys = padding_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
+      zero_rows<E>(gradients.grad_query, call.heads, queries, call.head_dim);
+      zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.head_dim);
+      zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.head_dim_v);
+    });
+  if (mask.accum)
+    for_each_item(executor, mask.planes() * mask.tiles, [&](int64_t item, std::byte*) {
+      const int64_t plane = item / mask.tiles;
+      mask.finish(QueryTile(call, plane / mask_size[1], plane % mask_size[1], item % mask.tiles * kQueries));
+    });
+  if (gradients.grad_mask.data && !mask.wanted) {
+    const int64_t rows = mask_size[2] == 1 ? 1 : ceil_div(mask_size[2], kQueries),
+                  blocks = mask_size[3] == 1 ? 1 : ceil_div(mask_size[3], kKeys);
+    for_each_item(executor, mask_size[0] * mask_size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
+      const int64_t plane = item / (rows * blocks), element = item % (rows * blocks);
+      mask_gradient_tile<E>(call, gradients, plane / mask_size[1], plane % mask_size[1], element / blocks, element % blocks,
+                            scratch);
+    });
+  }
+}
+
+// Whether any group of heads has tiny gradients.
+bool has_any_tiny_gradients(const AttentionProblem& call, const AttentionGradients& gradients) {
+  for (int64_t n = 0; n < call.batch; ++n) {
+    const SequenceProblem sequence(call, n);
+    if (has_tiny_gradients(sequence.problem, sequence.gradients_of(gradients), sequence.batch, 0, call.heads)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    HeadChoice choice;
+    if constexpr (kLosesTinyProducts<E>) {
+      if (gradients.grad_mask.data == nullptr)
+        choice.heads = Heads::kOrdinary;
+      else if (has_any_tiny_gradients(call, gradients))
+        return avx512::backward_of_tiny_heads(call, gradients, executor);
+    }
+    backward_heads<E>(call, gradients, executor, choice);
+    if constexpr (kLosesTinyProducts<E>)
+      if (choice.left_out) avx512::backward_of_tiny_heads(call, gradients, executor);
+  });
+}
+
+void backward_of_tiny_heads(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
+  HeadChoice choice{.heads = gradients.grad_mask.data ? Heads::kAll : Heads::kTiny};
+  backward_heads<BFloat16>(call, gradients, executor, choice);
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t kRows = 8;  // queries of an item: their states and outputs stay in the L1 cache
 constexpr int64_t kBlock = 16;  // keys at a time; a key's index fixes the lane of the sum that its weight is added to
 constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel chooses
+// Keys whose weights and values are added up before the sum is added to that of the keys before; see add_part
+constexpr int64_t kKeysPerSum = 512;
 constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
 
 // The sum of each of n = kLanes vectors, in one vector.
@@ -87,6 +89,8 @@ struct CachedScratch {
   Maximum<E>* max;  // [kRows]
   A* sum;  // [kRows, kLanes]
   A* out;  // [kRows, padded(head_dim_v)]
+  // The sums over keys before those of `out` and `sum`, and what rounding dropped of them; of the same shapes
+  A *out_total, *out_low, *sum_total, *sum_low;
   A *key, *value;  // [kBlock, padded]: copies of what cannot be read in place
   std::byte* zeros;
 
@@ -97,7 +101,8 @@ struct CachedScratch {
     weights = allocator.take<A>(kRows * kBlock);
     max = allocator.take<Maximum<E>>(kRows);
     sum = allocator.take<A>(kRows * padded(1));
-    out = allocator.take<A>(kRows * width_v);
+    for (A** data : {&out, &out_total, &out_low}) *data = allocator.take<A>(kRows * width_v);
+    for (A** data : {&sum_total, &sum_low}) *data = allocator.take<A>(kRows * padded(1));
     key = allocator.take<A>(kBlock * width);
     value = allocator.take<A>(kBlock * width_v);
     zeros = allocator.take<std::byte>(sizeof(A) * std::max(width, width_v));
@@ -133,7 +138,8 @@ FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t co
   }
 }
 
-// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries, in the order of the keys.
+// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries; the sum is in the order of
+// the keys and added at its end.
 template <int kCount, class K, class A>
 FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& values, int64_t begin, int64_t end,
                                          int64_t pitch, int64_t columns, A* out) {
@@ -141,9 +147,7 @@ FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& v
   constexpr int kColumns = (kVectorBytes == 64 ? 8 : 4) / kCount;
   int64_t e = 0;
   const auto some_columns = [&]<int n>(std::integral_constant<int, n>) FLASH_ONLINE_LAMBDA_INLINE {
-    Vector<A> sum[kCount][n];
-    for (int r = 0; r < kCount; ++r)
-      for (int c = 0; c < n; ++c) sum[r][c] = load_vector(out + r * pitch + e + c * kLanes<A>);
+    Vector<A> sum[kCount][n] = {};
     for (int64_t k = begin; k < end; ++k) {
       Vector<A> x[n];
       for (int c = 0; c < n; ++c) x[c] = load_widened(values.row[k] + e + c * kLanes<A>);
@@ -153,7 +157,10 @@ FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& v
       }
     }
     for (int r = 0; r < kCount; ++r)
-      for (int c = 0; c < n; ++c) store_vector(out + r * pitch + e + c * kLanes<A>, sum[r][c]);
+      for (int c = 0; c < n; ++c) {
+        A* const to = out + r * pitch + e + c * kLanes<A>;
+        store_vector(to, load_vector(to) + sum[r][c]);
+      }
     e += n * kLanes<A>;
   };
   while (e + kColumns * kLanes<A> <= columns) some_columns(std::integral_constant<int, kColumns>());
@@ -262,19 +269,25 @@ FLASH_ONLINE_INLINE Score largest_of(const Score* score) {
   return reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
-// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums. A
-// maximum of scores in double is no float, and from then on all scores are subtracted in double.
-template <class A, class Score, class Max>
-FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, Max& max, A* sum, A* out, int64_t width) {
+// Calls f(sum, total, low, count) for the sums of row r of an item: of its weights, kLanes of them, and of its output.
+template <class E, class F>
+FLASH_ONLINE_INLINE void for_each_sum(const CachedScratch<E>& tile, int64_t r, int64_t pitch_v, const F& f) {
+  const int64_t lanes = r * padded(1), row = r * pitch_v;
+  f(tile.sum + lanes, tile.sum_total + lanes, tile.sum_low + lanes, kLanes<Accumulator<E>>);
+  f(tile.out + row, tile.out_total + row, tile.out_low + row, pitch_v);
+}
+
+// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums;
+// rescale(factor) moves them, and all that goes with them, to another maximum. A maximum of scores in double is no float, and
+// from then on all scores are subtracted in double.
+template <class A, class Score, class Max, class Rescale>
+FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, Max& max, A* sum, const Rescale& rescale) {
   const Max block_max = largest_of(score);
-  Softmax<Vector<A>> state{{}, load_vector(sum)};
   if (block_max > max) {
-    const Vector<A> factor = FastNatural::exp(broadcast(static_cast<A>(max - pivot(block_max))));
-    for (int64_t e = 0; e < width; e += kLanes<A>) store_vector(out + e, load_vector(out + e) * factor);
-    state.sum *= factor;
+    rescale(broadcast(OnlineSoftmax<A, FastNatural, Max>::rescale(max, block_max)));
     max = block_max;
   }
-  state.max = broadcast(static_cast<A>(max));
+  Softmax<Vector<A>> state{broadcast(static_cast<A>(max)), load_vector(sum)};
   const bool is_double = !std::is_same_v<A, Score> || Max(static_cast<A>(max)) != max;
   for (int64_t l = 0; l < kBlock; l += kLanes<A>) {
     Vector<A> weight;
@@ -339,13 +352,23 @@ void multiply_keys_in_double(const float* query, int64_t columns, const BlockRow
 // The weights of a block for row r of an item, from its products.
 template <class E, class K>
 FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile,
-                                      int64_t r, int64_t first, const BlockRows<K>& keys, int64_t columns, double scale) {
+                                      int64_t r, int64_t first, const BlockRows<K>& keys, int64_t columns, double scale,
+                                      bool has_totals) {
   using A = Accumulator<E>;
   const int64_t pitch = padded(problem.head_dim), pitch_v = padded(problem.head_dim_v);
   const Row& row = tile.rows[r];
-  A *weights = tile.weights + r * kBlock, *out = tile.out + r * pitch_v;
+  A* const weights = tile.weights + r * kBlock;
   Maximum<E>& max = tile.max[r];
   A* const sum = tile.sum + r * padded(1);
+  const auto rescale = [&](Vector<A> factor) FLASH_ONLINE_LAMBDA_INLINE {
+    for_each_sum(tile, r, pitch_v, [&](A* sums, A* total, A* low, int64_t count) FLASH_ONLINE_LAMBDA_INLINE {
+      for (int64_t i = 0; i < count; i += kLanes<A>) store_vector(sums + i, load_vector(sums + i) * factor);
+      for (int64_t i = 0; has_totals && i < count; i += kLanes<A>) {
+        store_vector(total + i, load_vector(total + i) * factor);
+        store_vector(low + i, load_vector(low + i) * factor);
+      }
+    });
+  };
   if constexpr (std::is_same_v<E, float>) {
     float product[kBlock];
     std::copy_n(weights, kBlock, product);
@@ -354,12 +377,12 @@ FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const Cac
       double score[kBlock];
       multiply_keys_in_double(tile.query + r * pitch, columns, keys, score);
       make_scores<A>(problem, item, row, first, scale, score);
-      return absorb_scores<A, double>(score, weights, max, sum, out, pitch_v);
+      return absorb_scores<A, double>(score, weights, max, sum, rescale);
     }
   } else {
     make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
   }
-  absorb_scores<A, A>(weights, weights, max, sum, out, pitch_v);
+  absorb_scores<A, A>(weights, weights, max, sum, rescale);
 }
 
 // Raises the states and outputs of an item's rows by its keys. C is the element type of the cache.
@@ -386,7 +409,18 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
   BlockPlaces places = find_places(cache, item, first_block);
   BlockRows<K> keys, values;
   if (first_block < end) find_keys(places, keys);
+  bool has_totals = false;
+  const auto end_sums = [&] {
+    for (int64_t r = 0; r < item.rows; ++r)
+      for_each_sum(tile, r, pitch_v, [&](A* sums, A* total, A* low, int64_t count) {
+        if (!has_totals) std::fill_n(total, count, A(0)), std::fill_n(low, count, A(0));
+        add_parts(total, low, sums, count);
+        std::fill_n(sums, count, A(0));
+      });
+    has_totals = true;
+  };
   for (int64_t first = first_block; first < end; first += kBlock) {
+    if (first % kKeysPerSum == 0 && first > first_block) end_sums();
     const auto find_values = [&] {
       find_rows<C, K, kInPlace>(problem.value, item.key_head, places, problem.head_dim_v, tile.zeros, tile.value, values);
     };
@@ -397,7 +431,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     in_groups(item.rows, [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
       multiply_keys<count()>(tile.query + r * pitch, pitch, columns, keys, tile.weights + r * kBlock);
     });
-    for (int64_t r = 0; r < item.rows; ++r) absorb_block<E>(problem, item, tile, r, first, keys, columns, scale);
+    for (int64_t r = 0; r < item.rows; ++r) absorb_block<E>(problem, item, tile, r, first, keys, columns, scale, has_totals);
     if constexpr (!kInPlace) find_values();
     places = find_places(cache, item, first + kBlock);
     find_keys(places, keys);
@@ -413,6 +447,10 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     else
       in_groups(item.rows, multiply);
   }
+  if (!has_totals) return;
+  end_sums();
+  for (int64_t r = 0; r < item.rows; ++r)
+    for_each_sum(tile, r, pitch_v, [](A* sums, A* total, A* low, int64_t count) { join_parts(total, low, sums, count); });
 }
 
 // Whether whole vectors of a row can be read where they lie.

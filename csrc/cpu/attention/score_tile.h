@@ -312,8 +312,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
   // its scores differ in the last digits, and so its weights must not matter.
   // The error of a product, a sum of many terms, grows with the product. A mask adds one rounding, which is the same for all
-  // scores from 4 to 8. A block is negligible where its weights stay below 1e-4, whatever rounding did to its largest score: the
-  // terms of a product may be thousands of times as large as their sum.
+  // scores from 4 to 8. A block is negligible where its weights stay below 1e-4, whatever rounding did to its largest score:
+  // the terms of a product may be thousands of times as large as their sum.
   constexpr A kLargeProduct = 5, kLargeScore = 8, kLogNegligible = -9.21034037f, kRoundingOfScore = 0x1p-10f;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
