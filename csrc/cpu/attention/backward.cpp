@@ -22,6 +22,40 @@ bool needs_exact_delta(const AttentionGradients& gradients) {
   return gradients.grad_sinks || (gradients.grad_mask.data && (sizeof(E) == 2 || gradients.mask_size[3] == 1));
 }
 
+// Computes the maxima of those rows of a tile whose lse is large, and the rest of their lse, from scores in double.
+template <class E>
+__attribute__((noinline)) void fill_row_statistics(const AttentionProblem& problem, const AttentionGradients& gradients,
+                                                   const QueryTile& query, GradientScratch<E>& tile) {
+  using A = Accumulator<E>;
+  constexpr double kNegligible = -60;  // the logarithm of a weight that no sum of doubles holds beside 1
+  const int64_t offset = query.lse_offset(problem);
+  OnlineSoftmax<double, FastNatural> state[kQueries];
+  A reference[kQueries] = {};
+  for (int64_t i = 0; i < query.rows; ++i) {
+    reference[i] = pivot(static_cast<const A*>(problem.lse)[offset + i]);
+    if (problem.sinks) state[i].absorb(static_cast<const A*>(problem.sinks)[query.head]);
+  }
+  load_query_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.row_buffer);
+  const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
+  for_each_key_block(range, 0, problem.keys, 0, [&](int64_t begin, int64_t count) {
+    if (!load_mask(problem, query, begin, count, tile.mask)) return;
+    const auto key = key_rows_or_copy<E>(problem, query.batch, query.head, begin, count, tile.key_buffer);
+    compute_scores(problem, query, begin, count, key, tile, reference, static_cast<A*>(nullptr));
+    for (int64_t i = 0; i < query.rows; ++i) {
+      if (!has_row_statistics(reference[i])) continue;
+      const double block_max = tile.is_double[i] ? tile.double_block_max[i] : tile.block_max[i];
+      if (block_max < state[i].max + kNegligible) continue;
+      state[i].raise_max(block_max);
+      for (int64_t index = i; index < count * kQueries; index += kQueries)
+        state[i].add(state[i].weight(tile.is_double[i] ? tile.double_score[index] : tile.score[index]));
+    }
+  });
+  for (int64_t i = 0; i < query.rows; ++i) {
+    gradients.row_max[offset + i] = pivot(state[i].max);
+    gradients.row_log_sum[offset + i] = FastNatural::log(state[i].sum);
+  }
+}
+
 // Writes delta of a tile of queries, as grad_out . out, which equals the sum over keys of weight * grad_weight except for the
 // rounding of out. Over a whole row of score gradients that rounding does not average out (without sinks they sum to 0). Where
 // it counts, the sum over the keys is taken, at the cost of two more matmuls.
@@ -35,6 +69,11 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
   const int64_t offset = query.lse_offset(problem);
   A* narrow_delta = static_cast<A*>(gradients.delta) + offset;
   double delta[kQueries] = {}, weight_sum[kQueries] = {};
+  if constexpr (ScoreTile<E>::kMayUseDouble) {
+    const A* const lse = static_cast<const A*>(problem.lse) + offset;
+    if (std::any_of(lse, lse + query.rows, [](A x) { return has_row_statistics(x); }))
+      fill_row_statistics(problem, gradients, query, tile);
+  }
   // While delta is 0, compute_score_gradients gives weight * grad_weight, the terms of delta.
   std::fill_n(narrow_delta, query.rows, A(0));
   if (gradients.wide_delta) std::fill_n(gradients.wide_delta + offset, query.rows, 0.0);
@@ -51,7 +90,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
     });
     for (int64_t i = 0; i < query.rows; ++i) {
       // The weights add up to 1 except for their rounding, which the division removes.
-      if (problem.sinks) weight_sum[i] += sink_weight<A>(problem, query.head, offset + i);
+      if (problem.sinks) weight_sum[i] += sink_weight<A>(problem, gradients, query.head, offset + i);
       if (weight_sum[i] != 0) delta[i] /= weight_sum[i];
       narrow_delta[i] = static_cast<A>(delta[i]);
     }
@@ -521,7 +560,7 @@ void sink_gradient(const AttentionProblem& problem, const AttentionGradients& gr
   const int64_t row = batch * problem.lse_stride[0] + head * problem.lse_stride[1];
   double sum = 0;
   for (int64_t i = row; i < row + problem.queries; ++i)
-    sum -= sink_weight<A>(problem, head, i) *
+    sum -= sink_weight<A>(problem, gradients, head, i) *
            (gradients.wide_delta ? gradients.wide_delta[i] : static_cast<double>(static_cast<const A*>(gradients.delta)[i]));
   static_cast<A*>(gradients.grad_sinks)[batch * problem.heads + head] = static_cast<A>(sum);
 }
@@ -588,6 +627,17 @@ void mask_gradient_tile(const AttentionProblem& problem, const AttentionGradient
   });
 }
 
+// The gradients with room for row_max and row_log_sum, which have the layout of lse.
+template <class E>
+AttentionGradients take_row_statistics(const AttentionProblem& call, AttentionGradients gradients,
+                                       ScratchAllocator& allocator) {
+  if (!ScoreTile<E>::kMayUseDouble) return gradients;
+  const int64_t rows = call.heads * (call.query_starts ? call.total_queries : call.batch * call.queries);
+  gradients.row_max = allocator.take<double>(rows);
+  gradients.row_log_sum = allocator.take<double>(rows);
+  return gradients;
+}
+
 }  // namespace
 
 Memory backward_memory(const AttentionProblem& call, const AttentionGradients& gradients) {
@@ -597,70 +647,122 @@ Memory backward_memory(const AttentionProblem& call, const AttentionGradients& g
     MaskScratch<E>(call, mask);
     DqAccumulator<E>(call, shared);
     MaskGradients<E>(call, gradients, shared);
+    take_row_statistics<E>(call, gradients, shared);
     key_spans(call, shared);
   });
-  return {std::max(backward.bytes(), mask.bytes()), shared.bytes()};
+  Memory memory{std::max(backward.bytes(), mask.bytes()), shared.bytes()};
+#if defined(__AVX512BF16__)
+  if (call.dtype == DType::kBFloat16) {
+    const Memory other = avx512::backward_memory(call, gradients);
+    memory = {std::max(memory.scratch, other.scratch), std::max(memory.shared, other.shared)};
+  }
+#endif
+  return memory;
 }
 
-void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
-  const int64_t groups = kv_groups(call);
-  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
-    ScratchAllocator shared(executor.shared);
-    const DqAccumulator<E> dq_accum(call, shared);
-    const MaskGradients<E> mask(call, gradients, shared);
-    const TileList spans = key_spans(call, shared);
-    const int64_t* mask_size = gradients.mask_size;
-    for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)
-      mask.semaphore[i].store(0, std::memory_order_relaxed);
+namespace {
 
-    const auto for_each_query_tile = [&](const auto& run) {
-      for_each_item(executor, call.heads * dq_accum.tiles.total(), [&](int64_t item, std::byte* scratch) {
-        const auto [index, head, tile] = dq_accum.tiles.tile(call.heads, item);
-        const SequenceProblem sequence(call, index);
-        run(item, sequence, QueryTile(sequence.problem, sequence.batch, head, tile * kQueries), scratch);
-      });
-    };
-    for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte* scratch) {
-      dq_accum.semaphore[tile].store(0, std::memory_order_relaxed);
-      fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
+// Computes the gradients of the chosen groups of heads. All are chosen where heads add to one mask's gradient.
+template <class E>
+void backward_heads(const AttentionProblem& call, const AttentionGradients& given, const Executor& executor,
+                    HeadChoice& choice) {
+  const int64_t groups = kv_groups(call), heads_per_group = call.heads / groups;
+  const auto takes = [&](const SequenceProblem& sequence, int64_t group) {
+    return choice.takes([&] {
+      return has_tiny_gradients(sequence.problem, sequence.gradients_of(given), sequence.batch, group * heads_per_group,
+                                heads_per_group);
     });
-    // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
-    for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
-      const auto [index, group, span] = spans.interleaved_tile(groups, item);
+  };
+  ScratchAllocator shared(executor.shared);
+  const DqAccumulator<E> dq_accum(call, shared);
+  const MaskGradients<E> mask(call, given, shared);
+  const AttentionGradients gradients = take_row_statistics<E>(call, given, shared);
+  const TileList spans = key_spans(call, shared);
+  const int64_t* mask_size = gradients.mask_size;
+  for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)
+    mask.semaphore[i].store(0, std::memory_order_relaxed);
+
+  const auto for_each_query_tile = [&](const auto& run) {
+    for_each_item(executor, call.heads * dq_accum.tiles.total(), [&](int64_t item, std::byte* scratch) {
+      const auto [index, head, tile] = dq_accum.tiles.tile(call.heads, item);
       const SequenceProblem sequence(call, index);
-      backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
+      run(item, sequence, QueryTile(sequence.problem, sequence.batch, head, tile * kQueries), scratch);
     });
-    for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
-      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, tile, query);
-    });
-    if (gradients.grad_sinks)
-      for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {
-        const SequenceProblem sequence(call, item / call.heads);
-        sink_gradient<Accumulator<E>>(sequence.problem, sequence.gradients_of(gradients), sequence.batch, item % call.heads);
-      });
-    if (call.query_starts)
-      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) {
-        const Rows queries = padding_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
-        const Rows keys = padding_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
-        zero_rows<E>(gradients.grad_query, call.heads, queries, call.head_dim);
-        zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.head_dim);
-        zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.head_dim_v);
-      });
-    if (mask.accum)
-      for_each_item(executor, mask.planes() * mask.tiles, [&](int64_t item, std::byte*) {
-        const int64_t plane = item / mask.tiles;
-        mask.finish(QueryTile(call, plane / mask_size[1], plane % mask_size[1], item % mask.tiles * kQueries));
-      });
-    if (gradients.grad_mask.data && !mask.wanted) {
-      const int64_t rows = mask_size[2] == 1 ? 1 : ceil_div(mask_size[2], kQueries),
-                    blocks = mask_size[3] == 1 ? 1 : ceil_div(mask_size[3], kKeys);
-      for_each_item(executor, mask_size[0] * mask_size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
-        const int64_t plane = item / (rows * blocks), element = item % (rows * blocks);
-        mask_gradient_tile<E>(call, gradients, plane / mask_size[1], plane % mask_size[1], element / blocks, element % blocks,
-                              scratch);
-      });
-    }
+  };
+  for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte* scratch) {
+    dq_accum.semaphore[tile].store(0, std::memory_order_relaxed);
+    if (choice.heads != Heads::kTiny || takes(sequence, query.head / heads_per_group))
+      fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
   });
+  // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
+  for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
+    const auto [index, group, span] = spans.interleaved_tile(groups, item);
+    const SequenceProblem sequence(call, index);
+    if (!takes(sequence, group)) return;
+    backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
+  });
+  for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
+    if (choice.heads != Heads::kTiny || takes(sequence, query.head / heads_per_group))
+      store_dq<E>(sequence.problem, sequence.gradients_of(gradients), dq_accum, tile, query);
+  });
+  if (gradients.grad_sinks)
+    for_each_item(executor, call.batch * call.heads, [&](int64_t item, std::byte*) {
+      const SequenceProblem sequence(call, item / call.heads);
+      sink_gradient<Accumulator<E>>(sequence.problem, sequence.gradients_of(gradients), sequence.batch, item % call.heads);
+    });
+  if (call.query_starts)
+    for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) {
+      const Rows queries = padding_rows(call.query_starts, call.batch, index, call.queries, call.total_queries);
+      const Rows keys = padding_rows(call.key_starts, call.batch, index, call.keys, call.total_keys);
+      zero_rows<E>(gradients.grad_query, call.heads, queries, call.head_dim);
+      zero_rows<E>(gradients.grad_key, call.key_heads, keys, call.head_dim);
+      zero_rows<E>(gradients.grad_value, call.value_heads, keys, call.head_dim_v);
+    });
+  if (mask.accum)
+    for_each_item(executor, mask.planes() * mask.tiles, [&](int64_t item, std::byte*) {
+      const int64_t plane = item / mask.tiles;
+      mask.finish(QueryTile(call, plane / mask_size[1], plane % mask_size[1], item % mask.tiles * kQueries));
+    });
+  if (gradients.grad_mask.data && !mask.wanted) {
+    const int64_t rows = mask_size[2] == 1 ? 1 : ceil_div(mask_size[2], kQueries),
+                  blocks = mask_size[3] == 1 ? 1 : ceil_div(mask_size[3], kKeys);
+    for_each_item(executor, mask_size[0] * mask_size[1] * rows * blocks, [&](int64_t item, std::byte* scratch) {
+      const int64_t plane = item / (rows * blocks), element = item % (rows * blocks);
+      mask_gradient_tile<E>(call, gradients, plane / mask_size[1], plane % mask_size[1], element / blocks, element % blocks,
+                            scratch);
+    });
+  }
+}
+
+// Whether any group of heads has tiny gradients.
+bool has_any_tiny_gradients(const AttentionProblem& call, const AttentionGradients& gradients) {
+  for (int64_t n = 0; n < call.batch; ++n) {
+    const SequenceProblem sequence(call, n);
+    if (has_tiny_gradients(sequence.problem, sequence.gradients_of(gradients), sequence.batch, 0, call.heads)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void backward(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    HeadChoice choice;
+    if constexpr (kLosesTinyProducts<E>) {
+      if (gradients.grad_mask.data == nullptr)
+        choice.heads = Heads::kOrdinary;
+      else if (has_any_tiny_gradients(call, gradients))
+        return avx512::backward_of_tiny_heads(call, gradients, executor);
+    }
+    backward_heads<E>(call, gradients, executor, choice);
+    if constexpr (kLosesTinyProducts<E>)
+      if (choice.left_out) avx512::backward_of_tiny_heads(call, gradients, executor);
+  });
+}
+
+void backward_of_tiny_heads(const AttentionProblem& call, const AttentionGradients& gradients, const Executor& executor) {
+  HeadChoice choice{.heads = gradients.grad_mask.data ? Heads::kAll : Heads::kTiny};
+  backward_heads<BFloat16>(call, gradients, executor, choice);
 }
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA

@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t kRows = 8;  // queries of an item: their states and outputs stay in the L1 cache
 constexpr int64_t kBlock = 16;  // keys at a time; a key's index fixes the lane of the sum that its weight is added to
 constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel chooses
+// Keys whose weights and values are added up before the sum is added to that of the keys before; see add_part
+constexpr int64_t kKeysPerSum = 512;
 constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
 
 // The sum of each of n = kLanes vectors, in one vector.
@@ -66,6 +68,12 @@ struct CachedItems {
   }
 };
 
+// The type of a row's maximum: that of the widest scores.
+template <class E>
+using Maximum = std::conditional_t<sizeof(E) == 2, float, double>;
+template <class E>
+using CachedState = OnlineSoftmax<Accumulator<E>, FastNatural, Maximum<E>>;
+
 // A query of an item, and its state.
 struct Row {
   int64_t head, query;
@@ -78,9 +86,11 @@ struct CachedScratch {
   Row* rows;  // [kRows]
   A* query;  // [kRows, padded(head_dim)]
   A* weights;  // [kRows, kBlock]: scores, then weights
-  A* max;  // [kRows]
+  Maximum<E>* max;  // [kRows]
   A* sum;  // [kRows, kLanes]
   A* out;  // [kRows, padded(head_dim_v)]
+  // The sums over keys before those of `out` and `sum`, and what rounding dropped of them; of the same shapes
+  A *out_total, *out_low, *sum_total, *sum_low;
   A *key, *value;  // [kBlock, padded]: copies of what cannot be read in place
   std::byte* zeros;
 
@@ -89,9 +99,10 @@ struct CachedScratch {
     rows = allocator.take<Row>(kRows);
     query = allocator.take<A>(kRows * width);
     weights = allocator.take<A>(kRows * kBlock);
-    max = allocator.take<A>(kRows);
+    max = allocator.take<Maximum<E>>(kRows);
     sum = allocator.take<A>(kRows * padded(1));
-    out = allocator.take<A>(kRows * width_v);
+    for (A** data : {&out, &out_total, &out_low}) *data = allocator.take<A>(kRows * width_v);
+    for (A** data : {&sum_total, &sum_low}) *data = allocator.take<A>(kRows * padded(1));
     key = allocator.take<A>(kBlock * width);
     value = allocator.take<A>(kBlock * width_v);
     zeros = allocator.take<std::byte>(sizeof(A) * std::max(width, width_v));
@@ -127,7 +138,8 @@ FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t co
   }
 }
 
-// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries, in the order of the keys.
+// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries; the sum is in the order of
+// the keys and added at its end.
 template <int kCount, class K, class A>
 FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& values, int64_t begin, int64_t end,
                                          int64_t pitch, int64_t columns, A* out) {
@@ -135,9 +147,7 @@ FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& v
   constexpr int kColumns = (kVectorBytes == 64 ? 8 : 4) / kCount;
   int64_t e = 0;
   const auto some_columns = [&]<int n>(std::integral_constant<int, n>) FLASH_ONLINE_LAMBDA_INLINE {
-    Vector<A> sum[kCount][n];
-    for (int r = 0; r < kCount; ++r)
-      for (int c = 0; c < n; ++c) sum[r][c] = load_vector(out + r * pitch + e + c * kLanes<A>);
+    Vector<A> sum[kCount][n] = {};
     for (int64_t k = begin; k < end; ++k) {
       Vector<A> x[n];
       for (int c = 0; c < n; ++c) x[c] = load_widened(values.row[k] + e + c * kLanes<A>);
@@ -147,7 +157,10 @@ FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& v
       }
     }
     for (int r = 0; r < kCount; ++r)
-      for (int c = 0; c < n; ++c) store_vector(out + r * pitch + e + c * kLanes<A>, sum[r][c]);
+      for (int c = 0; c < n; ++c) {
+        A* const to = out + r * pitch + e + c * kLanes<A>;
+        store_vector(to, load_vector(to) + sum[r][c]);
+      }
     e += n * kLanes<A>;
   };
   while (e + kColumns * kLanes<A> <= columns) some_columns(std::integral_constant<int, kColumns>());
@@ -231,6 +244,7 @@ FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const Cach
                                      Score scale, Score* score) {
   for (int64_t l = 0; l < kBlock; l += kLanes<Score>) {
     Vector<Score> x = load_vector(score + l) * scale;
+    if constexpr (!std::is_same_v<A, Score>) x = as_float_overflows(x);
     if (problem.softcap > 0) {
       const Score cap = static_cast<Score>(problem.softcap);
       x = cap * hyperbolic_tangent(x / cap);
@@ -255,34 +269,54 @@ FLASH_ONLINE_INLINE Score largest_of(const Score* score) {
   return reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
-// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums. The
-// maximum may be of scores that are wider than A, rounded.
-template <class A, class Score>
-FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, A& max, A* sum, A* out, int64_t width) {
-  const A block_max = static_cast<A>(largest_of(score));
-  Softmax<Vector<A>> state{broadcast(max), load_vector(sum)};
+// Calls f(sum, total, low, count) for the sums of row r of an item: of its weights, kLanes of them, and of its output.
+template <class E, class F>
+FLASH_ONLINE_INLINE void for_each_sum(const CachedScratch<E>& tile, int64_t r, int64_t pitch_v, const F& f) {
+  const int64_t lanes = r * padded(1), row = r * pitch_v;
+  f(tile.sum + lanes, tile.sum_total + lanes, tile.sum_low + lanes, kLanes<Accumulator<E>>);
+  f(tile.out + row, tile.out_total + row, tile.out_low + row, pitch_v);
+}
+
+// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums;
+// rescale(factor) moves them, and all that goes with them, to another maximum. A maximum of scores in double is no float, and
+// from then on all scores are subtracted in double.
+template <class A, class Score, class Max, class Rescale>
+FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, Max& max, A* sum, const Rescale& rescale) {
+  const Max block_max = largest_of(score);
   if (block_max > max) {
-    const Vector<A> factor = state.raise_max(broadcast(block_max));
-    for (int64_t e = 0; e < width; e += kLanes<A>) store_vector(out + e, load_vector(out + e) * factor);
+    rescale(broadcast(OnlineSoftmax<A, FastNatural, Max>::rescale(max, block_max)));
     max = block_max;
   }
+  Softmax<Vector<A>> state{broadcast(static_cast<A>(max)), load_vector(sum)};
+  const bool is_double = !std::is_same_v<A, Score> || Max(static_cast<A>(max)) != max;
   for (int64_t l = 0; l < kBlock; l += kLanes<A>) {
     Vector<A> weight;
     if constexpr (std::is_same_v<A, Score>)
-      weight = state.weight(load_vector(score + l));
-    else
-      for (int i = 0; i < kLanes<A>; ++i) weight[i] = Softmax<A>{max, A(0)}.weight(score[l + i]);
+      if (!is_double) weight = state.weight(load_vector(score + l));
+    if (is_double) {
+      for (int i = 0; i < kLanes<A>; ++i) weight[i] = static_cast<A>(score[l + i] - pivot(max));
+      weight = FastNatural::exp(weight);
+    }
     state.add(weight);
     store_vector(weights + l, weight);
   }
   store_vector(sum, state.sum);
 }
 
+// Whether a product that the query sees is infinite in float, scaled or not.
+inline bool any_overflows(const Row& row, int64_t first, const float* product, float scale) {
+  for (int64_t k = 0; k < kBlock; ++k)
+    if (std::abs(product[k] * scale) == -lowest<float>() && is_seen(row, first + k)) return true;
+  return false;
+}
+
 // Large scores of float inputs are computed again in double, since the exponential turns the absolute error of a score, which
 // grows with the score, into the relative error of a weight. Each query decides for itself, by the keys that it sees.
 // `product` holds the products of a block, `scores` what they became: -inf for keys that it does not see.
-FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores, float scale, float max) {
-  constexpr float kLarge = 5, kNegligible = -9.2f;  // the logarithm of a weight that does not count
+FLASH_ONLINE_INLINE bool needs_double(const Row& row, int64_t first, const float* product, const float* scores, float scale,
+                                      float max) {
+  // The logarithm of a weight that does not count, whatever rounding did to a score; see compute_scores
+  constexpr float kLarge = 5, kNegligible = -9.2f, kRoundingOfScore = 0x1p-10f;
   const float infinity = -lowest<float>();
   const auto magnitude = [](Vector<float> x) __attribute__((always_inline)) { return x < 0 ? -x : x; };
   Vector<float> largest = {};
@@ -292,7 +326,12 @@ FLASH_ONLINE_INLINE bool needs_double(const float* product, const float* scores,
     largest = maximum(largest, scaled < infinity && score < infinity ? larger : Vector<float>{});
   }
   const float of_all = reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
-  return of_all > kLarge && largest_of(scores) > max + kNegligible;
+  const float rounding = kRoundingOfScore * maximum(of_all, std::abs(max));
+  const float top = largest_of(scores);
+  if (of_all > kLarge && top > max + kNegligible - rounding) return true;
+  // Beside scores that are not among the largest floats, one of -inf weighs nothing whether it overflowed or not.
+  constexpr float kMayOverflow = 0x1p100f;
+  return (std::abs(top) == infinity || of_all > kMayOverflow) && any_overflows(row, first, product, scale);
 }
 
 // query . key k, in double.
@@ -313,27 +352,37 @@ void multiply_keys_in_double(const float* query, int64_t columns, const BlockRow
 // The weights of a block for row r of an item, from its products.
 template <class E, class K>
 FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile,
-                                      int64_t r, int64_t first, const BlockRows<K>& keys, int64_t columns, double scale) {
+                                      int64_t r, int64_t first, const BlockRows<K>& keys, int64_t columns, double scale,
+                                      bool has_totals) {
   using A = Accumulator<E>;
   const int64_t pitch = padded(problem.head_dim), pitch_v = padded(problem.head_dim_v);
   const Row& row = tile.rows[r];
-  A *weights = tile.weights + r * kBlock, *out = tile.out + r * pitch_v;
-  A& max = tile.max[r];
+  A* const weights = tile.weights + r * kBlock;
+  Maximum<E>& max = tile.max[r];
   A* const sum = tile.sum + r * padded(1);
+  const auto rescale = [&](Vector<A> factor) FLASH_ONLINE_LAMBDA_INLINE {
+    for_each_sum(tile, r, pitch_v, [&](A* sums, A* total, A* low, int64_t count) FLASH_ONLINE_LAMBDA_INLINE {
+      for (int64_t i = 0; i < count; i += kLanes<A>) store_vector(sums + i, load_vector(sums + i) * factor);
+      for (int64_t i = 0; has_totals && i < count; i += kLanes<A>) {
+        store_vector(total + i, load_vector(total + i) * factor);
+        store_vector(low + i, load_vector(low + i) * factor);
+      }
+    });
+  };
   if constexpr (std::is_same_v<E, float>) {
     float product[kBlock];
     std::copy_n(weights, kBlock, product);
     make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
-    if (needs_double(product, weights, static_cast<A>(scale), max)) {
+    if (needs_double(row, first, product, weights, static_cast<A>(scale), static_cast<A>(max))) {
       double score[kBlock];
       multiply_keys_in_double(tile.query + r * pitch, columns, keys, score);
       make_scores<A>(problem, item, row, first, scale, score);
-      return absorb_scores<A, double>(score, weights, max, sum, out, pitch_v);
+      return absorb_scores<A, double>(score, weights, max, sum, rescale);
     }
   } else {
     make_scores<A>(problem, item, row, first, static_cast<A>(scale), weights);
   }
-  absorb_scores<A, A>(weights, weights, max, sum, out, pitch_v);
+  absorb_scores<A, A>(weights, weights, max, sum, rescale);
 }
 
 // Raises the states and outputs of an item's rows by its keys. C is the element type of the cache.
@@ -360,7 +409,18 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
   BlockPlaces places = find_places(cache, item, first_block);
   BlockRows<K> keys, values;
   if (first_block < end) find_keys(places, keys);
+  bool has_totals = false;
+  const auto end_sums = [&] {
+    for (int64_t r = 0; r < item.rows; ++r)
+      for_each_sum(tile, r, pitch_v, [&](A* sums, A* total, A* low, int64_t count) {
+        if (!has_totals) std::fill_n(total, count, A(0)), std::fill_n(low, count, A(0));
+        add_parts(total, low, sums, count);
+        std::fill_n(sums, count, A(0));
+      });
+    has_totals = true;
+  };
   for (int64_t first = first_block; first < end; first += kBlock) {
+    if (first % kKeysPerSum == 0 && first > first_block) end_sums();
     const auto find_values = [&] {
       find_rows<C, K, kInPlace>(problem.value, item.key_head, places, problem.head_dim_v, tile.zeros, tile.value, values);
     };
@@ -371,7 +431,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     in_groups(item.rows, [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
       multiply_keys<count()>(tile.query + r * pitch, pitch, columns, keys, tile.weights + r * kBlock);
     });
-    for (int64_t r = 0; r < item.rows; ++r) absorb_block<E>(problem, item, tile, r, first, keys, columns, scale);
+    for (int64_t r = 0; r < item.rows; ++r) absorb_block<E>(problem, item, tile, r, first, keys, columns, scale, has_totals);
     if constexpr (!kInPlace) find_values();
     places = find_places(cache, item, first + kBlock);
     find_keys(places, keys);
@@ -387,6 +447,10 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     else
       in_groups(item.rows, multiply);
   }
+  if (!has_totals) return;
+  end_sums();
+  for (int64_t r = 0; r < item.rows; ++r)
+    for_each_sum(tile, r, pitch_v, [](A* sums, A* total, A* low, int64_t count) { join_parts(total, low, sums, count); });
 }
 
 // Whether whole vectors of a row can be read where they lie.
@@ -419,7 +483,7 @@ struct Destination {
 
   // The epilogue: lse, and the output divided by the sum of weights.
   template <class A>
-  void store(const Softmax<A>& state, A value_scale, const A* row, int64_t head_dim) const {
+  void store(const CachedState<E>& state, A value_scale, const A* row, int64_t head_dim) const {
     const A factor = state.inverse_sum_or_zero() * value_scale;
     for (int64_t e = 0; e < head_dim; ++e) out.data[e * out.column_stride] = narrow<E>(row[e] * factor);
     // In double, since the logarithm's rounding comes on top of the sum's.
@@ -427,9 +491,22 @@ struct Destination {
   }
 };
 
-// From one partial result to the next: a query's state over one piece of the keys, and the output row that goes with it, [max,
-// sum, out...].
-constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + 2, 16); }
+// A partial result: a query's state over one piece of the keys, and the output row that goes with it, [max, sum, out...]. `max`
+// may take the room of two numbers.
+constexpr int64_t kPartHead = 3;
+constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + kPartHead, 16); }
+template <class E>
+void store_state(const CachedState<E>& state, Accumulator<E>* part) {
+  std::memcpy(part, &state.max, sizeof state.max);
+  part[kPartHead - 1] = state.sum;
+}
+template <class E>
+CachedState<E> load_state(const Accumulator<E>* part) {
+  CachedState<E> state;
+  std::memcpy(&state.max, part, sizeof state.max);
+  state.sum = part[kPartHead - 1];
+  return state;
+}
 
 // A work item: the states of some queries over one piece of their keys, and their results where this is the only piece.
 template <class E>
@@ -456,7 +533,7 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
     const int64_t head = item.key_head * group + (first_row + r) / queries, query = (first_row + r) % queries;
     const KeyRange seen = keys_of(item.sequence.visible, query, item.sequence.keys.count);
     tile.rows[r] = {head, query, seen.begin, std::max(seen.begin, seen.end)};
-    tile.max[r] = lowest<A>();
+    tile.max[r] = lowest<Maximum<E>>();
     const auto from = matrix_of<const E>(call.query, call.query_starts ? 0 : n, head, item.sequence.queries.begin + query);
     load_rows<E>(from, 1, call.head_dim, tile.query + r * pitch, 1, pitch);
   }
@@ -465,13 +542,13 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
   const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, item.n, item.key_head);
   for (int64_t r = 0; r < item.rows; ++r) {
     const Row& row = tile.rows[r];
-    Softmax<A> state{tile.max[r], sum_of_lanes<A>(load_vector(tile.sum + r * padded(1)))};
+    CachedState<E> state{tile.max[r], sum_of_lanes<A>(load_vector(tile.sum + r * padded(1)))};
     A* const out = tile.out + r * pitch_v;
     if (pieces > 1) {
       const int64_t part = items.first_part[n] + (row.head * queries + row.query) * pieces + piece;
       A* const to = parts + part * part_pitch(call.head_dim_v);
-      to[0] = state.max, to[1] = state.sum;
-      std::copy_n(out, call.head_dim_v, to + 2);
+      store_state<E>(state, to);
+      std::copy_n(out, call.head_dim_v, to + kPartHead);
       continue;
     }
     if (call.sinks) {
@@ -496,13 +573,14 @@ void merge_pieces(const AttentionProblem& call, const CachedItems& items, const 
   const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, n, key_head);
   const A* part = parts + (items.first_part[n] + head * sequence.queries.count * pieces) * pitch;
   for (int64_t query = 0; query < sequence.queries.count; ++query) {
-    Softmax<A> state;
+    CachedState<E> state;
     if (call.sinks) state.absorb(static_cast<const A*>(call.sinks)[head]);
     std::fill_n(tile.out, call.head_dim_v, A(0));
     for (int64_t piece = 0; piece < pieces; ++piece, part += pitch) {
-      const A factor = state.raise_max(part[0]), share = Softmax<A>::rescale(part[0], state.max);
-      state.add(part[1] * share);
-      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + part[2 + e] * share;
+      const CachedState<E> of_piece = load_state<E>(part);
+      const A factor = state.raise_max(of_piece.max), share = CachedState<E>::rescale(of_piece.max, state.max);
+      state.add(of_piece.sum * share);
+      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + part[kPartHead + e] * share;
     }
     Destination<E>(call, sequence, n, head, query).store(state, value_scale, tile.out, call.head_dim_v);
   }

@@ -12,7 +12,8 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
 // Keys and values as operands of the matmuls: the tensors themselves where possible, else copies that all tiles of queries
-// share. Paired values are copied as blocks of kKeys keys, each transposed to [padded(head_dim_v), kKeys].
+// share. Paired values are copied as blocks of kKeys keys, each transposed to [padded(head_dim_v), kKeys]. With `by_tile` there
+// are no copies here: each tile makes its own, for calls of few heads that must not need more memory.
 template <class E>
 struct KeyValueOperands {
   using F = Operand<E>;
@@ -20,10 +21,12 @@ struct KeyValueOperands {
   F *key = nullptr, *value = nullptr;
   int64_t key_pitch = 0, value_pitch = 0;
 
-  KeyValueOperands(const AttentionProblem& call, ScratchAllocator& allocator) : blocks(key_blocks(call, allocator)) {
+  KeyValueOperands(const AttentionProblem& call, ScratchAllocator& allocator, bool by_tile)
+      : blocks(key_blocks(call, allocator)) {
     const int64_t length = call.key_starts ? 1 : call.keys;  // packed sequences are of any length
     key_pitch = operand_pitch<F>(call.head_dim);
     value_pitch = kPaired<F> ? padded(call.head_dim_v) : call.head_dim_v;
+    if (by_tile) return;
     if (!is_usable_in_place<E>(call.key, length, call.head_dim))
       key = allocator.take<F>(call.key_heads * blocks.total() * kKeys * key_pitch);
     if (kPaired<F> || !is_usable_in_place<E>(call.value, length, call.head_dim_v))
@@ -72,6 +75,14 @@ void copy_key_block(const SequenceProblem& sequence, const KeyValueOperands<E>& 
   }
 }
 
+// Keys whose weights and values are added up before the sum is added to that of other keys; see add_part. Where ALiBi decides
+// the order, the keys behind the first block are sums of their own.
+constexpr int64_t kKeysPerSum = 2048;
+inline bool has_several_sums(const AttentionProblem& problem) { return problem.keys > kKeysPerSum || problem.alibi_slopes; }
+inline int64_t sum_of_block(const AttentionProblem& problem, int64_t begin, int64_t start_key) {
+  return begin / kKeysPerSum * 2 + (problem.alibi_slopes && begin > start_key);
+}
+
 template <class E>
 struct ForwardScratch : ScoreTile<E> {
   using A = Accumulator<E>;
@@ -83,8 +94,13 @@ struct ForwardScratch : ScoreTile<E> {
   bool* has_double_max;  // [kQueries]: whether the state's maximum is double_max, since it is no float
   double* double_max;
   A* dropout_factor;  // [kKeys, kQueries]
+  // The sums over keys before those of `out` and `sum`, and what rounding dropped of them: [padded(head_dim_v), kQueries] each,
+  // [kQueries] each
+  A *out_total, *out_low, *sum_total, *sum_low;
+  F *key_buffer, *value_buffer;  // `by_tile`: copies of a block, [kKeys, head_dim], [kKeys, head_dim_v]
 
-  ForwardScratch(const AttentionProblem& problem, ScratchAllocator& allocator) : ScoreTile<E>(problem, allocator) {
+  ForwardScratch(const AttentionProblem& problem, ScratchAllocator& allocator, bool by_tile)
+      : ScoreTile<E>(problem, allocator) {
     weight_pairs = allocator.take<F>(kPaired<F> ? kKeys * kQueries : 0);
     out = allocator.take<A>(padded(problem.head_dim_v) * kQueries);
     max = allocator.take<A>(kQueries);
@@ -94,6 +110,13 @@ struct ForwardScratch : ScoreTile<E> {
     has_double_max = allocator.take<bool>(kQueries);
     double_max = allocator.take<double>(kQueries);
     dropout_factor = allocator.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
+    const int64_t lanes = has_several_sums(problem) ? kQueries : 0;
+    out_total = allocator.take<A>(padded(problem.head_dim_v) * lanes);
+    out_low = allocator.take<A>(padded(problem.head_dim_v) * lanes);
+    sum_total = allocator.take<A>(lanes);
+    sum_low = allocator.take<A>(lanes);
+    key_buffer = allocator.take<F>(by_tile ? kKeys * problem.head_dim : 0);
+    value_buffer = allocator.take<F>(by_tile ? kKeys * problem.head_dim_v : 0);
   }
 };
 
@@ -147,11 +170,11 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
   using State = Softmax<Vector<A>>;
   const bool needs_rescale = raise_maxima(query, count, tile);
 
-  const A deferred_scale = tile.deferred_scale;
   const bool pairs_at_once = kPaired<F> && problem.dropout == 0;
   const int64_t paired_count = round_up(count, kDepthStep<F>);
   for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
     const State state{load_vector(tile.shift + l), load_vector(tile.sum + l)};
+    const Vector<A> deferred_scale = load_vector(tile.deferred_scale + l);
     // Four sums, so that no addition waits for the previous one. The key alone says to which of them its weight goes: a block
     // may end with the last key of the tile's last query, which must not change the others' order of sums.
     Vector<A> partial_sum[4] = {};
@@ -208,6 +231,53 @@ FLASH_ONLINE_INLINE void start_states(const AttentionProblem& problem, const Que
   std::fill_n(tile.has_double_max, kQueries, false);
 }
 
+// The sums of a tile over the keys before those of `out` and `sum`.
+template <class E>
+class EarlierSums {
+  using A = Accumulator<E>;
+
+ public:
+  // Of `rows` columns of values and `lanes` queries.
+  EarlierSums(int64_t rows, int64_t lanes, const ForwardScratch<E>& tile) : tile_(tile), rows_(rows), lanes_(lanes) {}
+
+  // Moves `out` and `sum` here; the next block overwrites `out`.
+  __attribute__((noinline)) void take() {
+    if (!any_) {
+      for (A* data : {tile_.out_total, tile_.out_low}) std::fill_n(data, rows_ * kQueries, A(0));
+      for (A* data : {tile_.sum_total, tile_.sum_low}) std::fill_n(data, kQueries, A(0));
+    }
+    any_ = true;
+    for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
+      add_parts(tile_.out_total + i, tile_.out_low + i, tile_.out + i, lanes_);
+    add_parts(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
+    std::fill_n(tile_.sum, lanes_, A(0));
+  }
+  // Moves all that is here to the states' new maxima.
+  void rescale() {
+    if (!any_) return;
+    for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
+      for (A* data : {tile_.out_total, tile_.out_low}) scale_by(tile_.rescale, data + i, lanes_);
+    for (A* data : {tile_.sum_total, tile_.sum_low}) scale_by(tile_.rescale, data, lanes_);
+  }
+  // Adds everything up in `out` and `sum`.
+  void finish() {
+    if (!any_) return;
+    for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
+      join_parts(tile_.out_total + i, tile_.out_low + i, tile_.out + i, lanes_);
+    join_parts(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
+  }
+  bool any() const { return any_; }
+
+ private:
+  const ForwardScratch<E>& tile_;
+  int64_t rows_, lanes_;
+  bool any_ = false;
+
+  static void scale_by(const A* factor, A* data, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes<A>) store_vector(data + i, load_vector(data + i) * load_vector(factor + i));
+  }
+};
+
 // The epilogue: lse, and the output divided by the sum of weights.
 template <class E>
 FLASH_ONLINE_INLINE void store_results(const AttentionProblem& problem, const QueryTile& query, const ForwardScratch<E>& tile) {
@@ -227,13 +297,13 @@ FLASH_ONLINE_INLINE void store_results(const AttentionProblem& problem, const Qu
 // A work item: the results of one tile of queries.
 template <class E>
 void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& operands, const QueryTile& query,
-                  std::byte* scratch) {
+                  std::byte* scratch, bool by_tile) {
   using A = Accumulator<E>;
   using F = Operand<E>;
   const AttentionProblem& problem = sequence.problem;
   [[maybe_unused]] const AmxTiles registers;
   ScratchAllocator allocator(scratch);
-  ForwardScratch<E> tile(problem, allocator);
+  ForwardScratch<E> tile(problem, allocator, by_tile);
   const int64_t key_head = query.head / (problem.heads / problem.key_heads),
                 value_head = query.head / (problem.heads / problem.value_heads);
   const int64_t value_rows = round_up(problem.head_dim_v, kRowStep<F>);
@@ -242,12 +312,19 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
   start_states(problem, query, tile);
 
   bool is_first = true;
+  EarlierSums<E> earlier(value_rows, query.lanes, tile);
+  int64_t sum_index = -1;
   const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
   // ALiBi's scores fall with the distance. Visiting the nearest keys first shows early that the scores of far keys are small.
   // All queries of a tile stand in one block of positions (see ForwardTiles), so that each has the order it has in any call.
   const int64_t start_key = problem.alibi_slopes ? query.first + problem.visible.offset : 0;
   for_each_key_block(range, 0, problem.keys, start_key, [&](int64_t begin, int64_t count) {
     if (!load_mask(problem, query, begin, count, tile.mask)) return;
+    if (has_several_sums(problem) && !is_first && sum_of_block(problem, begin, start_key) != sum_index) {
+      earlier.take();
+      is_first = true;
+    }
+    sum_index = sum_of_block(problem, begin, start_key);
     const auto key = matrix_of<const E>(problem.key, query.batch, key_head, begin),
                value = matrix_of<const E>(problem.value, query.batch, value_head, begin);
     RowMatrix<F> keys{operands.key ? operands.key_rows(sequence, key_head, begin) : nullptr, operands.key_pitch};
@@ -255,9 +332,16 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
     if constexpr (std::is_same_v<E, F>) {
       if (!operands.key) keys = {key.data, key.row_stride};
       if (!operands.value) values = {value.data, value.row_stride};
+    } else if constexpr (!kPaired<F>) {
+      if (by_tile) {
+        keys = {tile.key_buffer, problem.head_dim}, values = {tile.value_buffer, problem.head_dim_v};
+        load_rows<E>(key, count, keys.pitch, tile.key_buffer, count, keys.pitch);
+        load_rows<E>(value, count, values.pitch, tile.value_buffer, count, values.pitch);
+      }
     }
     compute_scores(problem, query, begin, count, keys, tile, tile.max, static_cast<A*>(nullptr));
     const bool needs_rescale = absorb_block(problem, query, begin, count, tile);
+    if (needs_rescale) earlier.rescale();
 
     const Accumulate mode = is_first ? Accumulate::kOverwrite : needs_rescale ? Accumulate::kRescaleAndAdd : Accumulate::kAdd;
     is_first = false;
@@ -273,6 +357,8 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
     }
   });
   if (is_first) std::fill_n(tile.out, value_rows * kQueries, A(0));
+  if (earlier.any() && !is_first) earlier.take();
+  earlier.finish();
   store_results(problem, query, tile);
 }
 
@@ -310,39 +396,61 @@ TileList forward_tiles(const AttentionProblem& call, ScratchAllocator& allocator
                   [](const SequenceProblem& sequence) { return ForwardTiles(sequence.problem).count(sequence.problem); });
 }
 
-Memory forward_memory(const AttentionProblem& call) {
+template <class E>
+Memory memory_of_pass(const AttentionProblem& call, bool by_tile) {
   ScratchAllocator scratch(nullptr), pack(nullptr), shared(nullptr);
-  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
-    ForwardScratch<E>(call, scratch);
-    take_value_pairs<E>(call, pack);
-    forward_tiles(call, shared);
-    KeyValueOperands<E>(call, shared);
-  });
+  ForwardScratch<E>(call, scratch, by_tile);
+  take_value_pairs<E>(call, pack);
+  forward_tiles(call, shared);
+  KeyValueOperands<E>(call, shared, by_tile);
   return {std::max(scratch.bytes(), pack.bytes()), shared.bytes()};
+}
+
+Memory forward_memory(const AttentionProblem& call) {
+  Memory memory;
+  visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
+    memory = memory_of_pass<E>(call, false);
+    if constexpr (kLosesTinyProducts<E>) {
+      const Memory other = avx512::forward_memory_of_tiny_heads(call);
+      memory = {std::max(memory.scratch, other.scratch), std::max(memory.shared, other.shared)};
+    }
+  });
+  return memory;
+}
+
+// Computes the chosen heads of a call.
+template <class E>
+void forward_heads(const AttentionProblem& call, const Executor& executor, HeadChoice& choice) {
+  ScratchAllocator shared(executor.shared);
+  const bool by_tile = choice.heads == Heads::kTiny;
+  const TileList tiles = forward_tiles(call, shared);
+  const KeyValueOperands<E> operands(call, shared, by_tile);
+  const int64_t key_heads = std::max(call.key_heads, call.value_heads);
+  if (operands.key || operands.value)
+    for_each_item(executor, key_heads * operands.blocks.total(), [&](int64_t item, std::byte* scratch) {
+      const auto [index, head, block] = operands.blocks.tile(key_heads, item);
+      copy_key_block<E>(SequenceProblem(call, index), operands, head, block, scratch);
+    });
+  for_each_item(executor, call.heads * tiles.total(), [&](int64_t item, std::byte* scratch) {
+    // The tiles of one head follow one another, as they read the same keys. They run in descending order: under causal
+    // visibility the last tile has the most work.
+    const auto [index, head, tile] = tiles.tile(call.heads, item);
+    const SequenceProblem sequence(call, index);
+    const ForwardTiles cut(sequence.problem);
+    if (!choice.takes([&] { return is_tiny(sequence.problem, sequence.batch, head); })) return;
+    forward_tile<E>(sequence, operands,
+                    cut.tile(sequence.problem, sequence.batch, head, tiles.tiles_per_head(index) - 1 - tile), scratch, by_tile);
+  });
+  if (call.query_starts)
+    for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) { forward_padding<E>(call, index); });
 }
 
 void forward(const AttentionProblem& call, const Executor& executor) {
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
-    ScratchAllocator shared(executor.shared);
-    const TileList tiles = forward_tiles(call, shared);
-    const KeyValueOperands<E> operands(call, shared);
-    const int64_t key_heads = std::max(call.key_heads, call.value_heads);
-    if (operands.key || operands.value)
-      for_each_item(executor, key_heads * operands.blocks.total(), [&](int64_t item, std::byte* scratch) {
-        const auto [index, head, block] = operands.blocks.tile(key_heads, item);
-        copy_key_block<E>(SequenceProblem(call, index), operands, head, block, scratch);
-      });
-    for_each_item(executor, call.heads * tiles.total(), [&](int64_t item, std::byte* scratch) {
-      // The tiles of one head follow one another, as they read the same keys. They run in descending order: under causal
-      // visibility the last tile has the most work.
-      const auto [index, head, tile] = tiles.tile(call.heads, item);
-      const SequenceProblem sequence(call, index);
-      const ForwardTiles cut(sequence.problem);
-      forward_tile<E>(sequence, operands,
-                      cut.tile(sequence.problem, sequence.batch, head, tiles.tiles_per_head(index) - 1 - tile), scratch);
-    });
-    if (call.query_starts)
-      for_each_item(executor, call.batch + 1, [&](int64_t index, std::byte*) { forward_padding<E>(call, index); });
+    HeadChoice choice{.heads = kLosesTinyProducts<E> ? Heads::kOrdinary : Heads::kAll};
+    forward_heads<E>(call, executor, choice);
+    if constexpr (kLosesTinyProducts<E>)
+      if (choice.left_out) avx512::forward_of_tiny_heads(call, executor);
   });
 }
 
@@ -361,6 +469,12 @@ void dropout_mask(const DropoutProblem& problem, const Executor& executor) {
 }
 
 }  // namespace
+
+Memory forward_memory_of_tiny_heads(const AttentionProblem& problem) { return memory_of_pass<BFloat16>(problem, true); }
+void forward_of_tiny_heads(const AttentionProblem& problem, const Executor& executor) {
+  HeadChoice choice{.heads = Heads::kTiny};
+  forward_heads<BFloat16>(problem, executor, choice);
+}
 
 extern const AttentionKernels attention_kernels;
 const AttentionKernels attention_kernels = {

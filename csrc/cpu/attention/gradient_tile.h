@@ -15,6 +15,7 @@ struct GradientScratch : ScoreTile<E> {
   // [kKeys, kQueries]: gradients of the weights, then of the scores; the score modification's; dropout's
   A *grad, *derivative, *dropout_factor;
   A *lse, *lse_low, *delta, *shift;  // [kQueries]; shift: what is subtracted from the scores
+  double* double_shift;  // [kQueries]: the same for scores in double
   A* row_sum;  // [kQueries]: the sum over keys of the gradients of the modified scores
   double *double_grad_out, *double_value, *double_grad, *double_delta;
 
@@ -37,6 +38,7 @@ struct GradientScratch : ScoreTile<E> {
     double_value = allocator.take<double>(may_use_double ? problem.head_dim_v * kKeys : 0);
     double_grad = allocator.take<double>(may_use_double ? kKeys * kQueries : 0);
     double_delta = allocator.take<double>(kQueries);
+    double_shift = allocator.take<double>(kQueries);
   }
 
   // The scratch with which tile n is computed; all else is shared.
@@ -47,6 +49,13 @@ struct GradientScratch : ScoreTile<E> {
     return other;
   }
 };
+
+// Whether lse and lse_low together do not hold the digits of a row's lse whose scores are in double: they have 48, and a weight
+// needs those behind the point. The row's maximum and the rest of its lse are then computed again, see fill_row_statistics.
+FLASH_ONLINE_INLINE bool has_row_statistics(double lse) {
+  constexpr double kLarge = 0x1p22;
+  return std::abs(lse) > kLarge && std::abs(lse) < -lowest<double>();
+}
 
 template <class E>
 RowMatrix<Operand<E>> key_rows_or_copy(const AttentionProblem& problem, int64_t batch, int64_t head, int64_t begin,
@@ -62,7 +71,8 @@ RowMatrix<Operand<E>> value_rows_or_copy(const AttentionProblem& problem, int64_
 }
 
 // Loads a tile's queries, the gradients of their results, lse and delta. delta is the part of a score's gradient that its whole
-// row shares: the sum over keys of weight * grad_weight, less grad_lse; see fill_delta.
+// row shares: the sum over keys of weight * grad_weight, less grad_lse; see fill_delta. Where RowStatistics has a row's
+// maximum, scores in double are measured from it, and lse_low is what lse is beyond it.
 template <class E>
 void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                   const GradientScratch<E>& tile) {
@@ -76,6 +86,10 @@ void load_queries(const AttentionProblem& problem, const AttentionGradients& gra
     tile.lse_low[i] = is_present ? static_cast<const A*>(problem.lse_low)[offset + i] : A(0);
     tile.delta[i] = is_present ? static_cast<const A*>(gradients.delta)[offset + i] : A(0);
     tile.double_delta[i] = is_present && gradients.wide_delta ? gradients.wide_delta[offset + i] : 0;
+    tile.double_shift[i] = tile.lse[i];
+    if (!is_present || !gradients.row_max || !has_row_statistics(tile.lse[i])) continue;
+    tile.double_shift[i] = gradients.row_max[offset + i];
+    tile.lse_low[i] = static_cast<A>(gradients.row_log_sum[offset + i]);
   }
 }
 
@@ -105,7 +119,7 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
                          tile.double_grad);
       for (int64_t i = 0; i < query.rows; ++i) {
         if (!tile.is_double[i]) continue;
-        narrow_double_scores(i, count, tile, tile.lse[i]);
+        narrow_double_scores(i, count, tile, tile.double_shift[i]);
         tile.shift[i] = A(0);
         for (int64_t k = 0; k < count; ++k) {
           const int64_t index = k * kQueries + i;
@@ -117,11 +131,10 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
     }
   }
 
-  const A deferred_scale = tile.deferred_scale;
   for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
     // score - lse is exact where it matters, near 0; subtracting lse_low then restores what rounding took from lse.
     const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l),
-                    delta = load_vector(pending_delta + l);
+                    delta = load_vector(pending_delta + l), deferred_scale = load_vector(tile.deferred_scale + l);
     Vector<A> partial_sum[4] = {};  // of gradients; four, since a long sum loses digits that row_sum is there for
     const auto at_key = [&](int64_t k, int lane) FLASH_ONLINE_LAMBDA_INLINE {
       const int64_t index = k * kQueries + l;
@@ -152,17 +165,25 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
     store_vector(tile.row_sum + l,
                  load_vector(tile.row_sum + l) + ((partial_sum[0] + partial_sum[1]) + (partial_sum[2] + partial_sum[3])));
   }
-  // Padding rows of queries are 0, since matmuls run over queries
+  // Padding rows of queries are 0, since matmuls run over queries. What stood there may be infinite or NaN: a padding row sees
+  // keys that no query of the tile sees, and has a mask's value where all queries share it.
+  std::fill(tile.row_sum + query.rows, tile.row_sum + query.lanes, A(0));
   for (int64_t k = 0; query.rows < query.lanes && k < count; ++k)
-    for (int64_t i = query.rows; i < query.lanes; ++i) tile.score[k * kQueries + i] = tile.grad[k * kQueries + i] = A(0);
+    for (int64_t i = k * kQueries + query.rows; i < k * kQueries + query.lanes; ++i) {
+      tile.score[i] = tile.grad[i] = A(0);
+      if (problem.dropout > 0) tile.dropout_factor[i] = A(0);
+    }
   return true;
 }
 
 // The weight of a head's sink among the scores of the query whose lse is at `row`.
 template <class A>
-A sink_weight(const AttentionProblem& problem, int64_t head, int64_t row) {
-  const A lse = pivot(static_cast<const A*>(problem.lse)[row]), low = static_cast<const A*>(problem.lse_low)[row];
-  return FastNatural::exp((static_cast<const A*>(problem.sinks)[head] - lse) - low);
+A sink_weight(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t head, int64_t row) {
+  const A lse = pivot(static_cast<const A*>(problem.lse)[row]), low = static_cast<const A*>(problem.lse_low)[row],
+          sink = static_cast<const A*>(problem.sinks)[head];
+  if (gradients.row_max && has_row_statistics(lse))
+    return FastNatural::exp(static_cast<A>((sink - gradients.row_max[row]) - gradients.row_log_sum[row]));
+  return FastNatural::exp((sink - lse) - low);
 }
 
 // Sets excess[kQueries] to what the gradients of each query's scores sum to, `row_sum`, beyond what they would without
@@ -180,7 +201,7 @@ void excess_of_row_sums(const AttentionProblem& problem, const AttentionGradient
     if (static_cast<const A*>(problem.lse)[row] == lowest<A>()) continue;  // nothing is visible
     const double grad_lse = gradients.grad_lse ? static_cast<const A*>(gradients.grad_lse)[row] : 0.0;
     const double delta = gradients.wide_delta ? gradients.wide_delta[row] : static_cast<const A*>(gradients.delta)[row];
-    const double sink = problem.sinks ? sink_weight<A>(problem, query.head, row) : 0.0;
+    const double sink = problem.sinks ? sink_weight<A>(problem, gradients, query.head, row) : 0.0;
     excess[i] = static_cast<A>(excess[i] - (grad_lse + sink * delta));
   }
 }

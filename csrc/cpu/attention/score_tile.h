@@ -94,7 +94,7 @@ struct ScoreTile {
   A* score;  // [kKeys, kQueries]
   A* block_max;  // [kQueries]: a query's largest score in this block of keys, unless its scores are in double
   MaskTile<A> mask;
-  A deferred_scale = 1;  // what the scores still have to be multiplied by; the same number in all tiles of a call
+  A* deferred_scale;  // [kQueries]: what a query's scores still have to be multiplied by
   bool* is_double;  // [kQueries]: whether a query's scores are in double_score instead, whose other columns are undefined
   double *double_query, *double_key;  // [head_dim, kQueries], [kKeys, head_dim]
   double *double_score, *double_block_max;  // [kKeys, kQueries], [kQueries]
@@ -106,6 +106,7 @@ struct ScoreTile {
         allocator.take<F>(kPaired<F> ? kQueries * operand_pitch<F>(std::max(problem.head_dim, problem.head_dim_v)) : 0);
     score = allocator.take<A>(tiles * kKeys * kQueries);
     block_max = allocator.take<A>(kQueries);
+    deferred_scale = allocator.take<A>(kQueries);
     mask.visible = allocator.take<uint64_t>(kKeys);
     const bool has_bias = problem.mask.data && problem.mask_dtype != DType::kBool;
     mask.bias = allocator.take<A>(has_bias ? kKeys * kQueries : 0);
@@ -240,6 +241,32 @@ __attribute__((noinline)) void scale_products(const QueryTile& query, int64_t co
   mask.has_bias || mask.has_hidden ? all(std::true_type()) : all(std::false_type());
 }
 
+// Multiplies the scores of queries whose largest one is large by their scale, so that it is not left to the exponential. There
+// the product is contracted with the subtraction of the maximum, and so it is exact, whereas the maximum was rounded: from 2^24
+// on the two differ by more than 1, and from 2^32 on by more than a float's exponential can hold. Each query decides for
+// itself, and in both passes alike, as its visible scores and their blocks are the same.
+template <class A>
+FLASH_ONLINE_INLINE void scale_large_scores(int64_t count, int64_t lanes, const A* block_max, A* score, A* deferred_scale) {
+  constexpr A kLarge = 0x1p24f;
+  const auto is_large = [&](int64_t l) FLASH_ONLINE_LAMBDA_INLINE {
+    const Vector<A> max = load_vector(block_max + l);
+    return (max > kLarge) | ((max < -kLarge) & (max > lowest<A>()));
+  };
+  auto any = is_large(0);
+  for (int64_t l = kLanes<A>; l < lanes; l += kLanes<A>) any |= is_large(l);
+  if (!reduce(any, [](auto a, auto b) FLASH_ONLINE_LAMBDA_INLINE { return a | b; })) [[likely]]
+    return;
+  for (int64_t l = 0; l < lanes; l += kLanes<A>) {
+    const auto large = is_large(l);
+    const Vector<A> scale = load_vector(deferred_scale + l);
+    for (int64_t k = 0; k < count; ++k) {
+      const Vector<A> x = load_vector(score + k * kQueries + l);
+      store_vector(score + k * kQueries + l, large ? x * scale : x);
+    }
+    store_vector(deferred_scale + l, large ? broadcast(A(1)) : scale);
+  }
+}
+
 // Whether the scaling of scores is left to the exponential. The problem alone decides: a product that is rounded before the
 // maximum is subtracted differs in its last bit from one that is not, and a query's result must not depend on whether its
 // neighbours in the tile have hidden scores.
@@ -247,6 +274,12 @@ template <class E>
 bool defers_scale(const AttentionProblem& problem) {
   const bool has_bias = problem.mask.data && problem.mask_dtype != DType::kBool;
   return ScoreTile<E>::kDefersScale && ScoreMod::is_identity(problem) && !has_bias && problem.scale != 0;
+}
+
+// A score in double that float does not hold is infinite, as in torch. The product of query and key alone may be larger.
+FLASH_ONLINE_INLINE Vector<double> as_float_overflows(Vector<double> x) {
+  constexpr double kMax = std::numeric_limits<float>::max();
+  return x > kMax ? -lowest<Vector<double>>() : x < -kMax ? lowest<Vector<double>>() : x;
 }
 
 // Computes product[rows, kQueries] = left right, in double, for the chosen columns of right[depth, kQueries]; the other columns
@@ -279,21 +312,23 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
   // its scores differ in the last digits, and so its weights must not matter.
   // The error of a product, a sum of many terms, grows with the product. A mask adds one rounding, which is the same for all
-  // scores from 4 to 8.
-  constexpr A kLargeProduct = 5, kLargeScore = 8, kNegligible = 1e-4;
+  // scores from 4 to 8. A block is negligible where its weights stay below 1e-4, whatever rounding did to its largest score:
+  // the terms of a product may be thousands of times as large as their sum.
+  constexpr A kLargeProduct = 5, kLargeScore = 8, kLogNegligible = -9.21034037f, kRoundingOfScore = 0x1p-10f;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
          key.pitch, 1, tile.query, kQueries, tile.score, kQueries);
 
   if constexpr (ScoreTile<E>::kDefersScale) {
-    tile.deferred_scale = A(1);
     if (defers_scale<E>(problem)) {
-      tile.deferred_scale = scale;
+      std::fill_n(tile.deferred_scale, query.lanes, scale);
       if (tile.mask.has_hidden) hide_scores(tile.mask, count, query.lanes, tile.score, scale);
       block_maxima(tile.score, count, query.lanes, tile.block_max, scale);
+      scale_large_scores(count, query.lanes, tile.block_max, tile.score, tile.deferred_scale);
       return false;
     }
   }
+  std::fill_n(tile.deferred_scale, query.lanes, A(1));
   A max_scaled[kQueries], max_negated[kQueries];  // of the visible scaled products, before modification and mask
   const bool is_modified = !ScoreMod::is_identity(problem);
   scale_products(query, count, scale, !is_modified, tile, max_scaled, max_negated);
@@ -305,20 +340,21 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   bool any = false;
   if constexpr (ScoreTile<E>::kMayUseDouble) {
     std::fill_n(tile.is_double, kQueries, false);
-    A weight[kQueries];  // the largest of the block
+    A above[kQueries];  // the largest of the block, from the reference
     Vector<int32_t> maybe = {};  // whether any score is large; else the loop over queries is left out
     for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
-      const Vector<A> block_max = load_vector(tile.block_max + l), above = block_max - load_vector(reference + l);
-      store_vector(weight + l, FastNatural::exp(above < 0 ? above : Vector<A>{}));
+      const Vector<A> block_max = load_vector(tile.block_max + l);
+      store_vector(above + l, block_max - load_vector(reference + l));
       maybe |= (load_vector(max_scaled + l) > kLargeProduct) | (load_vector(max_negated + l) > kLargeProduct) |
                (block_max > kLargeScore) | (block_max < -kLargeScore);
     }
     if (!reduce(maybe, [](auto a, auto b) FLASH_ONLINE_LAMBDA_INLINE { return a | b; })) return false;
     for (int64_t i = 0; i < query.lanes; ++i) {
       const A largest = max_scaled[i] > max_negated[i] ? max_scaled[i] : max_negated[i], top = std::abs(tile.block_max[i]);
-      // A score that overflows float is infinite, as in torch, and does not count as a large one.
       const bool large = (largest > kLargeProduct) | ((top > kLargeScore) & (top < -lowest<A>()));
-      tile.is_double[i] = large & (weight[i] > kNegligible) & (largest < -lowest<A>()) & (i < query.rows);
+      const A rounding = kRoundingOfScore * (largest > std::abs(reference[i]) ? largest : std::abs(reference[i]));
+      // Without a reference, and for NaN, nothing is negligible.
+      tile.is_double[i] = large & !(above[i] < kLogNegligible - rounding) & (i < query.rows);
       any |= tile.is_double[i];
     }
     if (!any) return false;
@@ -326,8 +362,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
     multiply_in_double(count, problem.head_dim, tile.double_key, tile.query, tile.is_double, tile.double_query,
                        tile.double_score);
     for_each_vector(
-        tile.double_score, count, query.lanes, [&](Vector<double> x, int64_t, int64_t) { return x * problem.scale; },
-        tile.is_double);
+        tile.double_score, count, query.lanes,
+        [&](Vector<double> x, int64_t, int64_t) { return as_float_overflows(x * problem.scale); }, tile.is_double);
     apply_score_mod_and_mask<A>(problem, query, begin, count, tile.mask, tile.double_score, derivative, tile.is_double);
     block_maxima(tile.double_score, count, query.lanes, tile.double_block_max, 1.0, tile.is_double);
   }

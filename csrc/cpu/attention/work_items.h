@@ -1,10 +1,23 @@
-// The work items of attention: which sequence, head and tile an item computes, for dense and for packed calls.
+// The work items of attention: which sequence, head and tile an item computes, for dense and for packed calls, and what the
+// passes do with an item's sums and with heads of tiny numbers.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 
 #include "../../core/sequence.h"
 #include "score_tile.h"
+
+namespace flash_online::cpu {
+// For heads that products of bfloat16 lose (see kLosesTinyProducts); called where an instruction set has such products.
+namespace avx512 {
+Memory forward_memory_of_tiny_heads(const AttentionProblem& problem);
+void forward_of_tiny_heads(const AttentionProblem& problem, const Executor& executor);
+Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients);
+void backward_of_tiny_heads(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor);
+}  // namespace avx512
+}  // namespace flash_online::cpu
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
@@ -43,6 +56,7 @@ struct SequenceProblem {
     skip(gradients.grad_lse, first_query_ * accumulator_size());
     skip(gradients.delta, first_query_ * accumulator_size());
     if (gradients.wide_delta) gradients.wide_delta += first_query_;
+    if (gradients.row_max) gradients.row_max += first_query_, gradients.row_log_sum += first_query_;
     skip(gradients.grad_sinks, (index - batch) * problem.heads * accumulator_size());
     return gradients;
   }
@@ -131,6 +145,32 @@ inline TileList key_blocks(const AttentionProblem& call, ScratchAllocator& alloc
   return TileList(call, allocator, [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, kKeys); });
 }
 
+// A long sum of floats loses digits, and stops growing where a term is less than its last digit. The sums over a row's keys are
+// therefore sums of parts, and what rounding drops where parts are added is kept.
+template <class V>
+FLASH_ONLINE_INLINE void add_part(V& sum, V& low, V part) {
+  const V total = sum + part, difference = total - sum;  // two-sum (Knuth)
+  low += (sum - (total - difference)) + (part - difference);
+  sum = total;
+}
+template <class T>
+void add_parts(T* sum, T* low, const T* part, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    Vector<T> to = load_vector(sum + i), to_low = load_vector(low + i);
+    add_part(to, to_low, load_vector(part + i));
+    store_vector(sum + i, to);
+    store_vector(low + i, to_low);
+  }
+}
+// Writes sum + low, with which an infinite sum stays infinite.
+template <class T>
+void join_parts(const T* sum, const T* low, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const Vector<T> x = load_vector(low + i);
+    store_vector(to + i, load_vector(sum + i) + (x - x == 0 ? x : Vector<T>{}));
+  }
+}
+
 // Clears the results of padding rows, which no sequence of a packed call owns.
 template <class E>
 void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_dim) {
@@ -140,5 +180,74 @@ void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_
       for (int64_t e = 0; e < head_dim; ++e) to.data[i * to.row_stride + e * to.column_stride] = narrow<E>(Accumulator<E>(0));
   }
 }
+
+// Heads whose inputs are so small that products of bfloat16 lose them. The instructions that multiply pairs of bfloat16 take
+// subnormal numbers for 0 and round subnormal sums to 0, under 2^-126. Beside numbers of ordinary size that is nothing, but
+// where a whole head is that small, so are its results. Such heads are left to the kernels of avx512, which multiply floats;
+// the other heads of the call are not.
+
+// Whether products of elements of type E lose small numbers.
+template <class E>
+constexpr bool kLosesTinyProducts = kSplit<Operand<E>> == 1;
+
+// The binary exponent of the largest element of a matrix, or of one that is of ordinary size, with which the search ends; 0 if
+// all are 0.
+inline int exponent_of_largest(Matrix<const BFloat16> from, int64_t rows, int64_t columns) {
+  constexpr uint16_t kOrdinary = (127 - 28) << 7;  // 2^-28: the product of three such numbers is not tiny
+  uint16_t largest = 0;
+  for (int64_t r = 0; r < rows && largest < kOrdinary; ++r) {
+    const BFloat16* row = from.data + r * from.row_stride;
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint16_t magnitude = row[c * from.column_stride].bits & 0x7fffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+  }
+  return largest == 0 ? 0 : std::ilogb(widen(BFloat16{largest}));
+}
+
+// Far enough above 2^-126 for a sum's terms to be a share of it.
+constexpr int kTinyExponent = -90;
+
+// Whether the results of a query head are lost.
+inline bool is_tiny(const AttentionProblem& problem, int64_t batch, int64_t head) {
+  const auto exponent = [&](const ConstView4& view, int64_t heads, int64_t rows, int64_t columns) {
+    return exponent_of_largest(matrix_of<const BFloat16>(view, batch, head / (problem.heads / heads), 0), rows, columns);
+  };
+  return exponent(problem.query, problem.heads, problem.queries, problem.head_dim) < kTinyExponent ||
+         exponent(problem.key, problem.key_heads, problem.keys, problem.head_dim) < kTinyExponent ||
+         exponent(problem.value, problem.value_heads, problem.keys, problem.head_dim_v) < kTinyExponent;
+}
+
+// Whether the gradients of heads [first, first + count) are lost; these are products of up to three of the inputs.
+inline bool has_tiny_gradients(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch,
+                               int64_t first, int64_t count) {
+  for (int64_t head = first; head < first + count; ++head) {
+    const auto exponent = [&](const ConstView4& view, int64_t heads, int64_t rows, int64_t columns) {
+      return exponent_of_largest(matrix_of<const BFloat16>(view, batch, head / (problem.heads / heads), 0), rows, columns);
+    };
+    const int query = exponent(problem.query, problem.heads, problem.queries, problem.head_dim),
+              key = exponent(problem.key, problem.key_heads, problem.keys, problem.head_dim),
+              value = exponent(problem.value, problem.value_heads, problem.keys, problem.head_dim_v),
+              grad_out = exponent(gradients.grad_out, problem.heads, problem.queries, problem.head_dim_v);
+    const int grad_score = value + grad_out;
+    for (const int product : {query, key, value, grad_out, grad_score, grad_score + query, grad_score + key})
+      if (product < kTinyExponent) return true;
+  }
+  return false;
+}
+
+// Which heads of a call a pass computes; it notes whether it left out any.
+enum class Heads { kAll, kOrdinary, kTiny };
+struct HeadChoice {
+  Heads heads = Heads::kAll;
+  std::atomic<bool> left_out = false;
+
+  template <class IsTiny>
+  bool takes(const IsTiny& is_tiny) {
+    if (heads == Heads::kAll || is_tiny() == (heads == Heads::kTiny)) return true;
+    left_out.store(true, std::memory_order_relaxed);
+    return false;
+  }
+};
 
 }  // namespace flash_online::cpu::FLASH_ONLINE_ISA
