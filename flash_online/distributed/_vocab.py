@@ -357,11 +357,8 @@ def vocab_parallel_linear_cross_entropy(
             check_floating("linear_cross_entropy: result", result)
         arguments = {"input": input, "weight_shard": weight_shard, "target": target, "first_class": first_class}
         arguments |= {"linear_bias": linear_bias, "weight": weight}
-        options = {
-            "reduction": number,
-            "label_smoothing": float(label_smoothing),
-            "z_loss": check_float("z_loss", none_as_zero(z_loss)),
-        }
+        options = {"reduction": number, "label_smoothing": float(label_smoothing)}
+        options["z_loss"] = check_float("z_loss", none_as_zero(z_loss))
         options["ignore_index"] = -100 if ignore_index is None else check_index("ignore_index", ignore_index, any_rank=True)
         options |= zip(("softcap", "scale"), check_logit_options(softcap, scale), strict=True)
         for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
