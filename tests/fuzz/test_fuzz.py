@@ -1,7 +1,7 @@
 """A seeded differential fuzzer: random problems of every kind against the float64 reference, forward and backward.
 
 FLASH_ONLINE_FUZZ is how many problems per device (300), FLASH_ONLINE_FUZZ_SEED where they start (0). Problem i of seed s is
-problem 0 of seed s + i, so a failure is repeated alone by the line that it prints.
+problem 0 of seed s + i, so a failure is repeated alone by the line that it prints. `python tests/fuzz/run.py` runs many.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from cache_cases import random_cached
+from cache_cases import LARGE_SCORES, between, random_cached
 from cases import DTYPES
 from instruction_sets import run_tests, skip_unless_lesser
 from oracle import Attention, Packed, compare_with_reference
@@ -50,7 +50,7 @@ def attention(choose: random.Random, seed: int) -> Attention:
         options["scale"] = choose.choice([0.0, -0.5, 0.1, 1.0, 4.0])
     dtype = choose.choice(DTYPES)
     head_dim = choose.choice([0, 1, 3, 8, 16, 24, 33, 64])
-    return Attention(
+    problem = Attention(
         dtype=dtype,
         batch=choose.choice([(), (1,), (2,), (1, 2)]),
         heads=groups,
@@ -69,6 +69,23 @@ def attention(choose: random.Random, seed: int) -> Attention:
         grad_lse=choose.random() < 0.4,
         seed=seed,
     )
+    return far_off(problem, choose)
+
+
+def far_off(problem: Attention, choose: random.Random) -> Attention:
+    """Of 10 problems 3 have a float mask far off 0, and 3 scores of another size."""
+    kind = choose.random()
+    if kind < 0.3:
+        problem.mask = "float" if problem.mask in (None, "bool") else problem.mask
+        problem.mask_offset = choose.choice([-1, 1]) * between(choose, -2, 4)
+    elif kind < 0.6:
+        score = between(choose, -3, 9)
+        if score >= LARGE_SCORES:
+            problem.whole, problem.size, problem.alibi = True, 1.0, 0
+            problem.mask = "bool" if problem.mask else None
+        spread = 2 if problem.whole else problem.size
+        problem.options["scale"] = choose.choice([1, 1, -1]) * score / (spread**2 * max(problem.head_dims[0], 1) ** 0.5)
+    return problem
 
 
 def packed(choose: random.Random, seed: int) -> Packed:
@@ -85,6 +102,7 @@ def packed(choose: random.Random, seed: int) -> Packed:
         options=dense.options,
         alibi=dense.alibi,
         sinks=dense.sinks,
+        whole=dense.whole,
         size=dense.size,
         wanted=dense.wanted,
         grad_lse=dense.grad_lse,
@@ -109,7 +127,13 @@ def rows(choose: random.Random, seed: int, device: str):
     shape[dim] = choose.choice([1, 2, 5, 8, 15, 16, 17, 33, 64, 100, 257, 1030])
     dtype, layout, scale = choose.choice(DTYPES), choose.choice(LAYOUTS), choose.choice([0.1, 1.0, 5.0, 30.0])
     x = random_tensor(*shape, dtype=dtype, layout=layout, scale=scale, device=device)
-    x = (x + choose.choice([0, 0, 0, 50, -200])).requires_grad_() if choose.random() < 0.2 else x.requires_grad_()
+    kind = choose.random()
+    if kind < 0.3:  # by an offset that the dtype has; from its last digit on all logits are equal
+        offset = choose.choice([-1, 1]) * between(choose, -3, 30)
+        x = lay_out(x + max(min(offset, torch.finfo(dtype).max / 2), -torch.finfo(dtype).max / 2), layout)
+    elif kind < 0.5:
+        x = lay_out(x / scale * min(between(choose, -3, 9), torch.finfo(dtype).max / 16), layout)
+    x = x.requires_grad_()
     name = choose.choice(["softmax", "log_softmax", "logsumexp", "topk_softmax", "cross_entropy", "cross_entropy"])
     if name == "topk_softmax":
         return name, (x, choose.randint(1, min(shape[dim], 40)), dim), {"renormalize": choose.random() < 0.5}
@@ -136,42 +160,44 @@ def rows(choose: random.Random, seed: int, device: str):
     return name, (x, lay_out(target.detach(), choose.choice(LAYOUTS)).requires_grad_(target.requires_grad)), options
 
 
-def test_fuzz(device):
-    """A problem of 2 in 10 is of packed sequences, of 3 in 10 of rows."""
+def check(seed: int, device: str) -> None:
+    """A problem of 2 in 10 is of packed sequences, of 3 in 10 of rows. AssertionError where one is over the tolerance."""
+    choose = random.Random(seed)
+    kind = choose.random()
+    if kind < 0.7:
+        problem = attention(choose, seed) if kind < 0.5 else packed(choose, seed)
+        problem = problem if device == "cpu" else on_cuda(problem, choose)
+        torch.manual_seed(seed)
+        problem.check(device)
+    else:
+        name, args, options = rows(choose, seed, device)
+        compare_with_reference(name, *args, **options)
+
+
+def check_cached(seed: int, device: str) -> None:
+    """Attention over cached keys, and the same new keys appended at the ends of sequences and at slots."""
+    problem = random_cached(seed, device)
+    problem.check(flash_online.kvcache_attention, device)
+    problem.check_append(flash_online.cache_append, device)
+    problem.check_append(flash_online.cache_append, device, slots=True)
+
+
+def check_all(check_one, device: str, cached: str = "") -> None:
     assert COUNT > 0
     for seed in range(SEED, SEED + COUNT):
-        choose = random.Random(seed)
         try:
-            kind = choose.random()
-            if kind < 0.7:
-                problem = attention(choose, seed) if kind < 0.5 else packed(choose, seed)
-                problem = problem if device == "cpu" else on_cuda(problem, choose)
-                torch.manual_seed(seed)
-                problem.check(device)
-            else:
-                name, args, options = rows(choose, seed, device)
-                problem = name
-                compare_with_reference(name, *args, **options)
+            check_one(seed, device)
         except Exception as failure:
-            count = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed}"
-            again = f"{count} python -m pytest tests/fuzz/test_fuzz.py -k 'test_fuzz and {device}'"
-            raise AssertionError(f"problem {seed - SEED} of {COUNT}, {problem}: {failure}\nalone: {again}") from failure
+            again = f"python tests/fuzz/run.py --seed {seed} --count 1 --device {device}{cached}"
+            raise AssertionError(f"problem {seed - SEED} of {COUNT}: {failure}\nalone: {again}") from failure
+
+
+def test_fuzz(device):
+    check_all(check, device)
 
 
 def test_fuzz_cached_keys(cache_device):
-    """Attention over cached keys, and the same new keys appended at the ends of sequences and at slots."""
-    device = cache_device
-    assert COUNT > 0
-    for seed in range(SEED, SEED + COUNT):
-        problem = random_cached(seed, device)
-        try:
-            problem.check(flash_online.kvcache_attention, device)
-            problem.check_append(flash_online.cache_append, device)
-            problem.check_append(flash_online.cache_append, device, slots=True)
-        except Exception as failure:
-            count = f"FLASH_ONLINE_FUZZ=1 FLASH_ONLINE_FUZZ_SEED={seed}"
-            again = f"{count} python -m pytest tests/fuzz/test_fuzz.py -k 'cached and {device}'"
-            raise AssertionError(f"problem {seed - SEED} of {COUNT}: {failure}\nalone: {again}") from failure
+    check_all(check_cached, cache_device, " --cached")
 
 
 @pytest.mark.slow
