@@ -22,6 +22,7 @@ from ._policy import traced_by_jit
 
 _below_autograd_guard = torch._C._AutoDispatchBelowAutograd
 _any_transforms = torch._C._are_functorch_transforms_active
+_is_key_included, _BATCHED_GRADIENTS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.VmapMode
 
 
 def transforms_active() -> bool:
@@ -37,8 +38,11 @@ def eager_transforms_active() -> bool:
 
 def dispatches() -> bool:
     """Whether a call has to go to the dispatcher's Autograd key: while compiling or tracing by torch.jit, since the graph must
-    hold the operator and no autograd.Function, and under transforms, which the dispatcher alone sees."""
-    return torch.compiler.is_compiling() or traced_by_jit() is not None or eager_transforms_active()
+    hold the operator and no autograd.Function, and under transforms, which the dispatcher alone sees: torch.func's, forward
+    mode, and the batching of autograd.grad(is_grads_batched=True)."""
+    if torch.compiler.is_compiling() or traced_by_jit() is not None or eager_transforms_active():
+        return True
+    return _is_key_included(_BATCHED_GRADIENTS)
 
 
 def requires_grad(tensors) -> bool:
@@ -171,10 +175,15 @@ def without_derivative(operator: torch._ops.OpOverloadPacket, reason: str) -> No
     def refuse(*arguments):
         if any(map(is_differentiated, arguments)):
             raise NotImplementedError(f"{operator._qualified_op_name}: expected inputs without a derivative, as {reason}")
-        with _below_autograd_guard():
-            return operator.default(*arguments)
+        return call_below(operator, *arguments)
 
     _register_autograd(operator.default, refuse)
+
+
+def call_below(operator: torch._ops.OpOverloadPacket, *arguments):
+    """The operator with no derivative at the level of torch.func that is at work."""
+    with _below_autograd_guard():
+        return operator.default(*arguments)
 
 
 def is_differentiated(value) -> bool:

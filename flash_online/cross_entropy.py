@@ -14,6 +14,7 @@ from torch.nn import _reduction
 from . import _policy
 from ._autograd import (
     Description,
+    call_below,
     composite,
     differentiable,
     dispatches,
@@ -181,13 +182,12 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 def _loss(input, target, weight, ignore_index, label_smoothing, mean, dtype):
     """The reduced loss of differentiable rows."""
     loss, _, row_weight = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
-    with torch.no_grad():  # what the operator keeps for its backward pass, in the shape that the device decides
-        detached = (t if t is None else t.detach() for t in (input, target, weight))
-        _, numbers = ops.cross_entropy_loss.default(*detached, ignore_index, label_smoothing, mean, dtype)
+    # What the operator keeps for its backward pass, in the shape that the device decides.
+    _, numbers = call_below(ops.cross_entropy_loss, input, target, weight, ignore_index, label_smoothing, mean, dtype)
     total = loss.sum()
     if mean:
         total = total / (loss.numel() if target.is_floating_point() else row_weight.detach().sum())
-    return total.to(dtype), numbers
+    return total.to(dtype), numbers.detach()
 
 
 @composite(ops.cross_entropy_loss_backward)
@@ -359,7 +359,8 @@ def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction:
     if z_loss != 0:
         if not probabilities:  # masked before the square, so that an ignored row of NaN has the gradient 0 and not 0 * NaN
             ignored = target == ignore_index
-        z_term = z_loss * (lse if ignored is None else lse.masked_fill(ignored, 0)).square()
+        lse = lse if ignored is None else lse.masked_fill(ignored, 0)
+        z_term = z_loss * lse * lse  # in this order: lse^2 may overflow
     if reduction == 0:
         return loss if z_term is None else loss + z_term
     if reduction == 2:

@@ -400,8 +400,15 @@ def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d
 def sequence_rows(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[slice]:
     """The rows of each sequence, read by the host. The kernels apply this rule too: a start is clamped to [0, total] and to the
     end of the sequence before it, and a sequence is cut off at max_seqlen rows."""
+    try:
+        starts = [int(start) for start in cu_seqlens.unbind()]
+        bounds = [min(max(start, 0), total) for start in starts]
+    except (RuntimeError, NotImplementedError) as error:  # a tracer has no numbers
+        raise NotImplementedError(
+            "cu_seqlens: expected numbers that Python can read, which a tracer does not have: forward mode and second derivatives "
+            "of varlen_attention go sequence by sequence"
+        ) from error
     rows, end = [], 0
-    bounds = [min(max(int(start), 0), total) for start in cu_seqlens.unbind()]
     for first, last in itertools.pairwise(bounds):
         first = max(first, end)
         end = first + min(max(last - first, 0), max_seqlen)
