@@ -22,7 +22,7 @@ from ._policy import traced_by_jit
 
 _below_autograd_guard = torch._C._AutoDispatchBelowAutograd
 _any_transforms = torch._C._are_functorch_transforms_active
-_is_key_included, _BATCHED_GRADIENTS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.VmapMode
+_is_key_included, _BATCHED_GRADIENTS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._parse_dispatch_key("VmapMode")
 
 
 def transforms_active() -> bool:

@@ -405,8 +405,8 @@ def sequence_rows(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[slice
         bounds = [min(max(start, 0), total) for start in starts]
     except (RuntimeError, NotImplementedError) as error:  # a tracer has no numbers
         raise NotImplementedError(
-            "cu_seqlens: expected numbers that Python can read, which a tracer does not have: forward mode and second derivatives "
-            "of varlen_attention go sequence by sequence"
+            "cu_seqlens: expected numbers that Python can read, got those of a tracer: forward mode and second derivatives of "
+            "varlen_attention go sequence by sequence"
         ) from error
     rows, end = [], 0
     for first, last in itertools.pairwise(bounds):
