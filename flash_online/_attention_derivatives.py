@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
-from ._ops import accumulator_of, ops
+from ._ops import accumulator_of, ops, without_autocast
 
 _CHUNK_SCORES = 1 << 21  # scores that a second derivative holds at a time, over all batches and heads
 
@@ -85,6 +85,7 @@ class _BackwardChunk(NamedTuple):
     d_grad_sinks: Tensor | None
 
 
+@without_autocast  # the products are in the accumulator's dtype, and stay in it
 def gradient_jvp(
     tensors: AttentionTensors,
     options: AttentionOptions,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from ._ops import _fragment, below_autograd, ops, surfaced
+from ._ops import _fragment, below_autograd, ops, surfaced, without_autocast
 from ._policy import traced_by_jit
 
 _below_autograd_guard = torch._C._AutoDispatchBelowAutograd
@@ -53,8 +53,8 @@ def requires_grad(tensors) -> bool:
 class Description:
     """What `differentiable` makes an operator's derivative of; a subclass's name and docstring say which.
 
-    `operator` is the raw operator. `inputs` are the operator's arguments in a form that suits the other methods, by default as
-    they are.
+    `operator` is the raw operator, with a tensor or several for results. `inputs` are its arguments in a form that suits the
+    other methods, by default as they are; a list of tensors is taken apart.
     """
 
     operator: torch._ops.OpOverloadPacket
@@ -68,16 +68,6 @@ class Description:
     def arguments(*inputs):
         """Inputs as the operator's arguments."""
         return inputs
-
-    @staticmethod
-    def outputs(results):
-        """The operator's results as a tensor or a flat tuple of tensors."""
-        return results
-
-    @staticmethod
-    def results(outputs):
-        """Outputs as the operator's results."""
-        return outputs
 
     @staticmethod
     def check(*inputs) -> None:
@@ -106,7 +96,7 @@ def differentiable(description: type[Description], compute=None):
     run_below = below_autograd(description.operator)
 
     def run(*inputs):
-        return description.outputs(run_below(*description.arguments(*inputs)))
+        return run_below(*description.arguments(*inputs))
 
     if compute is not None:
         run = compute
@@ -118,7 +108,7 @@ def differentiable(description: type[Description], compute=None):
                 # Of the levels of torch.func this one is done: the operator goes on to the next, with the derivatives that
                 # autograd switches off inside a Function. The overload without a derivative would end them.
                 with _below_autograd_guard(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                    outputs = description.outputs(operator(*description.arguments(*inputs)))
+                    outputs = operator(*description.arguments(*inputs))
                 tensors = description.save(ctx, inputs, outputs)
                 ctx.save_for_forward(*tensors)
             else:
@@ -137,16 +127,16 @@ def differentiable(description: type[Description], compute=None):
         inputs = description.inputs(*arguments)
         description.check(*inputs)
         if not _any_transforms():
-            return description.results(apply(*inputs))
+            return apply(*inputs)
         with enable_single_level_autograd_function():
-            return description.results(apply(*inputs))
+            return apply(*inputs)
 
     if compute is None:
         _register_autograd(operator, apply_at_level)
 
     def call(*inputs):
         if dispatches():
-            return description.outputs(dispatch(operator, *description.arguments(*inputs)))
+            return dispatch(operator, *description.arguments(*inputs))
         try:
             if requires_grad(inputs):
                 return apply(*(unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in inputs))
@@ -212,13 +202,18 @@ def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
 
 
 def dispatch(operator: torch._ops.OpOverload, *arguments):
-    """`operator(*arguments)`. Dynamo traces forward_ad.dual_level into a graph that enters the level without the knowledge of
-    Python, in which the kernels above look for it; the graph then tells them."""
-    if torch.compiler.is_compiling() and _traces_dual_level():
-        return _in_dual_level(operator, *arguments)
+    """`operator(*arguments)`, with autocast off: torch.func would turn it on again inside a derivative.
+
+    Dynamo traces forward_ad.dual_level into a graph that enters the level without telling Python, where the kernels above look
+    for it; such a graph tells them."""
+    if torch.compiler.is_compiling():
+        return _in_dual_level(operator, *arguments) if _traces_dual_level() else operator(*arguments)
+    if torch._C._is_any_autocast_enabled():
+        return without_autocast(operator)(*arguments)
     return operator(*arguments)
 
 
+@without_autocast
 def _in_dual_level(operator: torch._ops.OpOverload, *arguments):
     level, forward_ad._current_level = forward_ad._current_level, 0  # there is one level at most
     try:

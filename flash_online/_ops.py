@@ -69,6 +69,17 @@ def direct_call(operator) -> Callable:
     return call
 
 
+def without_autocast(function: Callable) -> Callable:
+    """The function with autocast off, whatever the device."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def surfaced(error: RuntimeError, *inputs) -> RuntimeError:
     """The error that stands for one of a raw operator with these inputs: torch.OutOfMemoryError where a GPU's memory did not
     suffice. The stable ABI that the operators are built on passes on neither the types of torch's errors nor their messages."""

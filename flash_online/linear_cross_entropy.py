@@ -290,8 +290,8 @@ def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_l
     # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
     if dtype == torch.float16 or is_empty((tensors[0].shape[0], *tensors[1].shape[:2])):
         return False
-    # A compiled graph cannot tell whether lse is differentiated, and an exported one may never be differentiated at all. A trace
-    # by torch.jit holds neither Functions nor lists of flags.
+    # A compiled graph cannot tell whether lse is differentiated, and an exported one may never be differentiated at all. A
+    # trace by torch.jit holds neither Functions nor lists of flags.
     if _policy.traced_by_jit() is not None:
         return False
     return not (torch.compiler.is_compiling() and (return_lse or torch.compiler.is_exporting()))

@@ -395,3 +395,23 @@ def test_second_derivative_in_chunks(monkeypatch):
     expected = call()
     monkeypatch.setattr(_attention_derivatives, "_CHUNK_SCORES", 1)
     torch.testing.assert_close(call(), expected)
+
+
+@pytest.mark.parametrize("derivative", ["jvp", "second"])
+def test_derivatives_by_products_of_torch_are_exact_under_autocast(derivative):
+    """Tensors are cast once; the products of forward mode and of second derivatives are not rounded to 16 bits again."""
+    q, k, v = (torch.randn(1, 2, 33, 16).bfloat16() for _ in range(3))
+    tangent = torch.randn_like(q)
+
+    def call(q):
+        return flash_online.attention(q, k, v, softcap=3.0)
+
+    def found():
+        if derivative == "jvp":
+            return torch.func.jvp(call, (q,), (tangent,))[1]
+        gradient = torch.func.grad(lambda q: call(q).float().square().sum())
+        return torch.func.grad(lambda q: (gradient(q) * tangent).float().sum())(q)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        under = found()
+    torch.testing.assert_close(under, found(), rtol=0, atol=0)
