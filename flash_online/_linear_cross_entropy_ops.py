@@ -26,11 +26,16 @@ from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, 
 
 # Bytes of a chunk of logits. On a GPU a chunk has 2048 rows for a vocabulary of 128k in 16 bits: products long enough for
 # cuBLAS. Each chunk also reads and writes the gradient of linear_weight, at less than a tenth of the cost of its product.
-_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+# Tensors on meta, which have no numbers, are cut as on a GPU.
+_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "meta": 512 << 20}
 _ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
-_PITCH_BYTES = {"cpu": 1, "cuda": 128}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
-_CAP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of a block of capped logits, in the accumulator's dtype
-_CAP_ROWS = {"cpu": 1, "cuda": 128}  # its least rows: on a GPU about one row of cross-entropy per SM
+_PITCH_BYTES = {
+    "cpu": 1,
+    "cuda": 128,
+    "meta": 128,
+}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
+_CAP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20, "meta": 64 << 20}  # of a block of capped logits, in the accumulator's dtype
+_CAP_ROWS = {"cpu": 1, "cuda": 128, "meta": 128}  # its least rows: on a GPU about one row of cross-entropy per SM
 _NONE_WANTED = (False,) * 4  # of the gradients of input, linear_weight, linear_bias and target
 _MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/design/decisions.md
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import functional
+from ._causal_bias import is_causal_bias
 from ._linear_cross_entropy_ops import scratch_bytes
 from ._ops import LIBRARY, InvalidArgument, dense_strides_in_order
 from ._policy import is_dtensor, no_kernel, refusal, strict_is_active, why_forwarded
@@ -102,7 +103,7 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
 
     name, title, ours, original = _known(function)
     bound = inspect.signature(ours).bind(*args, **kwargs).arguments
-    tensors = [leaf for leaf in tree_leaves(bound) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(bound) if isinstance(leaf, Tensor) and not is_causal_bias(leaf)]
     device = str(tensors[0].device) if tensors else "no device"
     decide = refusal if original is None else why_forwarded
     reason = decide(name, *tensors, dtype=bound.get("dtype"), dim=bound.get("dim"))
@@ -118,7 +119,7 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake:
         args, kwargs = tree_map_only(Tensor, lambda t: t.to_local() if is_dtensor(t) else t, (args, kwargs))
-        args, kwargs = tree_map_only(Tensor, fake.from_tensor, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda t: t if is_causal_bias(t) else fake.from_tensor(t), (args, kwargs))
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         with record:
             result = ours(*args, **kwargs)
@@ -130,12 +131,14 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
             given.add(storage._cdata)
             extra[label] = extra.get(label, 0) + storage.nbytes()
     kernel, refused = "flash_online's CUDA kernel", {}
-    if device != "cpu":
+    if device not in ("cpu", "meta"):
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
             elif operator in _CACHED:  # over cached keys; those of a cascade have several
                 kernel = "flash_online's CUDA kernel (decode, latent, sm90 or sm80: the first that takes the call)"
+    if device == "meta":
+        kernel = "no kernel, for tensors on meta have no numbers"
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(operator, call) for operator, call in record.operators)

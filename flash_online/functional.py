@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
+from ._causal_bias import CausalRule
 from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor, is_empty
 from ._ops import InvalidArgument
 from ._patches import describe, shards
@@ -104,7 +105,8 @@ def scaled_dot_product_attention(
         query: `[..., Hq, L, E]`, two or more dimensions; float16, bfloat16, float32 or float64.
         key: `[..., Hk, S, E]`, of query's dtype and device. Leading dimensions broadcast.
         value: `[..., Hv, S, Ev]`, as key.
-        attn_mask: bool (True: takes part), query's dtype or float32, broadcastable to the scores `[..., Hq, L, S]`.
+        attn_mask: bool (True: takes part), query's dtype or float32, broadcastable to the scores `[..., Hq, L, S]`; or torch's
+            causal_upper_left or causal_lower_right, which no mask is made of.
         dropout_p: probability that a weight is dropped.
         is_causal: hides keys j > i; not together with a mask.
         scale: 1 / sqrt(E) if None.
@@ -142,8 +144,11 @@ def scaled_dot_product_attention(
     dropout_p = check_float("dropout_p", dropout_p)
     if scale is not None:
         scale = check_float("scale", scale)
+    rule = CausalRule.of(attn_mask, is_causal, query, key)
+    attn_mask, is_causal, lower_right = rule
     reason = why_forwarded("scaled_dot_product_attention", query, key, value, attn_mask) or dropout_refusal(query, dropout_p)
     if reason is not None:
+        attn_mask, is_causal = rule.for_torch(query, key)
         return forward_to_torch(
             *("scaled_dot_product_attention", reason, ORIGINALS["scaled_dot_product_attention"]),
             *(query, key, value, attn_mask, dropout_p, is_causal),
@@ -167,7 +172,7 @@ def scaled_dot_product_attention(
         sinks=None,
         causal=is_causal,
         window=(None, None),
-        lower_right=False,
+        lower_right=lower_right,
         scale=scale,
         softcap=0.0,
         dropout_p=dropout_p,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from oracle import rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
@@ -27,10 +26,10 @@ LOGITS, TARGET = torch.randn(3, 6), torch.tensor([0, 5, 2])
 
 
 def on(device, argument):
-    """The argument with its tensors on the device; tensors of meta, quantized ones and a bias without data stay."""
+    """The argument with its tensors on the device; those of other devices and quantized ones stay."""
     if isinstance(argument, (tuple, list)):
         return type(argument)(on(device, item) for item in argument)
-    if not isinstance(argument, torch.Tensor) or isinstance(argument, CausalBias):
+    if not isinstance(argument, torch.Tensor):
         return argument
     return argument if argument.device.type != "cpu" or argument.is_quantized else argument.to(device)
 
@@ -43,6 +42,10 @@ class Named(torch.Tensor):
     """A subclass without any method: torch's functions take and return it, and so do ours."""
 
 
+with FakeTensorMode():
+    ELSEWHERE = torch.empty(3, 6, device="xpu")
+
+
 # Calls that go to torch: the function, its arguments, a word of the reason.
 FORWARDED = {
     "nested": (F.softmax, (nested(torch.strided), -1), "nested"),
@@ -51,9 +54,9 @@ FORWARDED = {
     "complex": (F.softmax, (LOGITS.to(torch.complex64), 1), "complex"),
     "complex result": (F.softmax, (LOGITS, 1, 3, torch.complex64), "complex"),
     "quantized": (F.softmax, (torch.quantize_per_tensor(LOGITS, 0.1, 0, torch.qint8), 1), "quantized"),
-    "another device": (F.cross_entropy, (LOGITS.to("meta"), TARGET.to("meta")), "device meta"),
+    "another device": (F.softmax, (ELSEWHERE, 1), "device xpu"),
     "subclass": (F.softmax, (LOGITS.as_subclass(Named), 1), "Named"),
-    "mask of a subclass": (F.scaled_dot_product_attention, (Q, K, V, causal_lower_right(5, 5)), "CausalBias"),
+    "mask of a subclass": (F.scaled_dot_product_attention, (Q, K, V, torch.ones(5, 5).as_subclass(Named)), "Named"),
     "complex attention": (F.scaled_dot_product_attention, (Q.to(torch.complex64),) * 3, "complex"),
     "complex target": (F.cross_entropy, (LOGITS, LOGITS.to(torch.complex64)), "complex"),
 }
@@ -239,13 +242,15 @@ def test_scratch_grows_with_the_width_and_not_with_the_lengths():
 
 
 def test_what_has_no_equal_in_torch_does_not_fall_back():
+    with FakeTensorMode():
+        elsewhere = torch.empty(2, 4, 5, 8, device="xpu")
     for call in (
         lambda: flash_online.softmax(nested(torch.strided), -1),
-        lambda: flash_online.attention(*(t.to("meta") for t in (Q, K, V))),
-        lambda: flash_online.varlen_attention(*(t.to("meta") for t in (Q[0], K[0], V[0], TARGET.int(), TARGET.int())), 4, 4),
-        lambda: flash_online.cross_entropy(LOGITS.to("meta"), TARGET.to("meta")),
+        lambda: flash_online.attention(*(t.to_sparse() for t in (Q, K, V))),
+        lambda: flash_online.attention(elsewhere, elsewhere, elsewhere),
+        lambda: flash_online.cross_entropy(LOGITS.to(torch.complex64), TARGET),
     ):
-        with pytest.raises(NotImplementedError, match="nested|meta"):
+        with pytest.raises(NotImplementedError, match="nested|sparse|xpu|complex"):
             call()
 
 
