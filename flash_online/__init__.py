@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import functional
+from ._checked import checked
 from ._ops import InvalidArgument, ops
 from ._policy import strict
 from .attention import attention
@@ -46,6 +47,7 @@ __all__ = [
     "attention",
     "cache_append",
     "cascade_attention",
+    "checked",
     "cross_entropy",
     "disable",
     "enable",

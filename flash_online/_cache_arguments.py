@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ._checks import check_flag, check_floating, check_int, check_tensor
-from ._ops import InvalidArgument
-from ._plain import are_plain_numbers
+from ._canonicalize import autocasts
+from ._checks import check_flag, check_floating, check_int, check_tensor, has_tangent, is_known
+from ._ops import InvalidArgument, dense_strides_in_order
+from ._plain import are_plain_numbers, is_compiling
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of caches alone
 CACHE_NAMES = ("key_cache", "value_cache")
@@ -62,6 +64,10 @@ class RotaryEmbedding(NamedTuple):
             raise InvalidArgument("rotary: expected (cos, sin[, interleaved[, offsets]])")
         cosines, sines, interleaved, offsets = (*rotary, *(False, None)[len(rotary) - 2 :])
         check_tensor("rotary[0]", cosines), check_tensor("rotary[1]", sines), check_flag("rotary[2]", interleaved)
+        check_no_gradient({"rotary[0]": cosines, "rotary[1]": sines})
+        cosines, sines = (
+            table.float() if table.dtype != like.dtype and autocasts(table) else table for table in (cosines, sines)
+        )
         for n, table in enumerate((cosines, sines)):
             fits = table.dim() == 2 and table.shape == cosines.shape and table.dtype == cosines.dtype
             if not (fits and table.dtype in (torch.float32, like.dtype) and table.device == like.device):
@@ -86,11 +92,64 @@ def is_plain_place(lengths: Tensor, table: Tensor | None, like: Tensor, batch: i
     return rows == batch if table is None else are_plain_numbers(table, like, 2) and table.shape[0] == batch
 
 
-def check_no_gradient(tensors: dict) -> None:
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
+def check_no_gradient(*groups: dict) -> None:
+    """Raises where one of these tensors, which may be None, would lose a derivative."""
+    grads, tangents = torch.is_grad_enabled(), forward_ad._current_level >= 0 and not is_compiling()
+    if not grads and not tangents:
+        return
+    for group in groups:
+        for name, tensor in group.items():
+            if tensor is None:
+                continue
+            if grads and tensor.requires_grad:
                 raise InvalidArgument(f"{name}: requires a gradient, which cached keys do not have; call under torch.no_grad()")
+            if tangents and has_tangent(tensor):  # what is compiled refuses them by itself
+                raise InvalidArgument(f"{name}: has a tangent of forward-mode AD, which cached keys do not have")
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raises where rows that are written to this tensor would not stand in it."""
+    if not is_compiling() and tensor.is_neg():
+        raise InvalidArgument(f"{name}: a view that negates what it shows, expected a tensor that can be written to")
+    strides = tensor.stride()
+    if 0 in strides and tensor.numel() and any(step == 0 and n > 1 for step, n in zip(strides, tensor.shape, strict=True)):
+        raise InvalidArgument(
+            f"{name}: strides {list(strides)} beside sizes {list(tensor.shape)}, expected a place in memory for each "
+            "element: in an expanded tensor one row that is written overwrites another"
+        )
+
+
+def note_write(*tensors: Tensor) -> None:
+    """Tells autograd that an operator of ours wrote to these tensors, so that a backward pass that saved one of them before
+    raises. What is compiled does so by itself, and tensors made in inference mode are saved by no backward pass."""
+    if is_compiling():
+        return
+    try:
+        _increment_version(tensors)
+    except RuntimeError:
+        _increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+_increment_version = torch._C._increment_version
+
+
+def autocast_cached(key_cache: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Casts queries and new keys under torch.autocast. A cache keeps its dtype, which they get; beside float8 they get
+    autocast's."""
+    if not is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not autocasts(tensor):
+            return tensor
+        float8 = key_cache.dtype in FLOAT8
+        dtype = torch.get_autocast_dtype(tensor.device.type) if float8 else key_cache.dtype
+        return tensor.to(dtype) if dtype in _CAST_TO else tensor
+
+    return tuple(map(cast, tensors))
+
+
+_CAST_TO = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_int32(name: str, tensor, like: Tensor, rank: int) -> None:
@@ -159,9 +218,10 @@ def check_new(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
     """Checks new keys and values: those of `batch` sequences, or packed ones where it is None."""
     rank = 3 if batch is None else 4
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        fits = rows.dim() == rank and rows.shape[:-1] == key.shape[:-1] and rows.shape[-1] == cache.shape[-1]
-        if not (fits and rows.shape[1] == cache.shape[1] and batch in (None, rows.shape[0])):
-            raise InvalidArgument(f"{name}: got {list(rows.shape)}, which does not go with the cache {list(cache.shape)}")
+        shape, cache_shape = rows.shape, cache.shape
+        fits = len(shape) == rank and shape[-1] == cache_shape[-1] and shape[1] == cache_shape[1]
+        if not (fits and batch in (None, shape[0]) and (shape == key.shape or shape[:-1] == key.shape[:-1])):
+            raise InvalidArgument(f"{name}: got {list(shape)}, which does not go with the cache {list(cache_shape)}")
         if rows.dtype != like.dtype or rows.device != like.device:
             raise InvalidArgument(f"{name}: {rows.dtype} on {rows.device}, expected {like.dtype} on {like.device}")
 
@@ -194,13 +254,33 @@ def check_splits(num_splits) -> int:
     splits = 0 if num_splits is None else check_int("num_splits", num_splits)
     if splits < 0:
         raise InvalidArgument(f"num_splits: got {splits}; accepted are None, 0 and integers above")
-    return splits
+    return _MOST_SPLITS if is_known(splits > _MOST_SPLITS) else splits
+
+
+_MOST_SPLITS = 1 << 31  # more than a sequence has keys
 
 
 def check_out(out: Tensor, query: Tensor, width: int) -> None:
-    """Raises unless results can be written into `out`."""
+    """Raises unless results can be written into `out` while a kernel reads query."""
     shape = (*query.shape[:-1], width)
     if tuple(out.shape) != shape or out.dtype != query.dtype or out.device != query.device:
         raise InvalidArgument(
             f"out: got {list(out.shape)} {out.dtype} on {out.device}, expected {list(shape)} {query.dtype} on {query.device}"
         )
+    if 0 in out.stride() or not is_compiling() and out.is_neg():
+        check_writable("out", out)
+    if not is_compiling() and torch._C._is_alias_of(out, query) and _overlap(out, query):
+        raise InvalidArgument("out: shares memory with query, expected memory of its own")
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two views of one storage have an element in common, where that is simple to tell: as torch, which lets pass what
+    it is not simple for, as are rows of one that lie between rows of the other."""
+    spans = []
+    for tensor in (one, other):
+        shown = tensor.squeeze()
+        if not tensor.numel() or list(shown.stride()) != dense_strides_in_order(shown.shape, shown.stride()):
+            return False
+        spans.append((tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()))
+    (begin, length), (other_begin, other_length) = spans
+    return begin < other_begin + other_length and other_begin < begin + length

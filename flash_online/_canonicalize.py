@@ -113,6 +113,17 @@ def check_attention_options(query, heads_dim, causal, window, alignment, softcap
             raise InvalidArgument("alibi_slopes: requires grad; slopes have no gradient, a learned bias is a float mask")
 
 
+def window_bounds(window) -> tuple[int, int]:
+    """(left, right) as the raw operators take them: -1 is no bound, and so is what no key lies beyond."""
+    left, right = window
+    if left is None or is_known(left >= _UNBOUNDED):
+        left = -1
+    return left, -1 if right is None or is_known(right >= _UNBOUNDED) else right
+
+
+_UNBOUNDED = 1 << 62  # operators take integers of 64 bits, and add a position to this one
+
+
 def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises unless the head dims and lengths of [..., L, E], [..., S, E] and [..., S, Ev] agree."""
     if is_known(key.shape[-1] != query.shape[-1]):
@@ -155,8 +166,9 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 def check_longest(name: str, longest) -> None:
     """Raises unless `longest` can be the length of the longest packed sequence."""
-    if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool) or is_known(longest < 0):
-        raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 (nobody reads lengths off the device)")
+    wrong = not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool)
+    if wrong or is_known(longest < 0) or is_known(longest >= 1 << 63):
+        raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 of 64 bits (nobody reads lengths off the device)")
 
 
 def broadcast(names: str, *shapes) -> tuple:

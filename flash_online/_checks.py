@@ -76,7 +76,10 @@ def check_int(name: str, number) -> int:
         return number
     if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
-    return operator.index(number)
+    try:
+        return operator.index(number)
+    except TypeError:  # an array of several elements has one all the same
+        raise TypeError(f"{name}: expected an int, got {type(number).__name__}") from None
 
 
 def check_index(name: str, number, *, any_rank: bool = False) -> int:

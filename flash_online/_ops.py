@@ -26,6 +26,10 @@ class InvalidArgument(RuntimeError, ValueError):
     """An argument that a function of this package does not accept; the message begins with the argument's name."""
 
 
+class OutOfRange(InvalidArgument, IndexError):
+    """A class index that is out of range, for which torch raises IndexError."""
+
+
 class UnsupportedDtype(InvalidArgument, NotImplementedError):
     """A dtype that no kernel takes. It is a NotImplementedError too, which torch raises for most such dtypes."""
 
@@ -60,11 +64,13 @@ def below_autograd(operator) -> Callable:
 
 
 def direct_call(operator) -> Callable:
-    """`below_autograd` for an operator that has no derivative, also while Dynamo traces the call."""
+    """`below_autograd` for an operator that has no derivative, also while Dynamo traces the call, and where torch.func
+    transforms it: the rule of vmap is the other overload's."""
     below, default = below_autograd(operator), operator.default
 
     def call(*arguments):
-        return default(*arguments) if torch.compiler.is_compiling() else below(*arguments)
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return default(*arguments) if traced else below(*arguments)
 
     return call
 

@@ -22,7 +22,15 @@ from ._autograd import (
     requires_grad,
     unwrap_if_dead,
 )
-from ._canonicalize import autocast, broadcast, canonicalize, check_attention_options, check_attention_types, check_kinds
+from ._canonicalize import (
+    autocast,
+    broadcast,
+    canonicalize,
+    check_attention_options,
+    check_attention_types,
+    check_kinds,
+    window_bounds,
+)
 from ._checks import check_float, none_as_zero
 from ._ops import FLOATING, InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 
@@ -302,7 +310,7 @@ def attention_impl(
     """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None. `rng` is the draw of
     `draw_rng`, made here if None; `operator` is what computes it, `Attention` made differentiable if None."""
     accumulator = accumulator_of(query.dtype)
-    left, right = (-1 if bound is None else bound for bound in window)
+    left, right = window_bounds(window)
     tf32 = tf32_for(query)
     scale = operator_scale(query, scale)
     plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None) and operator is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import _reduction
 
-from . import _policy
+from . import _checked, _policy
 from ._autograd import (
     Description,
     call_below,
@@ -26,7 +26,7 @@ from ._autograd import (
 from ._canonicalize import autocasts
 from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, is_known, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
-from ._plain import are_plain_numbers, is_grad_enabled, is_plain
+from ._plain import are_plain_numbers, is_compiling, is_grad_enabled, is_plain
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 
 
@@ -251,7 +251,7 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
         return None
     if reduction not in ("mean", "sum") or not 0 <= label_smoothing <= 1 or not is_plain("cross_entropy", input):
         return None
-    if not are_plain_numbers(target, input, 1, torch.int64):
+    if not are_plain_numbers(target, input, 1, torch.int64) or _checked.active:
         return None
     shape = input.shape
     if len(shape) != 2 or shape[0] != target.shape[0] or not input.numel():
@@ -391,6 +391,8 @@ def cross_entropy_impl(
     else:
         target = target.to(torch.int64)
         rows = target.shape
+    if not is_compiling() and _checked.active:
+        _checked.check_targets(target, input.shape[1] if input.dim() > 1 else input.shape[0], ignore_index)
     single_row = input.dim() == 1
     if single_row:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
@@ -483,6 +485,8 @@ def cross_entropy(
 
     Returns:
         The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
+        The backward pass reads the logits again: where they were changed in place before it, it raises RuntimeError, and
+        torch's, which keeps a table of log-probabilities, does not.
 
     Raises:
         IndexError: a target is out of range (a device assert on CUDA).

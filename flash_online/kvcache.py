@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import _policy
+from . import _checked, _policy
 from ._autograd import without_derivative
 from ._cache_arguments import (
     CACHE_NAMES,
     RotaryEmbedding,
     Where,
+    autocast_cached,
     check_call,
     check_new,
     check_no_gradient,
@@ -25,13 +26,22 @@ from ._cache_arguments import (
     check_slots,
     check_splits,
     check_starts,
+    check_writable,
     expand_scales,
     is_plain_place,
+    note_write,
 )
-from ._canonicalize import check_attention_options, check_attention_types, check_longest, check_packed
+from ._canonicalize import (
+    autocast,
+    check_attention_options,
+    check_attention_types,
+    check_longest,
+    check_packed,
+    window_bounds,
+)
 from ._checks import check_float, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
-from ._plain import are_plain, are_plain_numbers
+from ._plain import are_plain, are_plain_numbers, is_compiling
 from .attention import default_scale
 
 if TYPE_CHECKING:
@@ -138,7 +148,7 @@ def kvcache_attention(
     capacity are dropped. Of its n keys then, query i of L stands at i + n - L, and sees those from leftpad on that `causal` and
     `window` allow. No other memory of the cache reaches a result, whatever it holds, NaN included. Lengths and tables are read
     by the device alone, so that a CUDA graph can be replayed at others; values out of range touch no memory that they should
-    not.
+    not, and are an error inside `flash_online.checked()` alone. Autocast casts query and new keys to the cache's dtype.
 
     Args:
         query: `[B, Hq, L, E]`, or with `cu_seqlens_q` packed `[Tq, Hq, E]`; float16, bfloat16, float32 or float64 (CPU).
@@ -160,7 +170,7 @@ def kvcache_attention(
         alibi_slopes: `[Hq]` or `[B, Hq]`, positive slopes.
         num_splits: the keys of a sequence are cut into so many pieces (at most its blocks of 64 keys), which merge in order:
             the same bits in whatever batch and pages it lies. None and 0: as the kernel likes (on the CPU by itself too).
-        out: where the result is written, instead of a new tensor.
+        out: where the result is written, instead of a new tensor; no memory of query's.
 
     Returns:
         out `[B, Hq, L, Ev]` or `[Tq, Hq, Ev]`, of query's dtype; 0 where a query sees nothing, and in packed rows of no
@@ -180,13 +190,14 @@ def kvcache_attention(
         if result is not None:
             return result
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out}
-    optional |= {"key_scale": key_scale, "value_scale": value_scale}
+    optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "key_scale": key_scale}
+    optional["value_scale"] = value_scale
     check_attention_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
     heads_dim = -3 if cu_seqlens_q is None else -2
     check_attention_options(query, heads_dim, causal, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
     _policy.require_kernel("kvcache_attention", **tensors)
-    check_no_gradient(tensors | optional)
+    check_no_gradient(tensors, optional)
+    query, key, value = autocast_cached(key_cache, query, key, value)
     batch = check_call(query, key_cache, value_cache, cu_seqlens_q, CACHE_NAMES)
     where = Where.of(batch, query, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad)
     new = _check_appended(key, value, key_cache, value_cache, query, cu_seqlens_new, batch)
@@ -194,8 +205,11 @@ def kvcache_attention(
     check_longest("max_seqlen_q", longest)
     scales = expand_scales(key_scale, value_scale, batch, key_cache)
     embedding = RotaryEmbedding.of(rotary, query, batch)
+    advance = causal or window is not None and tuple(window) != (None, None)
+    if not is_compiling() and _checked.active:
+        packing = (cu_seqlens_q, longest, cu_seqlens_new)
+        _checked.check_cached(where, key_cache, query, key, *packing, embedding, advance, (window or (None,))[0])
     if key is not None or embedding is not None:
-        advance = causal or window is not None and tuple(window) != (None, None)
         starts, rotated = (cu_seqlens_new, cu_seqlens_q), None if embedding is None else query
         rotated = _append(key_cache, value_cache, key, value, rotated, where, starts, scales, embedding, advance)
         query = query if embedding is None else rotated
@@ -208,7 +222,7 @@ def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, 
     of all checks. Returns None for a call that these would change or refuse: the caller then goes the long way. The call is
     causal, `lengths` are a tensor, and the caches have query's dtype.
     """
-    if not are_plain("kvcache_attention", (query, key_cache, value_cache)):
+    if not are_plain("kvcache_attention", (query, key_cache, value_cache)) or _checked.active:
         return None
     shape, key_shape, value_shape = query.shape, key_cache.shape, value_cache.shape
     if not len(shape) == len(key_shape) == len(value_shape) == 4:
@@ -267,6 +281,7 @@ def _check_appended(key, value, key_cache, value_cache, query, starts, batch) ->
     if starts is not None:
         check_starts("cu_seqlens_new", starts, query, batch)
     check_new(key, value, key_cache, value_cache, query, batch if starts is None else None)
+    check_writable("key_cache", key_cache), check_writable("value_cache", value_cache)
     return key.shape[2] if starts is None else key.shape[0]
 
 
@@ -292,29 +307,45 @@ def varlen_over_pools(
     _policy.require_kernel("kvcache_attention", query=query, key=key, value=value)
     named = {"query": query, "key": key, "value": value, "sinks": sinks, "out": out}
     check_no_gradient(named)
+    reads, paged = not is_compiling() and _checked.active, block_table is not None
     if block_table is None:  # each row of the packed keys is a page, and a sequence has those from its start on
+        query, key, value = autocast(query, key, value)
         check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        if reads:
+            rows = query.shape[0], key.shape[0]
+            _checked.check_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rows)
         key_pool, value_pool = key.unsqueeze(2), value.unsqueeze(2)
-        block_table = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, dtype=torch.int32, device=query.device)
+        longest = torch.sym_min(max_seqlen_k, key.shape[0])
+        block_table = cu_seqlens_k[:-1, None] + torch.arange(longest, dtype=torch.int32, device=query.device)
     else:
         for name, pool in (("key", key), ("value", value)):
             if pool.dim() != 4:
                 raise InvalidArgument(f"{name}: got {list(pool.shape)}, expected [blocks, page, heads, width] with block_table")
         check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
+        (query,) = autocast_cached(key, query)
         key_pool, value_pool = key.transpose(1, 2), value.transpose(1, 2)
     batch = check_call(query, key_pool, value_pool, cu_seqlens_q, ("key", "value"))
     if cu_seqlens_k is None and seqused_k is None:
         raise InvalidArgument("cu_seqlens_k: None, and no seqused_k says how many keys there are")
+    if seqused_k is not None:
+        check_numbers("seqused_k", seqused_k, query, batch)
+        if reads and not paged:
+            _checked.check_used("seqused_k", seqused_k, "cu_seqlens_k", cu_seqlens_k)
     lengths = seqused_k
     if cu_seqlens_k is not None:
         check_starts("cu_seqlens_k", cu_seqlens_k, query, batch)
         spans = cu_seqlens_k.diff()
-        packed = key.dim() == 3
-        lengths = spans if seqused_k is None else torch.minimum(seqused_k, spans) if packed else seqused_k
+        lengths = spans if seqused_k is None else seqused_k if paged else torch.minimum(seqused_k, spans)
     where = Where.of(batch, query, key_pool, lengths, block_table, None, None)
-    where = where._replace(lengths=where.lengths.clamp(max=max_seqlen_k))
+    if reads and paged:
+        left = (options["window"] or (None, None))[0] if options["alignment"] == "lower_right" else None
+        starts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        _checked.check_pools(*starts, query, block_table, seqused_k, key_pool, left)
+    where = where._replace(lengths=where.lengths.clamp(max=torch.sym_min(max_seqlen_k, 2**31 - 1)))
     if seqused_q is not None:
         check_numbers("seqused_q", seqused_q, query, batch)
+        if reads:
+            _checked.check_used("seqused_q", seqused_q, "cu_seqlens_q", cu_seqlens_q)
         seqused_q = seqused_q.contiguous()
     return _attend(
         query, key_pool, value_pool, where, (cu_seqlens_q, seqused_q, None), max_seqlen_q, 0, (None, None),
@@ -346,25 +377,26 @@ def _attend(
         if tuple(alibi_slopes.shape) not in (shape, shape[1:]):
             raise InvalidArgument(f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [{shape[1]}] and {list(shape)}")
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
-    left, right = options.window or (None, None)
-    left, right = -1 if left is None else left, 0 if options.causal else -1 if right is None else right
+    left, right = window_bounds(options.window or (None, None))
+    right = 0 if options.causal else right
     scale = default_scale(query.shape[-1]) if options.scale is None else check_float("scale", options.scale)
     softcap, splits, lower_right = float(options.softcap), check_splits(num_splits), options.alignment == "lower_right"
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
     if out is not None:
         check_out(out, query, value_pool.shape[-1])
-    optional = (where.left, where.rows, *starts, alibi_slopes, sinks, *scales, out)
-    is_decode = all(tensor is None for tensor in optional) and options.causal and lower_right
-    is_decode = is_decode and not (new or softcap or return_lse)
+    lengths, first, rows, table = where
+    is_decode = first is rows is query_starts is alibi_slopes is sinks is out is None and options.causal and lower_right
+    is_decode = is_decode and starts[1] is starts[2] is scales[0] is scales[1] is None and not (new or softcap or return_lse)
     tensors = (query, key_pool, value_pool, *where, *starts, alibi_slopes, sinks, *scales)
     arguments = (*tensors, new, longest, left, right, lower_right, scale, softcap, splits)
     try:
         if is_decode:
-            return _decode(query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)
+            return _decode(query, key_pool, value_pool, lengths, table, left, scale, splits)
         if out is None:
             out, lse = _cached(*arguments)
         else:
             lse = _cached_in_place(out, *arguments)
+            note_write(out)
     except RuntimeError as error:
         raise surfaced(error, query) from None
     return (out, lse) if return_lse else out
@@ -416,7 +448,8 @@ def cache_append(
     Args:
         key: `[B, Hkv, new, E]`, or with `cu_seqlens_new` or `slots` `[T, Hkv, E]`; float16, bfloat16, float32 or float64 (CPU).
         value: the same with width Ev.
-        key_cache: as in `kvcache_attention`, and so are `value_cache`, `block_table`, `cu_seqlens_new`.
+        key_cache: as in `kvcache_attention`, and so are `value_cache`, `block_table`, `cu_seqlens_new`, and autocast; no
+            expanded tensor, whose rows would overwrite each other.
         cache_seqlens: int32 `[B]` or an int: row i of sequence b goes to the place clamp(length, 0, capacity) + i; rows past
             the capacity are dropped. One of `cache_seqlens` and `slots` is needed.
         slots: int64 `[T]`: row t goes to row slots[t] % page of block slots[t] // page. Slots outside of the pool are skipped.
@@ -443,12 +476,14 @@ def cache_append(
     optional = {"query": query, "key_scale": key_scale, "value_scale": value_scale}
     check_attention_types(tensors, optional, {})
     _policy.require_kernel("cache_append", **tensors)
-    check_no_gradient(tensors | optional)
+    check_no_gradient(tensors, optional)
+    key, value, query = autocast_cached(key_cache, key, value, query)
     if (cache_seqlens is None) == (slots is None):
         raise InvalidArgument("cache_seqlens, slots: exactly one of the two is needed")
     if query is not None and rotary is None:
         raise InvalidArgument("query: it is here to be rotated, which needs rotary")
     check_pool(key_cache, value_cache, key, "key")
+    check_writable("key_cache", key_cache), check_writable("value_cache", value_cache)
     if slots is not None:
         if block_table is not None or cu_seqlens_new is not None:
             raise InvalidArgument("slots: they say where rows go; block_table and cu_seqlens_new are for ends of sequences")
@@ -468,6 +503,11 @@ def cache_append(
         if query.dtype != key.dtype or query.device != key.device or query.shape[0] != key.shape[0]:
             raise InvalidArgument(f"query: got {list(query.shape)} {query.dtype}, which does not go with key {list(key.shape)}")
     scales, embedding = expand_scales(key_scale, value_scale, batch, key_cache), RotaryEmbedding.of(rotary, key, batch)
+    if not is_compiling() and _checked.active:
+        if slots is not None:
+            _checked.check_slots(slots, key_cache, embedding)
+        else:
+            _checked.check_cached(where, key_cache, query, key, cu_seqlens_new, None, cu_seqlens_new, embedding)
     starts = (cu_seqlens_new, cu_seqlens_new if query is not None else None)
     rotated = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, True, slots)
     return None if query is None else rotated
@@ -475,16 +515,20 @@ def cache_append(
 
 def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) -> bool:
     """Rows that are written as they are, by one operator call, as `try_fast_path` attends. False: nothing was done."""
-    if not are_plain("cache_append", (key, value, key_cache, value_cache)):
+    if not are_plain("cache_append", (key, value, key_cache, value_cache)) or _checked.active:
         return False
     shape, value_shape, cache_shape, value_cache_shape = key.shape, value.shape, key_cache.shape, value_cache.shape
     rank = 4 if slots is None else 3
     if not (len(shape) == len(value_shape) == rank and len(cache_shape) == len(value_cache_shape) == 4):
         return False
-    if shape[:-1] != value_shape[:-1] or cache_shape[:-1] != value_cache_shape[:-1] or shape[1] != cache_shape[1]:
+    if shape != value_shape and shape[:-1] != value_shape[:-1] or shape[1] != cache_shape[1]:
+        return False
+    if cache_shape != value_cache_shape and cache_shape[:-1] != value_cache_shape[:-1]:
         return False
     if shape[-1] != cache_shape[-1] or value_shape[-1] != value_cache_shape[-1]:
         return False
+    if key_cache.is_neg() or value_cache.is_neg() or 0 in key_cache.stride() or 0 in value_cache.stride():
+        return False  # check_writable looks
     if slots is None:
         if not is_plain_place(lengths, table, key, shape[0], cache_shape[0]):
             return False
@@ -494,6 +538,7 @@ def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) 
         _run_append(key_cache, value_cache, key, value, None, lengths, None, None, table, slots, *_NO_ROTARY)
     except RuntimeError as error:
         raise surfaced(error, key_cache) from None
+    note_write(key_cache, value_cache)
     return True
 
 
@@ -505,9 +550,12 @@ def _append(key_cache, value_cache, key, value, query, where, starts, scales, em
     """Runs the operator; `starts` are those of new rows and of queries."""
     cosines, sines, interleaved, offsets = embedding or (None, None, False, None)
     try:
-        return _cache_append(
+        rotated = _cache_append(
             *(key_cache, value_cache, key, value, query, *where, slots, *starts, cosines, sines, offsets),
             *(*scales, interleaved, advance),
         )
     except RuntimeError as error:
         raise surfaced(error, key_cache) from None
+    if key is not None:
+        note_write(key_cache, value_cache)
+    return rotated

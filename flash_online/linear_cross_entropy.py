@@ -15,7 +15,7 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _policy
+from . import _checked, _policy
 from ._autograd import (
     composite,
     dispatch,
@@ -41,6 +41,7 @@ from ._checks import (
 )
 from ._linear_cross_entropy_ops import chunk_plan, common_dtype
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops
+from ._plain import is_compiling
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
 
 if TYPE_CHECKING:
@@ -377,6 +378,8 @@ def linear_cross_entropy_impl(
     probabilities = target.dim() == len(batch) + 1 + len(positions) and target.is_floating_point()
     ignore_index = -100 if ignore_index is None else check_index("ignore_index", ignore_index, any_rank=True)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
+    if not is_compiling() and _checked.active:
+        _checked.check_targets(target, classes, ignore_index)
     products = product_dtype(input)
     rows = [*batch, *positions] if batch or probabilities else target.shape
     if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device

@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _policy
+from . import _checked, _policy
 from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
-from ._canonicalize import autocast, broadcast, check_attention_options, check_attention_types, check_kinds, check_packed
+from ._canonicalize import (
+    autocast,
+    broadcast,
+    check_attention_options,
+    check_attention_types,
+    check_kinds,
+    check_packed,
+    window_bounds,
+)
 from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
+from ._plain import is_compiling
 from .attention import AttentionKeywords, draw_rng, is_deterministic, operator_scale, tf32_for
 from .kvcache import varlen_over_pools
 
@@ -106,8 +115,8 @@ def varlen_attention(
         key: `[Tk, Hk, E]`, of query's dtype and device. Hk divides Hq.
         value: `[Tk, Hv, Ev]`, as key. Hv divides Hq too.
         cu_seqlens_q: int32 `[sequences + 1]` on query's device, ascending from 0: where the queries of each sequence begin.
-            Only the device reads them: starts that are out of order or past the end raise no error, and no memory outside the
-            tensors is read.
+            Only the device reads them: starts that are out of order or past the end raise no error, but for inside
+            `flash_online.checked()`, and no memory outside the tensors is read.
         cu_seqlens_k: the same of the keys.
         max_seqlen_q: at least the length of the longest sequence, whose queries beyond it are left out; max_seqlen_k: its keys.
         causal: as in `attention`, and so are window, alignment, softcap, sinks, scale, return_lse and deterministic.
@@ -151,15 +160,15 @@ def varlen_attention(
     check_kinds(query, key, value, None)
     _policy.require_kernel("varlen_attention", query=query, key=key, value=value)
     _policy.require_no_dropout("varlen_attention", query, dropout_p)
-    check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    check_packed(query, key, value, *packing)
+    if not is_compiling() and _checked.active:
+        _checked.check_packed(*packing, query.shape[0], key.shape[0])
     out, lse = varlen_impl(
         query,
         key,
         value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        *packing,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         causal=causal,
@@ -203,7 +212,7 @@ def varlen_impl(
                 f"{list(shape)}, one for each sequence too"
             )
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
-    left, right = (-1 if bound is None else bound for bound in window)
+    left, right = window_bounds(window)
     scale = operator_scale(query, scale)
     out, lse, _ = _varlen_attention(
         query,

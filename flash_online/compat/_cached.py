@@ -25,12 +25,16 @@ _NAMES = {
     "cu_seqlens_new": "cu_seqlens_k_new",
     "key_scale": "k_descale",
     "value_scale": "v_descale",
+    "rotary[0]": "rotary_cos",
+    "rotary[1]": "rotary_sin",
+    "rotary[2]": "rotary_interleaved",
+    "rotary[3]": "rotary_seqlens",
     "rotary": "rotary_cos, rotary_sin",
     "window": "window_size",
     "scale": "softmax_scale",
 }
 _NAMES_OF_PAGED = {name: _NAMES[name] for name in ("query", "key", "value", "window", "scale")} | {"sinks": "learnable_sink"}
-_NAME = re.compile(rf"\b({'|'.join((*_NAMES, 'sinks'))})\b(?=[,:'])")
+_NAME = re.compile(rf"\b({'|'.join(map(re.escape, (*_NAMES, 'sinks', 'block_table')))})(?=[,:'])")
 
 
 def attend_cached(
@@ -50,10 +54,11 @@ def attend_cached(
     max_seqlen_q: Any = None,
     rotary_interleaved: bool = True,
     rotary_seqlens: Tensor | None = None,
+    table_name: str = "block_table",
     **options: Any,
 ) -> Any:
-    """out [B, L, H, Ev], or [Tq, H, Ev] with cu_seqlens_q; with return_softmax_lse (out, softmax_lse). `options` are those of
-    `kvcache_attention`."""
+    """out [B, L, H, Ev], or [Tq, H, Ev] with cu_seqlens_q; with return_softmax_lse (out, softmax_lse). Their backward pass is
+    an error. `options` are those of `kvcache_attention`; errors call block_table `table_name`."""
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
     if k is not None and cache_seqlens is None:
@@ -67,24 +72,28 @@ def attend_cached(
     def heads_first(tensor: Tensor | None) -> Tensor | None:
         return tensor.transpose(1, 2) if tensor is not None and tensor.dim() == 4 else tensor
 
+    leaves = _leaves(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, *options.values())
+    arguments = (*map(heads_first, (q, k_cache, v_cache)), cache_seqlens)
+    options |= {"key": heads_first(k), "value": heads_first(v), "rotary": rotary, "window": read_window(window_size)}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "num_splits": num_splits}
     try:
-        results = kvcache_attention(
-            *map(heads_first, (q, k_cache, v_cache)),
-            cache_seqlens,
-            key=heads_first(k),
-            value=heads_first(v),
-            rotary=rotary,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=None if max_seqlen_q is None else read_length("max_seqlen_q", max_seqlen_q),
-            window=read_window(window_size),
-            num_splits=num_splits,
-            return_lse=True,
-            **options,
-        )
+        if max_seqlen_q is not None:
+            options["max_seqlen_q"] = read_length("max_seqlen_q", max_seqlen_q)
+        if leaves:
+            with torch.no_grad():
+                out, softmax_lse = kvcache_attention(*arguments, **options, return_lse=True)
+            out, softmax_lse = _WithoutGradient.apply("flash_attn_with_kvcache: cached keys", out, softmax_lse, *leaves)
+        else:
+            out, softmax_lse = kvcache_attention(*arguments, **options, return_lse=True)
     except InvalidArgument as error:
-        raise InvalidArgument(_NAME.sub(lambda match: _NAMES.get(match[1], match[1]), str(error))) from None
-    out, softmax_lse = results[0] if q.dim() == 3 else results[0].transpose(1, 2), results[1]
+        raise _renamed(error, _NAMES | {"block_table": table_name}) from None
+    out = out if q.dim() == 3 else out.transpose(1, 2)
     return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _renamed(error: InvalidArgument, names: dict[str, str]) -> InvalidArgument:
+    """The error with FlashAttention's names of the arguments."""
+    return type(error)(_NAME.sub(lambda match: names.get(match[1], match[1]), str(error)))
 
 
 def attend_paged(
@@ -101,10 +110,11 @@ def attend_paged(
     window_size: Any,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    table_name: str = "block_table",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Ev], softmax_lse [H, Tq]) of packed q over keys in pages [pages, page, Hk, E], whose backward pass is an
-    error. `options` are those of `varlen_attention`."""
+    error. `options` are those of `varlen_attention`; errors call block_table `table_name`."""
     if dropout_p:
         raise NotImplementedError(f"{function}: dropout_p: got {dropout_p}, which keys in pages do not have")
     check_flag("deterministic", deterministic)
@@ -121,19 +131,48 @@ def attend_paged(
                 **options,
             )
     except InvalidArgument as error:
-        raise InvalidArgument(_NAME.sub(lambda match: _NAMES_OF_PAGED.get(match[1], match[1]), str(error))) from None
-    return _WithoutGradient.apply(function, out, lse, q, k, v)
+        raise _renamed(error, _NAMES_OF_PAGED | {"block_table": table_name}) from None
+    leaves = _leaves(q, k, v, *options.values())
+    return _WithoutGradient.apply(f"{function}: keys in pages", out, lse, *leaves) if leaves else (out, lse)
+
+
+def _leaves(*values: Any) -> list[Tensor]:
+    """The tensors among them that autograd would differentiate in; none twice, which Dynamo does not trace."""
+    leaves: list[Tensor] = []
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad and not any(value is leaf for leaf in leaves):
+                leaves.append(value)
+    return leaves
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """out and lse as they are. FlashAttention too takes tensors that require a gradient here, and has none for them."""
+    """FlashAttention too takes tensors that require a gradient here, and has none for them."""
 
     @staticmethod
-    def forward(ctx, function: str, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.function = function
+    def forward(ctx, what: str, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.what, ctx.shapes = what, [tensor.shape for tensor in inputs]
         ctx.mark_non_differentiable(lse)
         return out.view_as(out), lse
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> Any:
-        raise NotImplementedError(f"{ctx.function}: keys in pages have no gradient")
+    def backward(ctx, grad: Tensor, _: Any) -> Any:
+        wanted = zip(ctx.shapes, ctx.needs_input_grad[3:], strict=True)
+        refuse = torch.ops.flash_online_compat.no_gradient.default
+        refused = [refuse(grad, shape, ctx.what) if needs else None for shape, needs in wanted]
+        return None, None, None, *refused
+
+
+def _no_gradient(grad: Tensor, shape: list[int], what: str) -> Tensor:
+    raise NotImplementedError(f"{what} have no gradient")
+
+
+def _no_gradient_fake(grad: Tensor, shape: list[int], what: str) -> Tensor:
+    return grad.new_empty(shape)
+
+
+# The error of a backward pass, as an operator: what torch.compile traces of a backward pass that may never run must not raise.
+_library = torch.library.Library("flash_online_compat", "FRAGMENT")
+_library.define("no_gradient(Tensor grad, SymInt[] shape, str what) -> Tensor")
+_library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("flash_online_compat::no_gradient", _no_gradient_fake, lib=_library)

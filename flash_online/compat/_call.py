@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _policy, reference
+from .. import _checked, _policy, reference
 from .._attention_arguments import AttentionOptions
-from .._canonicalize import autocast, check_attention_options, check_attention_types, check_packed
+from .._canonicalize import autocast, check_attention_options, check_attention_types, check_packed, window_bounds
 from .._checks import check_device, check_flag, check_float, check_floating, check_int, check_tensor
 from .._ops import InvalidArgument, accumulator_of, ops
 from ..attention import attention_impl, default_scale, draw_rng, tf32_for, try_fast_path
@@ -76,7 +76,7 @@ class Options(NamedTuple):
 
     def for_operators(self, query: Tensor) -> AttentionOptions:
         """The options as the raw operators take them, aligned to the lower right."""
-        left, right = (-1 if bound is None else bound for bound in self.window)
+        left, right = window_bounds(self.window)
         right = 0 if self.causal else right
         return AttentionOptions(left, right, True, self.scale, self.softcap, self.dropout_p, tf32_for(query))
 
@@ -252,6 +252,12 @@ def read_packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, 
     )
 
 
+def check_packed_values(packing: Packing, q: Tensor, k: Tensor) -> None:
+    """Inside checked() the host reads where the sequences lie."""
+    if not torch.compiler.is_compiling() and _checked.active:
+        _checked.check_packed(*packing, q.shape[0], k.shape[0])
+
+
 class Packing(NamedTuple):
     """Where sequences lie in packed tensors, as `check_packed` takes it."""
 
@@ -266,6 +272,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, probabil
     those of `read_options`."""
     q, k, v = read_inputs(q, k, v, packed=True)
     check_packed(q, k, v, *packing)
+    check_packed_values(packing, q, k)
     options = read_options(q, packing.cu_seqlens_q.shape[0] - 1, **arguments)
     rng = draw_rng(options.dropout_p, q.device)
     out, softmax_lse = varlen_impl(
@@ -310,6 +317,8 @@ def without_unused(packing: Packing, seqused_q: Tensor | None, seqused_k: Tensor
                 f"{name}: got {list(seqused.shape)} {seqused.dtype} on {seqused.device}; accepted is an int32 "
                 f"{list(first.shape)} on {first.device}"
             )
+        if not torch.compiler.is_compiling() and _checked.active:
+            _checked.check_used(name, seqused, f"cu_seqlens_{name[-1]}", cu_seqlens)
         starts.append((first, torch.minimum(first + seqused.clamp(min=0), last), last))
     (first_q, used_q, last_q), (first_k, used_k, _) = starts
     end_q, end_k = packing.cu_seqlens_q[-1:], packing.cu_seqlens_k[-1:]

@@ -18,6 +18,7 @@ from ..attention import draw_rng
 from ._call import (
     Options,
     Packing,
+    check_packed_values,
     no_weights,
     read_inputs,
     read_options,
@@ -83,6 +84,7 @@ def _flash_attn_varlen_forward(
         q, k, v = read_inputs(q, k, v, packed=True)
         packing = read_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         check_packed(q, k, v, *packing)
+        check_packed_values(packing, q, k)
         batch = cu_seqlens_q.shape[0] - 1
         options = _read_options(
             q, batch, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes
@@ -166,6 +168,7 @@ def _flash_attn_varlen_backward(
         q, k, v = read_inputs(q, k, v, packed=True)
         packing = read_packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         check_packed(q, k, v, *packing)
+        check_packed_values(packing, q, k)
         batch = cu_seqlens_q.shape[0] - 1
         options = _read_options(
             q, batch, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes

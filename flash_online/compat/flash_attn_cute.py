@@ -184,6 +184,7 @@ def flash_attn_varlen_func(
             sinks=learnable_sink,
             num_splits=num_splits,
             deterministic=deterministic,
+            table_name="page_table",
             **options,
         )
     else:

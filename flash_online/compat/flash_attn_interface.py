@@ -260,6 +260,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         leftpad=cache_leftpad,
         block_table=page_table,
+        table_name="page_table",
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,

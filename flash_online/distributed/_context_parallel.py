@@ -20,6 +20,7 @@ from .._canonicalize import (
     check_kinds,
     check_longest,
     check_packed,
+    window_bounds,
 )
 from .._checks import check_float, none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
@@ -356,8 +357,8 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
         train = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         method = choose(*(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), group, layout, options["causal"], train)
     if method == "gathered":
-        right = 0 if options["causal"] else -1 if right is None else right
-        left = -1 if left is None else left
+        left, right = window_bounds((left, right))
+        right = 0 if options["causal"] else right
         shared = AttentionOptions(left, right, True, scale, float(options["softcap"]), 0.0, tf32_for(q))
         call = GatheredCall(group, layout, shared, deterministic, starts is not None, longest)
         out, lse = Gathered.apply(call, *(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), slopes, sinks, starts)

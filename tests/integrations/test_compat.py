@@ -681,6 +681,48 @@ def test_keys_in_pages_have_no_gradient():
         out.sum().backward()
 
 
+def _over_pages(q, pages):
+    starts, table = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+    return flash_attn.flash_attn_varlen_func(q, pages, pages, starts, starts, 3, 3, block_table=table, causal=True)
+
+
+def _over_page_table(q, pages):
+    lengths, table = torch.tensor([3], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    options = {"page_table": table, "cu_seqlens_q": starts, "max_seqlen_q": 3}
+    return flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, **options)
+
+
+def _over_a_cache(q, pages):
+    lengths = torch.tensor([9], dtype=torch.int32)
+    return flash_attn.flash_attn_with_kvcache(q[None], pages[:1], pages[:1], cache_seqlens=lengths, return_softmax_lse=True)[0]
+
+
+def _with_sinks(q, pages):
+    lengths, table = torch.tensor([3], dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    options = {"max_seqlen_q": 3, "seqused_k": lengths, "page_table": table, "learnable_sink": q[0, :, 0]}
+    return flash_attn_cute.flash_attn_varlen_func(q.detach(), pages.detach(), pages.detach(), cu_seqlens_q=starts, **options)[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("call", [_over_pages, _over_page_table, _over_a_cache, _with_sinks])
+def test_the_forward_pass_over_cached_keys_takes_what_requires_a_gradient(call, compiled):
+    """As FlashAttention's. The backward pass raises, also where torch.compile traces it before it runs."""
+    q, pages = torch.randn(3, 4, 16, requires_grad=True), torch.randn(4, 16, 2, 16, requires_grad=True)
+    wanted = call(q.detach(), pages.detach())
+    assert not wanted.requires_grad
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    out = function(q, pages)
+    assert torch.equal(out, wanted)
+    with pytest.raises(NotImplementedError, match="(keys in pages|cached keys) have no gradient"):
+        out.sum().backward()
+    assert q.grad is None and pages.grad is None
+
+
+SINES = {"rotary_sin": torch.zeros(9, 40)}
+
+
 def test_errors_of_cached_keys_have_flash_attentions_names():
     q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 9, 2, 16)
     for message, wrong in (
@@ -689,10 +731,20 @@ def test_errors_of_cached_keys_have_flash_attentions_names():
         (r"^cache_leftpad: got", {"cache_leftpad": torch.zeros(2)}),
         (r"^cache_seqlens: None beside k", {"k": cache[:, :1], "v": cache[:, :1], "cache_seqlens": None}),
         (r"^rotary_cos: given without k", {"rotary_cos": torch.zeros(9, 4), "rotary_sin": torch.zeros(9, 4)}),
+        (r"^rotary_cos: got \[9, 40\]", {"k": cache[:, :1], "v": cache[:, :1], "rotary_cos": torch.zeros(9, 40)} | SINES),
+        (r"^block_table: got", {"block_table": torch.zeros(2)}),
     ):
         arguments = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": 3} | wrong
         with pytest.raises(InvalidArgument, match=message):
             flash_attn.flash_attn_with_kvcache(**arguments)
+    for module in (flash_attn_interface, flash_attn_cute):
+        with pytest.raises(InvalidArgument, match="^page_table: got"):
+            if module is flash_attn_interface:
+                module.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, page_table=torch.zeros(2))
+            else:
+                starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+                options = {"seqused_k": starts[1:], "page_table": torch.zeros(2, 1)}
+                module.flash_attn_varlen_func(q[:, 0], cache, cache, cu_seqlens_q=starts, max_seqlen_q=1, **options)
     with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: attention_chunk"):
         flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, attention_chunk=4)
 

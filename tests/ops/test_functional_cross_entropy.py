@@ -127,3 +127,19 @@ def test_cross_entropy_raises_as_torch(device):
     both_raise(name, logits, torch.rand(3, 7, device=device), ignore_index=2)
     both_raise(name, logits.long(), target)
     both_raise(name, logits, target, torch.ones(7, 1, device=device))
+
+
+def test_logits_that_change_before_the_backward_pass(device):
+    """Torch keeps log-probabilities, and lets it pass; ours reads the logits again, and does not do so unseen."""
+    target = torch.tensor([0, 3, 1], device=device)
+    for function, raises in ((torch.nn.functional.cross_entropy, False), (F.cross_entropy, True)):
+        leaf = torch.randn(3, 4, device=device, requires_grad=True)
+        logits = leaf * 1
+        loss = function(logits, target)
+        with torch.no_grad():
+            logits.mul_(2)
+        if raises:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()

@@ -76,7 +76,7 @@ def losses(logits: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> No
 
 
 def replaced(logits: Tensor) -> None:
-    with flash_online.override(), flash_online.strict():
+    with flash_online.override(), flash_online.strict(), flash_online.checked():
         torch.nn.functional.softmax(logits, -1)
     flash_online.enable()
     flash_online.disable()
