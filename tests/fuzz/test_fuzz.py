@@ -50,6 +50,10 @@ def attention(choose: random.Random, seed: int) -> Attention:
         options["scale"] = choose.choice([0.0, -0.5, 0.1, 1.0, 4.0])
     dtype = choose.choice(DTYPES)
     head_dim = choose.choice([0, 1, 3, 8, 16, 24, 33, 64])
+    far = random.Random(seed)  # of its own, so that the other draws stay what they were
+    largest = {torch.float16: 1e3, torch.float64: 1e9}.get(dtype, 1e30)
+    if dtype.itemsize == 2 and "softcap" in options:
+        largest = 1.0  # it keeps of a large product what rounding left in float32, and lse has the tolerance of float32
     return Attention(
         dtype=dtype,
         batch=choose.choice([(), (1,), (2,), (1, 2)]),
@@ -64,6 +68,8 @@ def attention(choose: random.Random, seed: int) -> Attention:
         options=options,
         alibi=choose.choice([0, 0, 0, 1, 2]),
         sinks=choose.random() < 0.2,
+        mask_offset=far.choice([0.0, 0.0, 0.0, -1e4, -100.0, 100.0, 1e4]),
+        level=min(far.choice([1.0, 1.0, 1.0, 1.0, 1.0, 1e-3, 1e3, 1e6, 3e9, 1e15, 1e30]), largest),
         size=choose.choice([1.0, 1.0, 0.1, 4.0]),
         wanted=choose.choice(["qkvms", "qkvms", "qkvms", "q", "kv", "m", "s", ""]),
         grad_lse=choose.random() < 0.4,
@@ -85,6 +91,7 @@ def packed(choose: random.Random, seed: int) -> Packed:
         options=dense.options,
         alibi=dense.alibi,
         sinks=dense.sinks,
+        level=dense.level,
         size=dense.size,
         wanted=dense.wanted,
         grad_lse=dense.grad_lse,
