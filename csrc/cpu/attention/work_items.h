@@ -146,12 +146,14 @@ inline TileList key_blocks(const AttentionProblem& call, ScratchAllocator& alloc
 }
 
 // A long sum of floats loses digits, and stops growing where a term is less than its last digit. The sums over a row's keys are
-// therefore sums of parts, and what rounding drops where parts are added is kept.
+// therefore sums of parts, and what rounding drops where parts are added is kept, in a number below the sum's last digit.
 template <class V>
 FLASH_ONLINE_INLINE void add_part(V& sum, V& low, V part) {
   const V total = sum + part, difference = total - sum;  // two-sum (Knuth)
-  low += (sum - (total - difference)) + (part - difference);
-  sum = total;
+  V rest = low + ((sum - (total - difference)) + (part - difference));
+  rest = rest - rest == 0 ? rest : V{};  // the sum is not finite
+  sum = total + rest;
+  low = rest - (sum - total);
 }
 template <class T>
 void add_parts(T* sum, T* low, const T* part, int64_t count) {
