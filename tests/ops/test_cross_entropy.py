@@ -59,6 +59,27 @@ def test_loss_options(reduction, z_loss, smoothing, weighted, kind, device):
         compare_with_reference("cross_entropy", logits, target, weight=weight, **options)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e9, 1e15, -1e30])
+@pytest.mark.parametrize("kind", ["smoothed", "weighted", "probabilities"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_all_logits_have_in_common_does_not_count(dtype, kind, offset, device):
+    """A loss is a difference of logits, each measured from the row's largest: torch's is exact however large they are. Rows of
+    several chunks whose largest logits rise, fall and are equal."""
+    for classes in (3, 100, 7000):
+        logits = torch.randn(4, classes, device=device) * 3
+        logits += torch.linspace(-20, 20, classes, device=device) * torch.tensor([[1.0], [-1.0], [0.0], [0.0]], device=device)
+        logits = (logits + offset).to(dtype)
+        options = {"reduction": "none", "label_smoothing": 0.0 if kind == "probabilities" else 0.2}
+        target = torch.randint(0, classes, (4,), device=device)
+        if kind == "probabilities":
+            target = torch.rand(4, classes, device=device).to(dtype)
+        weight = torch.rand(classes, device=device).to(dtype) if kind == "weighted" else None
+        ours = flash_online.cross_entropy(logits, target, weight, **options)
+        wide = [t.double() if t is not None and t.is_floating_point() else t for t in (logits, target, weight)]
+        torchs, truth = TF.cross_entropy(logits, target, weight, **options), TF.cross_entropy(*wide, **options)
+        assert_close_to_float64(ours, torchs, truth, name=f"{classes} classes")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss_dtype", [None, torch.float32], ids=str)
 def test_float32_beside_16_bit_logits(dtype, loss_dtype, device):

@@ -54,14 +54,25 @@ FLASH_ONLINE_INLINE int64_t class_of(const RowProblem& problem, int64_t row) {
   return kIgnored;
 }
 
+// The sums of a_c and of a_c (x_c - base); with class indices, of weight_c instead of a_c. The base is 0 or the row's largest
+// score so far: what all scores have in common may be much larger than what a double still tells apart.
 struct TargetSums {
-  double sum = 0, score_sum = 0;  // the sums of a_c and of a_c x_c; with class indices, of weight_c and weight_c x_c
+  double sum = 0, score_sum = 0, base = lowest<double>();  // which is the base of no score
   void add(const TargetSums& other) {
+    if (other.base == lowest<double>()) return;
+    if (base == lowest<double>()) {
+      *this = other;
+      return;
+    }
+    const double to = other.base > base ? other.base : base;
+    score_sum += other.score_sum - rounded_product(sum * (to - base)) - rounded_product(other.sum * (to - other.base));
     sum += other.sum;
-    score_sum += other.score_sum;
+    base = to;
   }
-  // The sum of a_c (lse - x_c).
-  double negative_log_probability(double lse) const { return rounded_product(sum * lse) - score_sum; }
+  // The sum of a_c (max + log_sum - x_c).
+  double negative_log_probability(double max, double log_sum) const {
+    return rounded_product(sum * (log_sum + (max - base))) - score_sum;
+  }
 };
 
 template <class T>
@@ -70,21 +81,35 @@ struct LossPartial {
   TargetSums shares;
 };
 
-// Adds the sums over a chunk of scores x; share(i, n) returns a pair of a_c.
-template <class E, class Share>
-FLASH_ONLINE_INLINE void add_target_sums(const E* x, int64_t count, const Share& share, TargetSums& to) {
+// Adds the sums over a chunk of scores x, of which `max` is the largest; share(i, n) returns a pair of a_c.
+template <bool kFar, class E, class Share>
+FLASH_ONLINE_INLINE void add_target_sums_from(const E* x, int64_t count, double base, const Share& share, TargetSums& to) {
   DoubleSum shares, scores;
   const auto add = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     const auto score = load_partial(x + i, n, Accumulator<E>(0)), a = share(i, n);
     shares.add(a.a);
     shares.add(a.b);
-    scores.add_product(a.a, score.a);
-    scores.add_product(a.b, score.b);
+    if constexpr (kFar) {
+      scores.add_product(a.a, score.a, base);
+      scores.add_product(a.b, score.b, base);
+    } else {
+      scores.add_product(a.a, score.a);
+      scores.add_product(a.b, score.b);
+    }
   };
   int64_t i = 0;
   for (; i + kPair<E> <= count; i += kPair<E>) add(i, kPair<E>);
   if (i < count) add(i, count - i);
-  to.add({shares.total(), scores.total()});
+  to.add({shares.total(), scores.total(), base});
+}
+
+template <class E, class Share>
+FLASH_ONLINE_INLINE void add_target_sums(const E* x, int64_t count, double max, const Share& share, TargetSums& to) {
+  constexpr double kNear = 1024;  // a double has 12 digits behind such scores, and needs no base
+  if (std::abs(max) > kNear && std::abs(max) < -lowest<double>())
+    add_target_sums_from<true>(x, count, max, share, to);
+  else
+    add_target_sums_from<false>(x, count, 0, share, to);
 }
 
 template <class E>
@@ -126,9 +151,9 @@ struct IndexForwardOp : ForwardOp<E> {
     TargetSums shares[kMaxTileRows];  // each segment is summed by itself, as where threads share the row
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
+        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T) {
           const auto weight = [&](int64_t i, int64_t n) { return this->classes.template weights<E>(first + i, n); };
-          if (smooth) add_target_sums(x, count, weight, shares[r]);
+          if (smooth) add_target_sums(x, count, max, weight, shares[r]);
         },
         NoResult());
     for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
@@ -145,7 +170,7 @@ struct IndexForwardOp : ForwardOp<E> {
         const double log_sum = FastNatural::log(static_cast<double>(state.sum));
         loss = static_cast<double>(this->classes.target_factor) * weight * (log_sum - (x - pivot(state.max)));
         if (this->classes.uniform_share != T(0))
-          loss += this->classes.uniform_share * partial[r].shares.negative_log_probability(state.max + log_sum);
+          loss += this->classes.uniform_share * partial[r].shares.negative_log_probability(state.max, log_sum);
       }
       this->finish_row(r, partial[r], loss, weight);
     }
@@ -166,13 +191,13 @@ struct ProbabilityForwardOp : ForwardOp<E> {
     TargetSums shares[kMaxTileRows];  // each segment is summed by itself
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r, const E* x, int64_t first, int64_t count, double, T) {
+        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T) {
           target.read(first, count);
           const E* t = target.row(r);
           const auto share = [&](int64_t i, int64_t n) {
             return this->classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
           };
-          add_target_sums(x, count, share, shares[r]);
+          add_target_sums(x, count, max, share, shares[r]);
         },
         NoResult());
     for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
@@ -180,8 +205,8 @@ struct ProbabilityForwardOp : ForwardOp<E> {
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
       const RowState<T>& state = partial[r].state;
-      const double lse = state.max + FastNatural::log(static_cast<double>(state.sum));
-      this->finish_row(r, partial[r], partial[r].shares.negative_log_probability(lse), T(1));
+      const double log_sum = FastNatural::log(static_cast<double>(state.sum));
+      this->finish_row(r, partial[r], partial[r].shares.negative_log_probability(state.max, log_sum), T(1));
     }
   }
 };

@@ -350,6 +350,12 @@ struct DoubleSum {
     low += widened_half<0>(x) * widened_half<0>(y);
     high += widened_half<1>(x) * widened_half<1>(y);
   }
+  // The products x (y - base).
+  FLASH_ONLINE_INLINE void add_product(Vector<double> x, Vector<double> y, double base) { low += x * (y - base); }
+  FLASH_ONLINE_INLINE void add_product(Vector<float> x, Vector<float> y, double base) {
+    low += widened_half<0>(x) * (widened_half<0>(y) - base);
+    high += widened_half<1>(x) * (widened_half<1>(y) - base);
+  }
   FLASH_ONLINE_INLINE double total() const { return sum_of_lanes<double>(low + high); }
   // The sum of one lane of vectors of float.
   FLASH_ONLINE_INLINE double lane(int l) const { return l < kLanes<double> ? low[l] : high[l - kLanes<double>]; }
