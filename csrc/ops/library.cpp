@@ -15,9 +15,9 @@ using flash_online::ops::define;
 STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
   // dropped ([..., heads, queries], accumulator type). scale, here and below: None is 1 / sqrt(head_dim), whatever head_dim a
-  // graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA may
-  // have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere.
-  // deterministic: whether the backward pass that the derivative calls shall repeat; None asks torch when this is called.
+  // graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA
+  // may have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere. deterministic: whether the backward
+  // pass that the derivative calls shall repeat; None asks torch when this is called.
   define(m,
          "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
          "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
