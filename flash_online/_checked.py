@@ -37,8 +37,8 @@ def checked() -> Iterator[None]:
     longer than `max_seqlen_*`), `seqused_*`, lengths (`cache_seqlens`: 0 up to the capacity, new keys included), `leftpad`,
     `cache_batch_idx`, `slots` (rows of the pool, or -1 for a row that is skipped; none twice), the entries of `block_table`
     that a sequence's keys lie in, positions beyond a rotary table, rows of the cache that two sequences would write, and the
-    targets of the losses (on CUDA before the kernel's device assert). Rows of no sequence behind the last one are an error
-    where keys are packed, and legal where they are cached.
+    targets of the losses (on CUDA before the kernel's device assert). Rows of no sequence behind the last one are legal, unless
+    the starts would fit as lengths.
 
     It is for finding errors: each call waits for the device. Nothing is read while a CUDA graph is captured, under
     torch.compile, nor of tensors without numbers. It holds for all threads; blocks nest. The environment variable
@@ -101,20 +101,17 @@ def _shown(numbers: list[int]) -> str:
 # --- packed sequences -------------------------------------------------------------------------------------------------------
 
 
-def _lengths(
-    name: str, starts: list[int], rows: int | None, longest: int | None = None, longest_name: str = "", spare: bool = False
-) -> list[int]:
-    """The lengths of the sequences that begin at `starts`. Raises unless these ascend from 0 up to `rows` (None: not known;
-    `spare`: rows of no sequence may follow), and no length is over `longest`."""
+def _lengths(name: str, starts: list[int], rows: int | None, longest: int | None = None, longest_name: str = "") -> list[int]:
+    """The lengths of the sequences that begin at `starts`. Raises unless these ascend from 0, up to at most `rows` (None: not
+    known), and no length is over `longest`. Rows of no sequence may follow, unless the numbers, taken for lengths, fit as they
+    are: that is what a forgotten sum looks like, where lengths ascend."""
     lengths = [end - begin for begin, end in itertools.pairwise(starts)]
-    wrong = starts[0] != 0 or any(length < 0 for length in lengths)
-    if wrong or rows is not None and (starts[-1] > rows or starts[-1] < rows and not spare):
-        upto = "" if rows is None else f" up to {'at most ' if spare else ''}the {rows} rows"
-        may_be = ""
-        if wrong and rows in (None, sum(starts)):
-            may_be = "; if these are lengths, their sums with a 0 before them are starts"
-        elif not wrong and starts[-1] < rows:
-            may_be = "; the rows behind the last sequence belong to none"
+    disordered = starts[0] != 0 or any(length < 0 for length in lengths)
+    are_lengths = sum(starts) == rows and (disordered or starts[-1] < rows and max(starts) == longest)
+    if disordered or are_lengths or rows is not None and starts[-1] > rows:
+        upto = "" if rows is None else f" up to the {rows} rows"
+        may_be = are_lengths or disordered and min(starts) >= 0
+        may_be = "; if these are lengths, their sums with a 0 before them are starts" if may_be else ""
         raise InvalidArgument(f"{name}: expected starts that ascend from 0{upto}, got {_shown(starts)}{may_be}")
     if longest is not None and lengths and max(lengths) > longest:
         raise InvalidArgument(
@@ -263,7 +260,7 @@ def _counts(name: str, rows: Tensor | None, starts: Tensor | None, batch: int, l
     if starts is None:
         return [rows.shape[2]] * batch
     numbers = _list(starts)
-    return None if numbers is None else _lengths(name, numbers, rows.shape[0], longest, "max_seqlen_q", spare=True)
+    return None if numbers is None else _lengths(name, numbers, rows.shape[0], longest, "max_seqlen_q")
 
 
 def _check_written_once(table: Tensor | None, rows: list[int], begins: list[int], ends: list[int], page: int) -> None:
