@@ -25,6 +25,8 @@ def is_known(condition) -> bool:
 
 def is_empty(sizes) -> bool:
     """Whether one of the sizes is known to be 0."""
+    if not torch.compiler.is_compiling():
+        return 0 in sizes
     return any(is_known(size == 0) for size in sizes)
 
 
