@@ -199,8 +199,9 @@ def _gradients_in_one_table(
     tanh = None
     if softcap:
         scores = scores.to(accumulator_of(common))
-        tanh = torch.tanh((scores if ignored is None else scores.masked_fill(ignored.unsqueeze(1), 0)) / softcap)
-        scores = softcap * tanh
+        lost = torch.zeros_like(scores, dtype=torch.bool) if ignored is None else ignored.unsqueeze(1) & scores.isnan()
+        tanh = torch.tanh(scores.masked_fill(lost, 0) / softcap)
+        scores = (softcap * tanh).masked_fill(lost, float("nan"))
     if lse_factor is not None:
         lse = ops.logsumexp_forward.default(scores, 1, accumulator_of(scores.dtype))
         z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
