@@ -343,6 +343,14 @@ def raw_linear(x, w, b, target):
     return loss.squeeze(1), lse.squeeze(1)
 
 
+def raw_linear_step(x, w, b, target, grad_loss):
+    """Its loss and lse; the gradients that it also returns are for the gradient grad_loss of the loss, and have none."""
+    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, -100, 0.1, x.dtype, 1.0, 0.0)
+    wanted = [True, True, True, False]
+    loss, lse, *_ = RAW.linear_cross_entropy_step(*arguments, False, grad_loss.unsqueeze(1), None, wanted)
+    return loss.squeeze(1), lse.squeeze(1)
+
+
 CASES["raw attention_forward"] = Case(raw_attention, plain_attention, masked, wide=(4,))
 CASES["raw attention_inference"] = Case(
     lambda q, k, v: RAW.attention_inference(q, k, v, True, 0.5), lambda q, k, v: dense(q, k, v, causal=True, scale=0.5), qkv
@@ -383,6 +391,12 @@ CASES["raw linear_cross_entropy_forward"] = Case(
     lambda x, w, b, t: plain_linear(x, w, t, linear_bias=b, reduction="none", label_smoothing=0.1, return_lse=True),
     linear,
     targets,
+)
+CASES["raw linear_cross_entropy_step"] = Case(
+    raw_linear_step,
+    lambda x, w, b, t, _: plain_linear(x, w, t, linear_bias=b, reduction="none", label_smoothing=0.1, return_lse=True),
+    linear,
+    lambda n: [*targets(n), torch.full((n,), 0.5)],
 )
 
 

@@ -68,8 +68,12 @@ OURS |= {
     for way in WAYS
     if way != "compile"
 }
-# TorchScript traces no list of bools, which this operator takes; linear_cross_entropy is traced without it.
-OURS |= {("raw linear_cross_entropy_backward", "jit.trace", t): (RuntimeError, "list of bool") for t in TRANSFORMS}
+# TorchScript traces no list of bools, which these operators take; linear_cross_entropy is traced without them.
+OURS |= {
+    (f"raw linear_cross_entropy_{name}", "jit.trace", t): (RuntimeError, "list of bool")
+    for name in ("step", "backward")
+    for t in TRANSFORMS
+}
 # Forward mode and second derivatives of packed sequences go sequence by sequence, by numbers that a tracer has not.
 BY_SEQUENCE = ((NotImplementedError, UNSUPPORTED, torch._dynamo.exc.BackendCompilerFailed), "cu_seqlens: expected numbers")
 for case in ("varlen", "varlen causal sinks lse", "raw attention_varlen_forward", "raw attention_varlen_backward"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DTYPES
+from derivative_cases import CASES
 from oracle import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -214,6 +215,22 @@ def test_opcheck(name):
             assert mine, f"no call of {name} in {dtype}, {layout}"
             for op, arguments in mine:
                 torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def test_operators_have_a_derivative_or_say_that_they_have_none():
+    """test_matrix.py differentiates its cases; whatever is none of them refuses inputs that require grad."""
+    cases = {case.split()[1] for case in CASES if case.startswith("raw ")}
+    refused = {name for name in names() if name not in cases} - {"attention_dropout_mask"}  # which has no floating input
+    assert refused
+    for op, arguments in calls(torch.float32, "contiguous"):
+        if op._qualified_op_name.split("::")[1] in refused:
+            leaves = [t.detach().requires_grad_() if is_floating(t) else t for t in arguments]
+            with pytest.raises(NotImplementedError, match="without a derivative"):
+                op(*leaves)
 
 
 def metadata(results):
