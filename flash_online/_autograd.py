@@ -196,9 +196,21 @@ def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
         if eager_transforms_active() or torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             missing = count - len(arguments)  # the dispatcher leaves out arguments at the end that are equal to their defaults
             return derived(*arguments, *(defaults[-missing:] if missing else ()))
+        if _level_is_open():  # in a graph of Dynamo's, which enters a level of forward mode without telling Python
+            return _in_dual_level(operator, *arguments)
         return run_below(*arguments)
 
     _fragment.impl(name, kernel, "Autograd")
+
+
+def _level_is_open() -> bool:
+    """Whether a level of forward-mode AD is open, which torch does not say: it refuses to open a second one."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level=level)
+    return False
 
 
 def dispatch(operator: torch._ops.OpOverload, *arguments):

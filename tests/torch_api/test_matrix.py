@@ -37,7 +37,7 @@ TORCHS = {
     **{("compile", t): OUTSIDE for t in ("jacrev", "jacfwd", "hessian")},
     ("compile", "double backward"): ONCE,
     # What comes out is detached, of torch's functions too, where it is not an error at once.
-    ("compile", "vectorized jacobian"): (RuntimeError, "donated buffers|double backward|does not require grad"),
+    ("compile", "vectorized jacobian"): (RuntimeError, "donated buffers|double backward|does not require grad|Batching rule"),
     ("inside compile", "vectorized jacobian"): (UNSUPPORTED, "Failed to convert args/kwargs to proxy"),
     ("inside make_fx symbolic", "vectorized jacobian"): (RuntimeError, "storage_offset"),
 }
@@ -97,7 +97,7 @@ def refusal(case: str, way: str, transform: str):
 # --- cells --------------------------------------------------------------------------------------------------------------------
 
 # A case of each kind, which goes by every way in the quick part.
-ALL_WAYS = {"sdpa causal", "attention sinks", "varlen", "softmax", "cross_entropy mean"}
+ALL_WAYS = {"sdpa causal", "attention sinks", "varlen", "softmax", "cross_entropy mean", "raw attention_merge"}
 # Ways that cost less than a tenth of a second a case, and what every case goes through of the others.
 CHEAP = {"eager", "export", "make_fx", "make_fx symbolic", "jit.trace"}
 FEW = {("compile", "gradient"), ("inside compile", "func.grad")}
