@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import TracingContext
 from torch.autograd import Function, forward_ad
 
 from ._ops import _fragment, below_autograd, ops, surfaced, without_autocast
@@ -196,7 +197,7 @@ def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
         if eager_transforms_active() or torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             missing = count - len(arguments)  # the dispatcher leaves out arguments at the end that are equal to their defaults
             return derived(*arguments, *(defaults[-missing:] if missing else ()))
-        if _level_is_open():  # in a graph of Dynamo's, which enters a level of forward mode without telling Python
+        if TracingContext.try_get() is not None and _level_is_open():  # an operator that the user calls; see dispatch
             return _in_dual_level(operator, *arguments)
         return run_below(*arguments)
 
@@ -204,7 +205,8 @@ def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
 
 
 def _level_is_open() -> bool:
-    """Whether a level of forward-mode AD is open, which torch does not say: it refuses to open a second one."""
+    """Whether a level of forward-mode AD is open, which torch does not say: it refuses to open a second one. Levels belong to
+    the process: this is for the compiler alone, of which one thread is at work."""
     try:
         level = torch._C._enter_dual_level()
     except RuntimeError:

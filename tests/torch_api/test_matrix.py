@@ -103,8 +103,8 @@ CHEAP = {"eager", "export", "make_fx", "make_fx symbolic", "jit.trace"}
 FEW = {("compile", "gradient"), ("inside compile", "func.grad")}
 # Transforms of more than a second each, for the sake of one case of attention and one of rows.
 SLOW_TRANSFORMS = {"jacrev", "jacfwd", "hessian", "double backward", "vectorized jacobian"}
-# torch makes these transforms' basis of the sizes that they were traced at.
-OF_A_BASIS = {"jacrev", "jacfwd", "hessian", "vectorized jacobian"}
+# Made by make_fx with these inside, a graph holds for other sizes, of torch's functions too: tangents and bases have one.
+KEEP_SIZES = {"gradient", "func.grad", "func.vjp", "vmap", "double backward"}
 # On CUDA in 16 bits: the kernels differ, and not the tracers.
 NARROW_WAYS = {"eager", "make_fx"}
 
@@ -171,7 +171,7 @@ def found(case: str, way: str, transform: str, n: int, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("device, dtype, case, way, transform", [*cells()], indirect=["device"])
 def test_cell(device, dtype, case, way, transform):
-    n = ANOTHER if way in OTHER_SIZES and not (way in INSIDE and transform in OF_A_BASIS) else N
+    n = ANOTHER if way in OTHER_SIZES and (way in WAYS or transform in KEEP_SIZES) else N
     if (case, way, transform) in WRONG_IN_TORCH:
         pytest.skip("TorchScript's own derivative is wrong")
     refused = refusal(case, way, transform)

@@ -110,11 +110,11 @@ struct ForwardScratch : ScoreTile<E> {
     has_double_max = allocator.take<bool>(kQueries);
     double_max = allocator.take<double>(kQueries);
     dropout_factor = allocator.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
-    const int64_t lanes = has_several_sums(problem) ? kQueries : 0;
-    out_total = allocator.take<A>(padded(problem.head_dim_v) * lanes);
-    out_low = allocator.take<A>(padded(problem.head_dim_v) * lanes);
-    sum_total = allocator.take<A>(lanes);
-    sum_low = allocator.take<A>(lanes);
+    // Taken for few keys too, which do not use them: scratch depends on the widths alone.
+    out_total = allocator.take<A>(padded(problem.head_dim_v) * kQueries);
+    out_low = allocator.take<A>(padded(problem.head_dim_v) * kQueries);
+    sum_total = allocator.take<A>(kQueries);
+    sum_low = allocator.take<A>(kQueries);
     key_buffer = allocator.take<F>(by_tile ? kKeys * problem.head_dim : 0);
     value_buffer = allocator.take<F>(by_tile ? kKeys * problem.head_dim_v : 0);
   }
