@@ -365,11 +365,17 @@ def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction:
         return loss if z_term is None else loss + z_term
     if reduction == 2:
         return loss.sum() if z_term is None else (loss + z_term).sum()
-    count = 0 if is_known(classes == 0) else loss.numel()  # without classes torch's mean is NaN
-    result = loss.sum() / (count if probabilities else row_weight.detach().sum())
+    if is_known(classes == 0):  # torch's mean is then NaN
+        return loss.sum() / 0
+    result = _mean(loss) if probabilities else loss.sum() / row_weight.detach().sum()
     if z_term is not None:
-        result = result + z_term.sum() / (count if ignored is None else loss.numel() - ignored.sum())
+        result = result + (_mean(z_term) if ignored is None else z_term.sum() / ignored.logical_not().sum())
     return result
+
+
+def _mean(rows: Tensor) -> Tensor:
+    count = rows.numel()
+    return rows.sum() / count if isinstance(count, int) else rows.mean()  # vmap has no rule for a tracer's sizes
 
 
 def cross_entropy_impl(

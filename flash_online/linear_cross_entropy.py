@@ -58,15 +58,16 @@ def _logits_in_chunks(
     """(loss, lse, row_weight, argmax or None) in differentiable operations, for derivatives of any order and for torch.func."""
     classes, positions, hidden = linear_weight.shape
     rows = input.shape[0]
-    step = rows
-    if not torch.compiler.is_compiling():  # a graph would unroll the loop, and so be specialised to one number of rows
+    begins, step = [0], None  # a graph would unroll the loop, and so be specialised to one number of rows
+    if not torch.compiler.is_compiling() and all(isinstance(size, int) for size in (rows, classes, positions, hidden)):
         step, _ = chunk_plan(rows, classes * positions, hidden, dtype, input.device.type, False)
+        begins = range(0, max(rows, 1), max(step, 1))
     matrix = linear_weight.flatten(0, 1).to(dtype)
     bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
     common = common_dtype(dtype, target)
     pieces = []
-    for begin in range(0, max(rows, 1), max(step, 1)):
-        chunk = slice(begin, begin + step)
+    for begin in begins:
+        chunk = slice(begin, None if step is None else begin + step)
         logits = _torch.linear(input[chunk].to(dtype), matrix, bias).unflatten(1, (classes, positions)).to(common)
         if scale != 1:
             logits = logits * scale
