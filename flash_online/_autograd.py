@@ -37,6 +37,14 @@ def eager_transforms_active() -> bool:
     return _any_transforms() or forward_ad._current_level >= 0
 
 
+def traces_transforms() -> bool:
+    """Whether what is being compiled is inside of a torch.func transform that it holds: Dynamo calls this while tracing."""
+    return _any_transforms()
+
+
+traces_transforms._dynamo_marked_constant = True
+
+
 def dispatches() -> bool:
     """Whether a call has to go to the dispatcher's Autograd key: while compiling or tracing by torch.jit, since the graph must
     hold the operator and no autograd.Function, and under transforms, which the dispatcher alone sees: torch.func's, forward

@@ -22,6 +22,7 @@ from ._autograd import (
     dispatches,
     eager_transforms_active,
     is_differentiated,
+    traces_transforms,
     transforms_active,
     without_derivative,
 )
@@ -294,10 +295,12 @@ def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_l
     if dtype == torch.float16 or is_empty((tensors[0].shape[0], *tensors[1].shape[:2])):
         return False
     # A compiled graph cannot tell whether lse is differentiated, and an exported one may never be differentiated at all. A
-    # trace by torch.jit holds neither Functions nor lists of flags.
+    # trace by torch.jit holds neither Functions nor lists of flags, and Dynamo's Functions have no vmap and no forward mode.
     if _policy.traced_by_jit() is not None:
         return False
-    return not (torch.compiler.is_compiling() and (return_lse or torch.compiler.is_exporting()))
+    if not torch.compiler.is_compiling():
+        return True
+    return not (return_lse or torch.compiler.is_exporting() or traces_transforms())
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:

@@ -85,7 +85,7 @@ OURS |= {
 }
 # What Dynamo traces of a Function that makes its gradients on the way forward is differentiated once.
 OURS |= {
-    (case, "inside compile", "double backward"): (UNSUPPORTED, "does not require grad")
+    (case, "inside compile", "double backward"): (torch._dynamo.exc.TorchRuntimeError, "does not require grad")
     for case in ("linear_cross_entropy", "linear_cross_entropy probabilities")
 }
 
