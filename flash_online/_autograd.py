@@ -18,10 +18,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import TracingContext
 from torch.autograd import Function, forward_ad
 
-from ._ops import _fragment, below_autograd, ops, surfaced, without_autocast
+from ._checks import has_tangent
+from ._ops import _fragment, below_autograd, call_below, ops, surfaced, without_autocast
 from ._policy import traced_by_jit
 
-_below_autograd_guard = torch._C._AutoDispatchBelowAutograd
 _any_transforms = torch._C._are_functorch_transforms_active
 _is_key_included, _BATCHED_GRADIENTS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._parse_dispatch_key("VmapMode")
 
@@ -116,7 +116,7 @@ def differentiable(description: type[Description], compute=None):
             if eager_transforms_active():
                 # Of the levels of torch.func this one is done: the operator goes on to the next, with the derivatives that
                 # autograd switches off inside a Function. The overload without a derivative would end them.
-                with _below_autograd_guard(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     outputs = operator(*description.arguments(*inputs))
                 tensors = description.save(ctx, inputs, outputs)
                 ctx.save_for_forward(*tensors)
@@ -179,19 +179,9 @@ def without_derivative(operator: torch._ops.OpOverloadPacket, reason: str) -> No
     _register_autograd(operator.default, refuse)
 
 
-def call_below(operator: torch._ops.OpOverloadPacket, *arguments):
-    """The operator with no derivative at the level of torch.func that is at work."""
-    with _below_autograd_guard():
-        return operator.default(*arguments)
-
-
 def is_differentiated(value) -> bool:
     """Whether this is a tensor that the call is differentiated in, by autograd or in forward mode."""
-    if not isinstance(value, Tensor):
-        return False
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-        return True
-    return value.requires_grad and torch.is_grad_enabled()
+    return isinstance(value, Tensor) and (has_tangent(value) or value.requires_grad and torch.is_grad_enabled())
 
 
 def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
@@ -214,7 +204,7 @@ def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
 
 def _level_is_open() -> bool:
     """Whether a level of forward-mode AD is open, which torch does not say: it refuses to open a second one. Levels belong to
-    the process: this is for the compiler alone, of which one thread is at work."""
+    the process: this is for the compiler alone, which works in one thread."""
     try:
         level = torch._C._enter_dual_level()
     except RuntimeError:
@@ -230,9 +220,8 @@ def dispatch(operator: torch._ops.OpOverload, *arguments):
     for it; such a graph tells them."""
     if torch.compiler.is_compiling():
         return _in_dual_level(operator, *arguments) if _traces_dual_level() else operator(*arguments)
-    if torch._C._is_any_autocast_enabled():
-        return without_autocast(operator)(*arguments)
-    return operator(*arguments)
+    with torch._C._DisableAutocast():
+        return operator(*arguments)
 
 
 @without_autocast

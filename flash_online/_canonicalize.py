@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._checks import check_flag, check_float, check_softcap, check_tensor, is_known
-from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
+from ._checks import check_flag, check_float, check_softcap, check_tensor
+from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
 
 
 def _autocast_enabled(device: torch.device) -> bool:

@@ -37,7 +37,7 @@ def checked() -> Iterator[None]:
     longer than `max_seqlen_*`), `seqused_*`, lengths (`cache_seqlens`: 0 up to the capacity, new keys included), `leftpad`,
     `cache_batch_idx`, `slots` (rows of the pool, or -1 for a row that is skipped; none twice), the entries of `block_table`
     that a sequence's keys lie in, positions beyond a rotary table, rows of the cache that two sequences would write, and the
-    targets of the losses (on CUDA before the kernel's device assert). Rows of no sequence behind the last one are legal, unless
+    targets of the losses (on CUDA before the kernel's device assert). Rows of no sequence after the last one are legal, unless
     the starts would fit as lengths.
 
     It is for finding errors: each call waits for the device. Nothing is read while a CUDA graph is captured, under

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._ops import FLOATING, InvalidArgument, UnsupportedDtype
-
-
-def is_known(condition) -> bool:
-    """Whether a condition on sizes holds, as far as a tracer knows: it must not make a number of a size that it keeps open.
-
-    Where the data alone knows a size, no condition on it is known; the operators check what they are run with."""
-    if not torch.compiler.is_compiling() and isinstance(condition, (bool, Tensor)):  # torch.jit.trace's sizes are tensors
-        return bool(condition)
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(condition)
+from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
 
 
 def is_empty(sizes) -> bool:

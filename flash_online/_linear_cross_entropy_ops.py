@@ -29,11 +29,8 @@ from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, 
 # Tensors on meta, which have no numbers, are cut as on a GPU.
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "meta": 512 << 20}
 _ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
-_PITCH_BYTES = {
-    "cpu": 1,
-    "cuda": 128,
-    "meta": 128,
-}  # alignment of rows of logits, for any C: TMA and vector loads need 16 bytes
+# Alignment of rows of logits, for any C: TMA and vector loads need 16 bytes.
+_PITCH_BYTES = {"cpu": 1, "cuda": 128, "meta": 128}
 _CAP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20, "meta": 64 << 20}  # of a block of capped logits, in the accumulator's dtype
 _CAP_ROWS = {"cpu": 1, "cuda": 128, "meta": 128}  # its least rows: on a GPU about one row of cross-entropy per SM
 _NONE_WANTED = (False,) * 4  # of the gradients of input, linear_weight, linear_bias and target
@@ -150,6 +147,12 @@ _cross_entropy, _logsumexp = below_autograd(ops.cross_entropy_forward), below_au
 _cross_entropy_backward_in_place = below_autograd(ops.cross_entropy_backward_)
 
 
+def with_z_gradient(grad_lse: Tensor | None, lse_factor: Tensor, lse: Tensor) -> Tensor:
+    """grad_lse + lse_factor * lse. The mask is for ignored rows: their factor is 0, and their lse may be NaN."""
+    z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
+    return z_grad if grad_lse is None else grad_lse + z_grad
+
+
 def _rows_in_place(scores, options, cotangents, forward, target_grad):
     """((loss, lse, row_weight) of the logits `scores` [n, C, P], the gradient of lse, that of the targets), None for what is
     not asked for. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the arguments of
@@ -161,9 +164,7 @@ def _rows_in_place(scores, options, cotangents, forward, target_grad):
     rows = _cross_entropy(scores, *options) if forward and not one_pass else (None,) * 3
     if lse_factor is not None:
         lse = rows[1] if forward else _logsumexp(scores, 1, None)
-        # The mask is for ignored rows: their factor is 0, and their lse may be NaN.
-        z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
-        grad_lse = z_grad if grad_lse is None else grad_lse + z_grad
+        grad_lse = with_z_gradient(grad_lse, lse_factor, lse)
     *row_results, grad_target = _cross_entropy_backward_in_place(grad_loss, grad_lse, scores, *options, target_grad, one_pass)
     return (row_results if one_pass else rows), grad_lse, grad_target
 

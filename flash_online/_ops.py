@@ -63,6 +63,12 @@ def below_autograd(operator) -> Callable:
     return functools.partial(torch._C._dispatch_call_boxed, operator.below_autograd._handle)
 
 
+def call_below(operator, *arguments):
+    """The operator that graphs hold, with no derivative here: at the level of torch.func that is at work."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.default(*arguments)
+
+
 def direct_call(operator) -> Callable:
     """`below_autograd` for an operator that has no derivative, also while Dynamo traces the call, and where torch.func
     transforms it: the rule of vmap is the other overload's."""
@@ -107,10 +113,12 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _is_known(condition) -> bool:
-    """Whether a condition on strides holds, as far as a tracer knows."""
-    if type(condition) is bool:
-        return condition
+def is_known(condition) -> bool:
+    """Whether a condition on sizes holds, as far as a tracer knows: it must not make a number of a size that it keeps open.
+
+    Where the data alone knows a size, no condition on it is known; the operators check what they are run with."""
+    if not torch.compiler.is_compiling() and isinstance(condition, (bool, Tensor)):  # torch.jit.trace's sizes are tensors
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)
@@ -123,7 +131,7 @@ def dense_strides_in_order(sizes, strides) -> list[int]:
     for i in range(1, len(order)):
         for j in range(i, 0, -1):
             outer, inner = strides[order[j - 1]], strides[order[j]]
-            if _is_known(outer == 0) or _is_known(inner == 0) or not _is_known(outer < inner):
+            if is_known(outer == 0) or is_known(inner == 0) or not is_known(outer < inner):
                 break
             order[j - 1], order[j] = order[j], order[j - 1]
     dense = [1] * len(sizes)
@@ -151,12 +159,8 @@ def _register(name: str, fake, vmap, flops, get_raw: bool = False) -> None:
         torch.library.register_fake(f"flash_online::{overload}", fake, lib=_fragment, allow_override=True)
     torch.library.register_vmap(f"flash_online::{name}", vmap, lib=_fragment)
 
-    def derivable(*arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return packet.default(*arguments)
-
     for key in ("Python", "PreDispatch", "Tracer"):  # dispatch modes and tensor subclasses, make_fx, torch.jit.trace
-        _fragment.impl(f"{name}.below_autograd", derivable, key)
+        _fragment.impl(f"{name}.below_autograd", functools.partial(call_below, packet), key)
     if packet not in flop_registry:
         register_flop_formula(packet, get_raw=get_raw)(flops)
 

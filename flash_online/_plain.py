@@ -23,7 +23,7 @@ _STRIDED, _FLOAT64 = torch.strided, torch.float64
 
 def is_plain(function: str, tensor) -> bool:
     """Whether kernels of `function` take this tensor as it is: dense, of a floating dtype, on a device with kernels; autocast,
-    torch.func and Dynamo are off. It may require a gradient."""
+    torch.func, tracers and TorchFunctionModes are off. It may require a gradient."""
     if type(tensor) is not Tensor or is_compiling() or _any_autocast_enabled() or _traced_by_jit() is not None:
         return False
     if _any_transforms() or forward_ad._current_level >= 0 or _any_function_mode():  # eager_transforms_active, without its call
@@ -38,7 +38,7 @@ def is_plain(function: str, tensor) -> bool:
 
 def are_plain(function: str, tensors: tuple) -> bool:
     """Whether kernels of `function` take these tensors as they are: dense, of one floating dtype, on one device with kernels,
-    without a gradient; torch.func and Dynamo are off. Autocast does not change these functions."""
+    without a gradient; torch.func and tracers are off. Autocast does not change these functions."""
     if is_compiling() or eager_transforms_active() or _traced_by_jit() is not None:
         return False
     first, grads = tensors[0], is_grad_enabled()

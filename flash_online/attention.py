@@ -184,8 +184,9 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     """Attention of plain tensors without options: one operator call, which takes 1 microsecond where all checks take 20.
 
     Plain tensors need no view and no cast: they are dense, of one floating dtype, on one device with kernels, of one rank >= 4
-    and equal batch dimensions, and autocast, torch.func and Dynamo are off. Returns None for any other call: the caller then
-    goes the long way, which broadcasts or raises. `groups`: key and value may have fewer heads than query.
+    and equal batch dimensions, and autocast, torch.func, tracers and TorchFunctionModes are off. Returns None for any other
+    call: the caller then goes the long way, which broadcasts or raises. `groups`: key and value may have fewer heads than
+    query.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None

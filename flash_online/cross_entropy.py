@@ -14,7 +14,6 @@ from torch.nn import _reduction
 from . import _checked, _policy
 from ._autograd import (
     Description,
-    call_below,
     composite,
     differentiable,
     dispatches,
@@ -24,8 +23,8 @@ from ._autograd import (
     without_derivative,
 )
 from ._canonicalize import autocasts
-from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, is_known, none_as_zero
-from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
+from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, none_as_zero
+from ._ops import InvalidArgument, accumulator_of, below_autograd, call_below, is_known, ops, surfaced
 from ._plain import are_plain_numbers, is_compiling, is_grad_enabled, is_plain
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 

@@ -37,11 +37,10 @@ from ._checks import (
     check_tensor,
     differ,
     is_empty,
-    is_known,
     none_as_zero,
 )
-from ._linear_cross_entropy_ops import chunk_plan, common_dtype
-from ._ops import InvalidArgument, accumulator_of, below_autograd, ops
+from ._linear_cross_entropy_ops import chunk_plan, common_dtype, with_z_gradient
+from ._ops import InvalidArgument, accumulator_of, below_autograd, is_known, ops
 from ._plain import is_compiling
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
 
@@ -206,8 +205,7 @@ def _gradients_in_one_table(
         scores = (softcap * tanh).masked_fill(lost, float("nan"))
     if lse_factor is not None:
         lse = ops.logsumexp_forward.default(scores, 1, accumulator_of(scores.dtype))
-        z_grad = (lse_factor * lse).masked_fill(lse_factor == 0, 0)
-        grad_lse = z_grad if grad_lse is None else grad_lse + z_grad
+        grad_lse = with_z_gradient(grad_lse, lse_factor, lse)
     arguments = (target.to(scores.dtype) if ignored is None else target, weight, ignore_index, label_smoothing)
     grad, grad_target = ops.cross_entropy_backward.default(grad_loss, grad_lse, scores, *arguments, wanted[3])
     if tanh is not None:

@@ -118,7 +118,7 @@ struct AttentionGradients {
   void* grad_sinks = nullptr;  // [batch, heads], accumulator type, contiguous; null: no sinks
   void* delta = nullptr;  // workspace: [batch, heads, queries], accumulator type, strides lse_stride
   double* wide_delta = nullptr;  // workspace: delta in double, for float32; else null
-  // The CPU's workspace for float32, like wide_delta: of rows whose lse is large their maximum, and lse less that maximum
+  // The CPU's workspace for float32, like wide_delta: the maximum of each row with a large lse, and lse less that maximum
   double *row_max = nullptr, *row_log_sum = nullptr;
 };
 

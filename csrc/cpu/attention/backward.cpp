@@ -22,12 +22,12 @@ bool needs_exact_delta(const AttentionGradients& gradients) {
   return gradients.grad_sinks || (gradients.grad_mask.data && (sizeof(E) == 2 || gradients.mask_size[3] == 1));
 }
 
-// Computes the maxima of those rows of a tile whose lse is large, and the rest of their lse, from scores in double.
+// For the rows of a tile that have a large lse: computes their maxima, and the rest of their lse, from scores in double.
 template <class E>
 __attribute__((noinline)) void fill_row_statistics(const AttentionProblem& problem, const AttentionGradients& gradients,
                                                    const QueryTile& query, GradientScratch<E>& tile) {
   using A = Accumulator<E>;
-  constexpr double kNegligible = -60;  // the logarithm of a weight that no sum of doubles holds beside 1
+  constexpr double kNegligible = -60;  // the logarithm of a weight that a double loses when 1 is added
   const int64_t offset = query.lse_offset(problem);
   OnlineSoftmax<double, FastNatural> state[kQueries];
   A reference[kQueries] = {};

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kRows = 8;  // queries of an item: their states and outputs stay in the L1 cache
 constexpr int64_t kBlock = 16;  // keys at a time; a key's index fixes the lane of the sum that its weight is added to
 constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel chooses
-// Keys whose weights and values are added up before the sum is added to that of the keys before; see add_part
+// The number of keys in one sum of weights and values; the sums are then added up, see add_part
 constexpr int64_t kKeysPerSum = 512;
 constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
 
@@ -329,7 +329,7 @@ FLASH_ONLINE_INLINE bool needs_double(const Row& row, int64_t first, const float
   const float rounding = kRoundingOfScore * maximum(of_all, std::abs(max));
   const float top = largest_of(scores);
   if (of_all > kLarge && top > max + kNegligible - rounding) return true;
-  // Beside scores that are not among the largest floats, one of -inf weighs nothing whether it overflowed or not.
+  // Where other scores are not among the largest floats, one of -inf weighs nothing, whether it overflowed or not.
   constexpr float kMayOverflow = 0x1p100f;
   return (std::abs(top) == infinity || of_all > kMayOverflow) && any_overflows(row, first, product, scale);
 }

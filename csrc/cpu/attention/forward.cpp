@@ -75,8 +75,8 @@ void copy_key_block(const SequenceProblem& sequence, const KeyValueOperands<E>& 
   }
 }
 
-// Keys whose weights and values are added up before the sum is added to that of other keys; see add_part. Where ALiBi decides
-// the order, the keys behind the first block are sums of their own.
+// The number of keys in one sum of weights and values; the sums are then added up, see add_part. Where ALiBi decides the order,
+// the keys after the first block are in sums of their own.
 constexpr int64_t kKeysPerSum = 2048;
 inline bool has_several_sums(const AttentionProblem& problem) { return problem.keys > kKeysPerSum || problem.alibi_slopes; }
 inline int64_t sum_of_block(const AttentionProblem& problem, int64_t begin, int64_t start_key) {

@@ -50,8 +50,8 @@ struct GradientScratch : ScoreTile<E> {
   }
 };
 
-// Whether lse and lse_low together do not hold the digits of a row's lse whose scores are in double: they have 48, and a weight
-// needs those behind the point. The row's maximum and the rest of its lse are then computed again, see fill_row_statistics.
+// Whether lse and lse_low together have too few digits for a row with scores in double: they have 48, and a weight needs those
+// after the binary point. fill_row_statistics then computes the row's maximum and the rest of its lse again.
 FLASH_ONLINE_INLINE bool has_row_statistics(double lse) {
   constexpr double kLarge = 0x1p22;
   return std::abs(lse) > kLarge && std::abs(lse) < -lowest<double>();

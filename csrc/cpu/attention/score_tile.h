@@ -241,7 +241,7 @@ __attribute__((noinline)) void scale_products(const QueryTile& query, int64_t co
   mask.has_bias || mask.has_hidden ? all(std::true_type()) : all(std::false_type());
 }
 
-// Multiplies the scores of queries whose largest one is large by their scale, so that it is not left to the exponential. There
+// Multiplies the scores of a query by the scale where the largest one is large, and does not leave it to the exponential. There
 // the product is contracted with the subtraction of the maximum, and so it is exact, whereas the maximum was rounded: from 2^24
 // on the two differ by more than 1, and from 2^32 on by more than a float's exponential can hold. Each query decides for
 // itself, and in both passes alike, as its visible scores and their blocks are the same.

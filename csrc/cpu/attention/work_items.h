@@ -184,7 +184,7 @@ void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_
 }
 
 // Heads whose inputs are so small that products of bfloat16 lose them. The instructions that multiply pairs of bfloat16 take
-// subnormal numbers for 0 and round subnormal sums to 0, under 2^-126. Beside numbers of ordinary size that is nothing, but
+// subnormal numbers for 0 and round subnormal sums to 0, under 2^-126. Next to numbers of ordinary size that is nothing, but
 // where a whole head is that small, so are its results. Such heads are left to the kernels of avx512, which multiply floats;
 // the other heads of the call are not.
 

@@ -105,7 +105,7 @@ FLASH_ONLINE_INLINE void add_target_sums_from(const E* x, int64_t count, double 
 
 template <class E, class Share>
 FLASH_ONLINE_INLINE void add_target_sums(const E* x, int64_t count, double max, const Share& share, TargetSums& to) {
-  constexpr double kNear = 1024;  // a double has 12 digits behind such scores, and needs no base
+  constexpr double kNear = 1024;  // a double has 12 digits after the point of such scores
   if (std::abs(max) > kNear && std::abs(max) < -lowest<double>())
     add_target_sums_from<true>(x, count, max, share, to);
   else
