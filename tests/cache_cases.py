@@ -535,10 +535,7 @@ def random_cached(seed: int, device: str = "cpu") -> CachedProblem:
         size=choose.choice([1.0, 1.0, 0.1, 3.0]),
         seed=seed,
     )
-    problem = far_off(problem, choose)
-    if problem.whole and device != "cpu":
-        limit_scores(problem)
-    return problem
+    return far_off(problem, choose)
 
 
 def between(choose: random.Random, low: float, high: float) -> float:
@@ -549,16 +546,6 @@ def between(choose: random.Random, low: float, high: float) -> float:
 # Scores of this size and more are exact products of whole numbers, with nothing added to them: of others torch's float32 has no
 # digit that could be compared, nor has ours.
 LARGE_SCORES = 100.0
-
-
-# CUDA kernels are not right for scores much larger: docs/lab/large_scores.md.
-LARGEST_SCORE_ON_CUDA = 1e7
-
-
-def limit_scores(problem) -> None:
-    """Scores that CUDA kernels are right for, of a problem of whole numbers up to 2."""
-    most = LARGEST_SCORE_ON_CUDA / (4 * max(problem.head_dims[0], 1) ** 0.5)
-    problem.options["scale"] = max(-most, min(problem.options["scale"], most))
 
 
 def far_off(problem: CachedProblem, choose: random.Random) -> CachedProblem:

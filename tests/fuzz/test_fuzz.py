@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from cache_cases import LARGE_SCORES, between, limit_scores, random_cached
+from cache_cases import LARGE_SCORES, between, random_cached
 from cases import DTYPES
 from instruction_sets import run_tests, skip_unless_lesser
 from oracle import Attention, Packed, compare_with_reference
@@ -116,8 +116,6 @@ def on_cuda(problem: Attention, choose: random.Random) -> Attention:
         head_dim = choose.choice([64, 72, 96, 128, 136, 160, 192, 256])
         problem.head_dims = (head_dim, head_dim)
         problem.lengths = (choose.choice([64, 128, 192, 300]), choose.choice([128, 257, 400]))
-    if problem.whole:
-        limit_scores(problem)
     return problem
 
 

@@ -25,10 +25,6 @@ struct WorkspaceArguments {
 constexpr int kRowThreads = 256;
 constexpr int kRowLanes = 8;  // lanes that share a row
 
-__device__ __forceinline__ ConstView4 as_const(const MutableView4& view) {
-  return {view.data, {view.stride[0], view.stride[1], view.stride[2], view.stride[3]}};
-}
-
 // Dot products of rows of two tensors, accumulated in Sum, for the rows that kRowLanes lanes share; every lane gets them. All
 // rows are read at once, since a CTA spends its time waiting for these reads.
 template <class Element, class Sum, int kRows>
@@ -186,11 +182,11 @@ __device__ __forceinline__ void store_as_operand(StatsOperand& to, int query, do
 
 // Writes the row statistics of the thread's query, and returns its share of the gradient of the head's sink. `products` are the
 // sums of grad_out * out; of float32 problems with all digits, precise_products are these as sums of two floats. Low parts of
-// infinities and NaN are 0.
+// infinities and NaN are 0. `is_large` is set for a row of LargeRows.
 template <bool kFloat32, class Sum>
 __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& arguments, int64_t tile, int64_t head,
                                                   const LseInputs& inputs, const Sum* products, const float2* precise_products,
-                                                  StatsOperand& operand) {
+                                                  StatsOperand& operand, bool& is_large) {
   const AttentionProblem& problem = arguments.problem;
   const BackwardWorkspace& space = arguments.space;
   const int thread = static_cast<int>(threadIdx.x);
@@ -214,8 +210,13 @@ __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& argu
     high = static_cast<float>(shifted);
     const float rounding = static_cast<float>(shifted - high);
     low = rounding - rounding == 0 ? rounding : 0;
-    if (inputs.lse <= kLowestBFloat16)  // see lowest_lse()
+    const double size = ::fabs(lse_base2);
+    if (inputs.lse <= kLowestBFloat16) {  // see lowest_lse()
       high = arguments.lowest_score, low = inputs.lse_low * kLog2E + arguments.lse_shift;
+    } else if (size >= kLargeLse<std::conditional_t<kFloat32, float, __half>> && size < INFINITY) {
+      is_large = true;
+      high = INFINITY, low = delta = delta_low = 0;
+    }
     if (space.sink_parts)
       sink = -::exp(static_cast<const float*>(problem.sinks)[head] - lse_base2 * kLn2) *
              (static_cast<double>(products[thread]) - inputs.grad_lse);
@@ -231,6 +232,15 @@ __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& argu
   to[2 * kStatsRows] = delta;
   if constexpr (kFloat32) space.delta_low(tile)[thread] = delta_low;
   return sink;
+}
+
+// Marks the rows of a tile; `is_large`: that of the thread's query.
+__device__ __forceinline__ void mark_large_rows(const LargeRows& large, int64_t tile, bool is_large) {
+  const unsigned marks = __ballot_sync(~0u, is_large);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread >= kStatsRows || thread % kWarpSize != 0) return;
+  large.marks[LargeRows::kWords * tile + thread / kWarpSize] = marks;
+  if (marks != 0) large.progress->token = large.token;
 }
 
 // Sums the shares of the tile's queries in a fixed order. parts: shared memory.
@@ -258,6 +268,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   const int thread = static_cast<int>(threadIdx.x);
   launch_dependents();
   if (arguments.counter && tile == 0 && thread == 0) *arguments.counter = 0;
+  if (tile == 0 && thread == 0) space.large_rows.progress->next = space.large_rows.progress->queries_done = 0;
 
   const TileCoord coord = tile_coord(problem, space.list, tile, false, kStatsRows, false);
   const int64_t batch = coord.sequence, head = coord.head;
@@ -265,7 +276,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   const int queries = static_cast<int>(sequence.queries.count);
   if (problem.query_starts && coord.block == 0) clear_padding_queries<Element>(problem, gradients, coord);
   if (space.sink_parts && thread == 0) space.sink_parts[tile] = 0;
-  if (coord.block < 0 || coord.block * kStatsRows >= queries) return;
+  if (coord.block < 0 || coord.block * kStatsRows >= queries) return mark_large_rows(space.large_rows, tile, false);
 
   const int first = static_cast<int>(coord.block) * kStatsRows;
   const HeadRows<Element> grad_out(gradients.grad_out, batch, head, sequence.queries.begin, problem.head_dim_v),
@@ -285,7 +296,10 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   __syncthreads();
   __shared__ __align__(16) StatsOperand operand;
   double sink = 0;
-  if (thread < kStatsRows) sink = store_row_stats<kFloat32>(arguments, tile, head, inputs, products, precise_products, operand);
+  bool is_large = false;
+  if (thread < kStatsRows)
+    sink = store_row_stats<kFloat32>(arguments, tile, head, inputs, products, precise_products, operand, is_large);
+  mark_large_rows(space.large_rows, tile, is_large);
   if (!kFloat32 && space.stats_operand) {
     __syncthreads();
     if (thread < static_cast<int>(sizeof(operand) / sizeof(uint4)))

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../../core/scratch.h"
+#include "../large_rows/large_rows.cuh"
 #include "../sm90/tile_cuts.h"
 #include "mask_map.cuh"
 #include "tile_list.cuh"
@@ -12,7 +13,7 @@ namespace flash_online::cuda {
 constexpr int kStatsRows = 64;  // queries per tile of row statistics
 
 // Floats per tile of row statistics: three rows of kStatsRows. The first two are lse in base 2 as a sum of two floats, +inf for
-// a query that sees no key or does not exist, so that its weights are 0. The third is delta.
+// a query that sees no key, does not exist or is left to LargeRows, so that its weights are 0. The third is delta.
 constexpr int kRowStats = 3 * kStatsRows;
 
 // A tile's row statistics as the right operand of a product that subtracts them from scores or from dP (sm90/backward). Its
@@ -33,6 +34,7 @@ struct BackwardWorkspace {
   float* dq_accum = nullptr;  // [list.count()][kStatsRows * head_dim], in tiles of 16 x 8; null: not wanted
   double* sink_parts = nullptr;  // [list.count()], each tile's share of the gradient of its head's sink; null: not wanted
   float* mask_grad_parts = nullptr;  // see mask_grad.h
+  LargeRows large_rows;
   MaskMap map;
   int64_t head_dim = 0;  // of dq_accum: the kernel's, not the problem's
   int64_t bytes = 0;
@@ -49,6 +51,7 @@ struct BackwardWorkspace {
     dq_accum = scratch.take<float>(with_dq_accum ? list.count() * kStatsRows * head_dim : 0);
     sink_parts = scratch.take<double>(gradients.grad_sinks ? list.count() : 0);
     mask_grad_parts = scratch.take<float>(mask_grad_part_count);
+    large_rows = LargeRows(scratch, list.count());
     map.data = scratch.take<uint8_t>(map.count());
     bytes = scratch.bytes();
   }
@@ -71,6 +74,10 @@ struct KvGradParts {
   FLASH_ONLINE_HD int64_t count() const { return cuts.parts() * slot_size(); }
 };
 
+__device__ __forceinline__ ConstView4 as_const(const MutableView4& view) {
+  return {view.data, {view.stride[0], view.stride[1], view.stride[2], view.stride[3]}};
+}
+
 // The index in a list of tiles of kStatsRows queries of the first tile of a sequence and head.
 __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& problem, const TileList& list, int64_t sequence,
                                                    int64_t head) {
@@ -78,10 +85,10 @@ __device__ __forceinline__ int64_t first_row_block(const AttentionProblem& probl
   return head * list.blocks + clamp(problem.query_starts[sequence], 0, problem.total_queries) / kStatsRows + sequence;
 }
 
-// The pre-pass: computes space.row_stats or space.stats_operand, and space.sink_parts; zeros space.dq_accum, the padding rows
-// of grad_query, and `counter` unless it is null. A dependent launch (pdl.cuh) may follow it. scaled_weights: the statistics
-// are for weights that dropout has scaled by 1 / (1 - p): log2(1 - p) is added to lse, and delta is multiplied by 1 - p, since
-// dS of a dropped weight is -weight * delta without that scale.
+// The pre-pass: computes space.row_stats or space.stats_operand, and space.sink_parts; marks space.large_rows; zeros
+// space.dq_accum, the padding rows of grad_query, and `counter` unless it is null. A dependent launch (pdl.cuh) may follow it.
+// scaled_weights: the statistics are for weights that dropout has scaled by 1 / (1 - p): log2(1 - p) is added to lse, and delta
+// is multiplied by 1 - p, since dS of a dropped weight is -weight * delta without that scale.
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                       CUstream_st* stream, unsigned* counter = nullptr, bool scaled_weights = false);
 // Writes space.dq_accum, times the scale of the scores, to grad_query; and the sums of `parts` to grad_key and grad_value.

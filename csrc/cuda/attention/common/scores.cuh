@@ -7,8 +7,8 @@
 #include "../../hw/math.cuh"
 #include "../../mma/compensated_accumulator.cuh"
 #include "../../mma/fragments.cuh"
-#include "lowest_score.h"
 #include "mask_tile.cuh"
+#include "score_levels.cuh"
 
 namespace flash_online::cuda {
 
@@ -92,12 +92,13 @@ struct ScoreMod {
   };
   __device__ __forceinline__ Softcapped softcapped(float product) const {
     const float capped = tanhf(product * scale);
-    return {1 - capped * capped, cap * capped};
+    return {1 - capped * capped, __fmul_rn(cap, capped)};
   }
   // A product's score without a softcap; its derivative is left to the scale that the gradients of queries and keys get.
-  __device__ __forceinline__ void scale_product(float& x) const { x *= scale; }
+  // Rounded: no fma may subtract a maximum, or lse, from what is more exact than these are made of.
+  __device__ __forceinline__ void scale_product(float& x) const { x = __fmul_rn(x, scale); }
   // ALiBi, whose derivative is 1.
-  __device__ __forceinline__ void add_alibi(float& x, float distance) const { x -= slope * distance; }
+  __device__ __forceinline__ void add_alibi(float& x, float distance) const { x = fmaf(-slope, distance, x); }
 };
 
 // A ScoreMod for compensated scores: with what rounding the factors to float leaves of them.
@@ -307,15 +308,24 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns, T>& d, 
   }
 }
 
-// Whether the rounding of a row's scores exceeds 1. They are then rounded to one float before the maximum or lse is subtracted:
-// what rounding left of the largest score would be its exponent otherwise, and the weight infinite.
-__device__ __forceinline__ bool is_rounding_large(float score) { return fabsf(score) >= 0x1p24f; }
+// Makes weights of the scores of row (i, half), which may be large, and returns their sum. max: what they are measured from.
+template <int kRows, int kColumns>
+__device__ __forceinline__ float large_weights(Accumulator<kRows, kColumns>& scores, int i, int half, float scale, float max) {
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& x = scores[i][j][2 * half + e];
+      x = FastBinary::exp(exponent_below(x, scale, pivot(max)));
+      sum += x;
+    }
+  return sum;
+}
 
 // The exponent in base 2 of a score's weight, (x + x_low) * scale - (lse + lse_low); x_low is read of compensated scores alone.
 template <class Compensation>
 __device__ __forceinline__ float exponent_of(float x, float x_low, float scale, float lse, float lse_low) {
-  if constexpr (Compensation::kCompensated)
-    if (is_rounding_large(lse)) return __fadd_rn(__fmul_rn(x + x_low, scale), -lse) - lse_low;
   const float leading = fmaf(x, scale, -lse) - lse_low;
   return Compensation::kCompensated ? fmaf(x_low, scale, leading) : leading;
 }

@@ -144,8 +144,15 @@ __device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& s
       for (int j = 0; j < kColumns; ++j) most = fmaxf(most, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, most * scale);
-      if (__any_sync(~0u, factor != 1)) rescale(i, half, factor);
+      const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, __fmul_rn(most, scale));
+      const bool is_large = is_large_score(states[i][half].max);
+      if (__any_sync(~0u, factor != 1 || is_large)) {
+        rescale(i, half, factor);
+        if (__any_sync(~0u, is_large)) [[unlikely]] {
+          states[i][half].add(large_weights(scores, i, half, scale, states[i][half].max));
+          continue;
+        }
+      }
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)

@@ -209,15 +209,16 @@ struct ScoreMod {
       for_each(d, [&](double& x, int i, int j, int e) {
         const double capped = tanh_of(x * scale);
         derivative(i, j, e, 1 - capped * capped);
-        x = cap * capped;
+        x = __dmul_rn(cap, capped);
       });
     } else {
-      for_each(d, [&](double& x, int, int, int) { x *= scale; });
+      for_each(d, [&](double& x, int, int, int) { x = __dmul_rn(x, scale); });
     }
     if (slope != 0) {
       const int64_t between = block.query + visible.offset - block.key;
       for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
-        d[i][j][e] -= slope * ::fabs(static_cast<double>(between + query - key));
+        double& x = d[i][j][e];
+        x = ::fma(-slope, ::fabs(static_cast<double>(between + query - key)), x);
       });
     }
   }

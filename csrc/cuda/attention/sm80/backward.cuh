@@ -633,6 +633,7 @@ void AttentionBackwardSm80<kHeadDim>::run(const BackwardPass& pass, void* worksp
   if (dq_mode == DqMode::kNone) AttentionBackwardDqSm80<kHeadDim>::run(pass, space, stream);
   if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, space, stream);
   if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
+  add_large_rows(problem, gradients, space, stream);
 }
 
 }  // namespace flash_online::cuda

@@ -181,12 +181,17 @@ class ForwardSm80Kernel {
           block_max = fmaxf(block_max, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
         block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 1));
         block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 2));
-        const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, block_max * scale);
-        if (__any_sync(~0u, factor != 1)) {
+        const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, __fmul_rn(block_max, scale));
+        const bool is_large = !Compensation::kCompensated && is_large_score(states[i][half].max);
+        if (__any_sync(~0u, factor != 1 || is_large)) {
 #pragma unroll
           for (int j = 0; j < kHeadDimV / 8; ++j) {
             out[i][j][2 * half] *= factor;
             out[i][j][2 * half + 1] *= factor;
+          }
+          if (__any_sync(~0u, is_large)) [[unlikely]] {
+            states[i][half].add(large_weights(scores, i, half, scale, states[i][half].max));
+            continue;
           }
         }
         const bool rounds_first = Compensation::kCompensated && is_rounding_large(states[i][half].max);

@@ -48,7 +48,7 @@ struct ShortBackwardSm90Kernel {
     Stage stage[kStages];
     alignas(kBoxAlignment) T ds[kRows][kBoxColumns];  // [key][query]
     float lse[kRows], lse_low[kRows], delta[kRows];  // lse in base 2 as two floats, +inf for a query that sees nothing
-    alignas(float2) float delta_part[kThreads / kWarpSize][kRows];  // of the keys that a warp has
+    alignas(float2) float part[kThreads / kWarpSize][kRows];  // of a query's sum or maximum: of the keys that a warp has
     uint64_t keys_full, full[kStages];
   };
 
@@ -121,16 +121,17 @@ struct ShortBackwardSm90Kernel {
       lse_low = static_cast<const float*>(p.lse_low)[n];
       if (at.a.gradients.grad_lse) grad_lse = static_cast<const float*>(at.a.gradients.grad_lse)[n];
     }
-    // Leaves -grad_lse in `delta`, to which sum_delta() adds.
-    __device__ __forceinline__ void store(Shared& to) const {
+    // Leaves -grad_lse in `delta`, to which sum_delta() adds. Returns whether the row is for normalize_large_rows().
+    __device__ __forceinline__ bool store(Shared& to) const {
       const int row = static_cast<int>(threadIdx.x);
-      if (row >= kRows) return;
+      if (row >= kRows) return false;
       const bool seen = lse != lowest<float>();
       const double binary = (static_cast<double>(lse) + lse_low) / kLn2;
       const float high = static_cast<float>(binary), low = static_cast<float>(binary - high);
       to.lse[row] = seen ? high : -lowest<float>();
       to.lse_low[row] = seen && low - low == 0 ? low : 0;
       to.delta[row] = seen ? -grad_lse : 0;
+      return seen && ::fabs(binary) >= kLargeLse<T>;
     }
   };
 
@@ -155,13 +156,63 @@ struct ShortBackwardSm90Kernel {
           sum[j][e] = kept + __shfl_xor_sync(~0u, sent, step);
         }
     }
-    reinterpret_cast<float2*>(shared.delta_part[threadIdx.x / kWarpSize])[lane()] = make_float2(sum[0][0], sum[0][1]);
+    reinterpret_cast<float2*>(shared.part[threadIdx.x / kWarpSize])[lane()] = make_float2(sum[0][0], sum[0][1]);
     __syncthreads();
     if (threadIdx.x < kRows) {
       float all = 0;
 #pragma unroll
-      for (int n = 0; n < kThreads / kWarpSize; ++n) all += shared.delta_part[n][threadIdx.x];
+      for (int n = 0; n < kThreads / kWarpSize; ++n) all += shared.part[n][threadIdx.x];
       shared.delta[threadIdx.x] += all;
+    }
+    __syncthreads();
+  }
+
+  // Joins the parts of the query 8 * j + 2 * lane_in_quad() + e: those of two lanes eight apart, then those of all warps.
+  template <class Join>
+  __device__ __forceinline__ float join_parts(float x, int query, Join&& join) const {
+#pragma unroll
+    for (int step = 4; step < kWarpSize; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
+    if (quad() == 0) shared.part[threadIdx.x / kWarpSize][query] = x;
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kThreads / kWarpSize; ++n) x = n == 0 ? shared.part[0][query] : join(x, shared.part[n][query]);
+    __syncthreads();
+    return x;
+  }
+
+  // The scores of rows whose lse is large (kLargeLse) become exponents in units of products, measured from the maximum, and
+  // their lse the logarithm of the sum of weights: with all keys at hand, the lse of the forward pass, whose rounding would be
+  // the exponent, is not needed.
+  __device__ __forceinline__ void normalize_large_rows(ScoreAccumulator& score) const {
+    const float scale = a.score_mod.scale;
+    // Rolled: a step works on the first eight queries and moves all others down.
+#pragma unroll 1
+    for (int j = 0; j < kRows / 8; ++j) {
+      float first[4];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int query = 8 * j + 2 * lane_in_quad() + e;
+        float x[2] = {score[0][0][e], score[0][0][2 + e]};
+        const float most = join_parts(fmaxf(x[0], x[1]), query, [](float left, float right) { return fmaxf(left, right); }),
+                    max = pivot(__fmul_rn(most, scale));
+        const float high = shared.lse[query];
+        const bool is_large = fabsf(high) >= static_cast<float>(kLargeLse<T>) && fabsf(high) < INFINITY;
+        float exponent[2], sum = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          exponent[half] = exponent_below(x[half], scale, max);
+          sum += FastBinary::exp(exponent[half]);
+        }
+        sum = join_parts(sum, query, [](float left, float right) { return left + right; });
+        if (is_large && threadIdx.x / kWarpSize == 0 && quad() == 0)
+          shared.lse[query] = 0, shared.lse_low[query] = FastBinary::log(sum);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) first[2 * half + e] = is_large ? exponent[half] * (1 / scale) : x[half];
+      }
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) score[0][n][e] = n + 1 < kRows / 8 ? score[0][n + 1][e] : first[e];
     }
     __syncthreads();
   }
@@ -214,10 +265,11 @@ struct ShortBackwardSm90Kernel {
     const float scale = static_cast<float>(p.scale);
     const int head = head_of(block), query = query_of(block), left = queries - query;
     Stage& stage = shared.stage[block % kStages];
+    bool is_large;
     {
       const RowStats rows(*this, head, query);
       wait(&shared.full[block % kStages], block / kStages % 2);
-      rows.store(shared);
+      is_large = rows.store(shared);
     }
     if (block == 0) wait(&shared.keys_full, 0);
     if (p.query_starts) {
@@ -232,7 +284,7 @@ struct ShortBackwardSm90Kernel {
       }
       fence_async_proxy();
     }
-    __syncthreads();
+    const bool any_large = __syncthreads_or(is_large);
     // All threads are done with the block before.
     if (!kOnce && block > 0 && block + 1 < blocks && threadIdx.x == 0) load_block(block + 1);
 
@@ -243,6 +295,8 @@ struct ShortBackwardSm90Kernel {
     fence_registers(flat(score));
     if (left < kRows || keys < kRows || sequence.visible.left >= 0 || sequence.visible.right >= 0)
       hide_scores<true>(score, row(), {query, 0, queries, keys, false}, sequence.visible);
+    if (any_large) [[unlikely]]
+      normalize_large_rows(score);
     PackedScores weight, ds;
     const auto read_lse = [&](int j, float2& high, float2& low) {
       high = row_stat(shared.lse, j);

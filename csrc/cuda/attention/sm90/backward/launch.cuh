@@ -246,6 +246,17 @@ int64_t AttentionBackwardSm90<kHeadDim>::workspace_bytes(const BackwardPass& pas
 }
 
 template <int kHeadDim>
+void backward_mask_sm90(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
+                        CUstream_st* stream) {
+  // Over head dim 128, queries, keys and values of one tile leave no shared memory for the mask.
+  if constexpr (kHeadDim <= 128)
+    if (!mask_grad_sm90_refusal(gradients))
+      return problem.dtype == DType::kFloat16 ? mask_grad_sm90<__half, kHeadDim>(problem, gradients, space, stream)
+                                              : mask_grad_sm90<__nv_bfloat16, kHeadDim>(problem, gradients, space, stream);
+  mask_gradient(problem, gradients, space, stream);
+}
+
+template <int kHeadDim>
 void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* workspace, CUstream_st* stream) {
   const AttentionProblem& problem = pass.problem;
   const AttentionGradients& gradients = pass.gradients;
@@ -271,13 +282,8 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
   });
   convert_dq_accum(problem, gradients, space, stream, call.kv_grad_parts);
   if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, space, stream);
-  if (!gradients.grad_mask.data) return;
-  // Over head dim 128, queries, keys and values of one tile leave no shared memory for the mask.
-  if constexpr (kHeadDim <= 128)
-    if (!mask_grad_sm90_refusal(gradients))
-      return problem.dtype == DType::kFloat16 ? mask_grad_sm90<__half, kHeadDim>(problem, gradients, space, stream)
-                                              : mask_grad_sm90<__nv_bfloat16, kHeadDim>(problem, gradients, space, stream);
-  mask_gradient(problem, gradients, space, stream);
+  if (gradients.grad_mask.data) backward_mask_sm90<kHeadDim>(problem, gradients, space, stream);
+  add_large_rows(problem, gradients, space, stream);
 }
 
 }  // namespace flash_online::cuda

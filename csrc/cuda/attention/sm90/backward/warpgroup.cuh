@@ -300,7 +300,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   __device__ __forceinline__ static unsigned pair(float x, float y) { return Fragments<T>::pair(x, y); }
 
-  // Adds the 16-bit mask of the block's stage. kBounded: no score falls below the lowest one (lowest_score.h).
+  // Adds the 16-bit mask of the block's stage. kBounded: no score falls below the lowest one (score_levels.cuh).
   template <bool kBounded>
   __device__ __forceinline__ void add_mask(ScoreAccumulator& score) {
     // TMA's 128-byte swizzle. Added to the row's address, it takes an instruction less than as one offset of row and chunk.

@@ -32,6 +32,7 @@ struct ScoreArguments {
   float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 after a softcap
   float bias_scale;  // of what ALiBi and a mask add, in units of the scores: log2(e) / scale
   float lowest;  // in the same units, what lowest_product() says; of a bfloat16 mask
+  float lowest_score;  // the same in base 2
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
   // Scores whose squares sum to less than this get their softcap by a polynomial: the score times softcap_term of its square.
   float small_squares = 0, softcap_term[kTanhTerms] = {};

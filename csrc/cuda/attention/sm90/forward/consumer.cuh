@@ -14,7 +14,7 @@
 #include "../../../hw/vector.cuh"
 #include "../../../hw/wgmma.cuh"
 #include "../../../mma/fragments.cuh"
-#include "../../common/lowest_score.h"
+#include "../../common/score_levels.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -66,6 +66,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   unsigned weight[kScoreRegisters / 2];  // as pairs of 16 bits: the left operand of P V
   unsigned query_fragment[kTile.query_in_registers ? kHeadDimSteps : 1][4];
   RowSoftmax softmax[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are the thread's own
+  float pivots[2];  // what their exponents are measured from, by find_pivots()
   bool may_be_lowest = true;  // whether a row of the warp has seen nothing above the lowest score: maxima only rise
   bool accumulate;  // `out` holds something of this tile
 
@@ -318,7 +319,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     if (a.scores.alibi_slopes) apply_alibi();
   }
 
-  // kBounded: no score falls below the lowest one (lowest_score.h).
+  // kBounded: no score falls below the lowest one (score_levels.cuh).
   template <class Element, bool kBounded>
   __device__ __forceinline__ void add_float_mask() {
     const unsigned base = shared_address(shared.mask.stage[key.stage].box[row_block]);
@@ -449,32 +450,66 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     return fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
   }
 
-  // What exponents are measured from. Under a mask a row may have no maximum for many blocks. It is then measured from the
-  // lowest float: what the row sees becomes infinite, and asks for a rescale; what it does not see becomes 0.
-  __device__ __forceinline__ static float exponent_pivot(float max) {
-    if constexpr (kHasOptions) return max == -INFINITY ? -FLT_MAX : max;
-    return pivot(max);
+  // Whether only repeat_block() can make a row's weights: it has no maximum yet, or its scores are large. Scores that a mask
+  // has made the lowest ones are powers of two, from which an fma loses nothing.
+  __device__ __forceinline__ bool needs_repeat(float max) const {
+    return is_large_score(max) && !(kFloatMask && max == a.scores.lowest_score);
+  }
+  __device__ __forceinline__ bool is_large(int r) const { return needs_repeat(softmax[r].max) && softmax[r].max > -INFINITY; }
+
+  // Sets what exponents are measured from: the maximum. A row without one, as under a mask for many blocks, and a row of large
+  // scores are measured from the lowest float: what the row sees becomes infinite, and asks for repeat_block(); what it does
+  // not see becomes 0.
+  __device__ __forceinline__ void find_pivots() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) pivots[r] = needs_repeat(softmax[r].max) ? -FLT_MAX : softmax[r].max;
+  }
+
+  // Subtracts the maxima of large rows from their scores in a part of the block (exponent_below()): what is left are exponents
+  // in units of a.scores.scale. `from`: what all rows' scores are still measured from.
+  __device__ __forceinline__ void subtract_large_maxima(int part, float (&from)[2]) {
+    from[0] = pivots[0], from[1] = pivots[1];
+    const bool large[2] = {is_large(0), is_large(1)};
+    if (!large[0] && !large[1]) [[likely]]
+      return;
+    const float inverse_scale = reciprocal(a.scores.scale);
+    const int first = part * kPartRegisters;
+    // Rolled, or it would take up much of the loop's code.
+#pragma unroll 1
+    for (int n = 0; n < kPartRegisters / 4; ++n) {
+      float next[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = score[first + i], exponent = exponent_below(x, a.scores.scale, softmax[i / 2].max);
+        next[i] = large[i / 2] ? exponent * inverse_scale : x;
+      }
+#pragma unroll
+      for (int i = 0; i < kPartRegisters; ++i)
+        score[first + i] = i + 4 < kPartRegisters ? score[first + i + 4] : next[i + 4 - kPartRegisters];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (large[r]) from[r] = 0;
   }
 
   // Scores of a part of the block become weights, in place; `sum` is the thread's own.
-  __device__ __forceinline__ void exp_part(int part, float (&sum)[2]) {
-    const float pivots[2] = {exponent_pivot(softmax[0].max), exponent_pivot(softmax[1].max)};
+  __device__ __forceinline__ void exp_part(int part, const float (&from)[2], float (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < kPartRegisters; ++i) {
       const int r = i / 2 % 2;
       float& x = score[part * kPartRegisters + i];
-      x = exp2_flushed(fmaf(x, a.scores.scale, -pivots[r]));
+      x = exp2_flushed(fmaf(x, a.scores.scale, -from[r]));
       sum[r] = i == 2 * r ? x : sum[r] + x;
     }
   }
 
   // The scores of the block become weights. Returns the thread's sums of these, and in `total` the rows' sums with them: part
   // after part, as repeat_block() adds them.
-  __device__ __forceinline__ void exp_scores(float (&sum)[2], float (&total)[2]) {
+  __device__ __forceinline__ void exp_scores(const float (&from)[2], float (&sum)[2], float (&total)[2]) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float part_sum[2];
-      exp_part(part, part_sum);
+      exp_part(part, from, part_sum);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         sum[r] = part == 0 ? part_sum[r] : sum[r] + part_sum[r];
@@ -490,14 +525,14 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   __device__ __forceinline__ static bool overflows(float sum) { return !(sum < kMaxWeightSum); }  // or is NaN
 
-  // Whether a row's weights of a part of the block would be too large; its scores stay.
-  __device__ __forceinline__ bool needs_rescale(int part, int r) const {
-    const float pivot = exponent_pivot(softmax[r].max);
+  // Whether a row's maximum has to move: its weights of a part of the block would be too large, or the row needs
+  // repeat_block(), and then always has the largest score so far. Its scores stay; `most` is the largest one in base 2.
+  __device__ __forceinline__ bool needs_rescale(int part, int r, float most) const {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kPartRegisters; ++i)
-      if (i / 2 % 2 == r) sum += exp2_flushed(fmaf(score[part * kPartRegisters + i], a.scores.scale, -pivot));
-    const bool own = softmax[r].max == -INFINITY || overflows(sum);
+      if (i / 2 % 2 == r) sum += exp2_flushed(fmaf(score[part * kPartRegisters + i], a.scores.scale, -pivots[r]));
+    const bool own = needs_repeat(softmax[r].max) ? most > softmax[r].max : overflows(sum);
     return __ballot_sync(~0u, own) >> lane / 4 * 4 & 0xf;  // of the row's four lanes
   }
 
@@ -514,12 +549,14 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       float factor[2], sum[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const bool needs = needs_rescale(part, r);
-        const float most = max_of_row(part, r);
-        factor[r] = needs ? softmax[r].raise_max(most * a.scores.scale) : 1;
+        const float most = __fmul_rn(max_of_row(part, r), a.scores.scale);
+        factor[r] = needs_rescale(part, r, most) ? softmax[r].raise_max(most) : 1;
       }
       rescale_out(factor);
-      exp_part(part, sum);
+      find_pivots();
+      float from[2];
+      subtract_large_maxima(part, from);
+      exp_part(part, from, sum);
       softmax[0].add(sum[0]);
       softmax[1].add(sum[1]);
       if (part + 1 < kParts) {
@@ -551,11 +588,13 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float most = max_of_row(part, r);
-        if (missing[r]) softmax[r].raise_max(most * a.scores.scale);
+        if (missing[r]) softmax[r].raise_max(__fmul_rn(most, a.scores.scale));
       }
     }
-    float sum[2], total[2];
-    exp_scores(sum, total);
+    find_pivots();
+    float sum[2], total[2], from[2] = {pivots[0], pivots[1]};
+    if constexpr (kParts == 1) subtract_large_maxima(0, from);
+    exp_scores(from, sum, total);
     if (kParts > 1 && any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]))) [[unlikely]]
       repeat_block();
     else
@@ -570,11 +609,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   __device__ __forceinline__ void lazy_softmax() {
     prefetch_mask();
     float sum[2], total[2];
-    exp_scores(sum, total);
-    // The sum over a block is no smaller than that over any of its parts.
-    const auto may_need_rescale = [&](int r) { return overflows(sum[r]) || (!kHasOptions && softmax[r].max == -INFINITY); };
-    // The vote stands before the wait, or the compiler moves the exponentials after it.
-    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, may_need_rescale(0) || may_need_rescale(1));
+    exp_scores(pivots, sum, total);
+    // The sum over a block is no smaller than that over any of its parts. The vote stands before the wait, or the compiler
+    // moves the exponentials after it.
+    const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) [[unlikely]]
@@ -588,8 +626,14 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   __device__ __forceinline__ void split_softmax() {
     float factor[2], sum[2], total[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = softmax[r].raise_max_lazily(kRescaleThreshold, max_of_row(0, r) * a.scores.scale);
-    exp_scores(sum, total);
+    for (int r = 0; r < 2; ++r) {
+      const float most = __fmul_rn(max_of_row(0, r), a.scores.scale);
+      factor[r] = softmax[r].raise_max_lazily(kRescaleThreshold, most);
+    }
+    find_pivots();
+    float from[2];
+    subtract_large_maxima(0, from);
+    exp_scores(from, sum, total);
     // The vote stands before the wait, and depends on the weights, or the compiler moves the exponentials after it.
     const bool any_needs_rescale =
         any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum[0]) || overflows(sum[1]));

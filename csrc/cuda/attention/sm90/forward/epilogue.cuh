@@ -52,7 +52,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     if (a.scores.sinks && (second ? is_empty[1] : is_empty[0]))
       lse = a.scores.sinks[head_of_row(a, tile, row_of_tile)], low = 0;
     if constexpr (kFloatMask)
-      if (own.max == a.scores.lowest * a.scores.scale) lse = kLowestBFloat16, low = log2f(own.sum) * kLn2;
+      if (own.max == a.scores.lowest_score) lse = kLowestBFloat16, low = log2f(own.sum) * kLn2;
     a.lse[at] = lse;
     if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
   }

@@ -8,7 +8,7 @@
 #include "../../../../core/integer.h"
 #include "../../../../core/philox.h"
 #include "../../../hw/launch.h"
-#include "../../common/lowest_score.h"
+#include "../../common/score_levels.cuh"
 #include "../../common/tile_list.cuh"
 #include "../../kernels.h"
 #include "../tma_tensor.cuh"
@@ -22,11 +22,13 @@ inline ScoreArguments make_score_arguments(const AttentionProblem& p) {
   ScoreArguments a{.scale = p.softcap > 0 ? 1 : static_cast<float>(p.scale * kToBase2),
                    .bias_scale = static_cast<float>(p.softcap > 0 ? kToBase2 : 1 / p.scale),
                    .lowest = lowest_product(p.softcap > 0 ? 1 : static_cast<float>(p.scale * kToBase2)),
+                   .lowest_score = 0,
                    .softcap = static_cast<float>(p.softcap * kToBase2),
                    .softcap_scale = p.softcap > 0 ? static_cast<float>(2 * kToBase2 * p.scale / p.softcap) : 0,
                    .sinks = static_cast<const float*>(p.sinks),
                    .alibi_slopes = static_cast<const float*>(p.alibi_slopes),
                    .alibi_stride = {p.alibi_stride[0], p.alibi_stride[1]}};
+  a.lowest_score = a.lowest * a.scale;
   if (p.softcap > 0) {
     const double step = double{a.softcap_scale} * a.softcap_scale;
     double term = double{a.softcap} * a.softcap_scale;

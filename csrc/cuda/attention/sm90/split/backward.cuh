@@ -551,6 +551,7 @@ void AttentionBackwardSplitSm90<kHeadDim>::run(const BackwardPass& pass, void* w
                                                   static_cast<int>(sizeof(typename Kernel::Shared)), stream);
   convert_dq_accum(problem, gradients, work.space, stream);
   if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, work.space, stream);
+  add_large_rows(problem, gradients, work.space, stream);
 }
 
 }  // namespace flash_online::cuda
