@@ -18,6 +18,17 @@ def chosen(cases: list[Case], families: list[str] | None, match: str | None) -> 
     return [c for c in cases if (not families or c.family in families) and (not match or match in c.title)]
 
 
+def written(record: dict) -> str:
+    """A record as JSON: a line for each field, and for each entry of a list of records."""
+
+    def field(value) -> str:
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            return json.dumps(value)
+        return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
+
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {field(value)}" for name, value in record.items()) + "\n}\n"
+
+
 def run(
     name: str,
     cases: list[Case],
@@ -37,7 +48,7 @@ def run(
     def save(done: bool) -> dict:
         record["took_seconds"] = round(time.perf_counter() - started)
         whole = finish(record, done)
-        path.write_text(json.dumps(whole, indent=1) + "\n")
+        path.write_text(written(whole))
         return whole
 
     # A log file wants a line now and then, a terminal a moving bar.
