@@ -1,10 +1,8 @@
 // Attention backward in float64: dQ by CTAs that own queries, dK and dV by CTAs that own keys. No sum leaves its CTA before it
-// is whole, so that results repeat bit for bit. Here are the kernels for any head dim and GPU; those of backward_pairs.cuh go
-// first. docs/design/attention_float64.md draws them.
+// is whole, so that results repeat bit for bit. docs/design/attention_float64.md draws it.
 #include "../../hw/launch.h"
 #include "../kernels.h"
 #include "backward.cuh"
-#include "backward_pairs.cuh"
 
 namespace flash_online::cuda {
 
@@ -67,8 +65,8 @@ __global__ void __launch_bounds__(kRowThreads) sink_gradient(const __grid_consta
 
 // ---- a tile's own rows -----------------------------------------------------------------------------------------------------
 
-// Where a CTA finds its tile's own rows: all of them in shared memory from `rows` to `end`; or, if it streams them, one chunk
-// of columns in each pipeline stage, behind the block's chunk.
+// The location of a tile's own rows: all of them in shared memory from `rows` to `end`; or, if the CTA streams them, one chunk
+// of columns in each pipeline stage, after the block's chunk.
 struct OwnRows {
   double *rows, *end;
   int pitch;
@@ -118,7 +116,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
       grad_rows(gradients.grad_out, tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim_v);
   const int score_chunks = chunks_of(problem.head_dim), grad_chunks = chunks_of(problem.head_dim_v),
             out_chunks = min(score_chunks - first_column / kChunk, kColumns / kChunk), steps = score_chunks + grad_chunks;
-  const auto load = [&](const KeyItems<>::Item& item, int step, double* stage) {
+  const auto load = [&](const KeyItems::Item& item, int step, double* stage) {
     const bool is_value = step >= score_chunks && step < steps;
     const int column = step < score_chunks ? step * kChunk
                        : is_value          ? (step - score_chunks) * kChunk
@@ -131,8 +129,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   const OwnRows query_tile(shared, arguments.streams_rows, problem.head_dim),
       grad_tile(query_tile.end, arguments.streams_rows, problem.head_dim_v);
   double* const stages = grad_tile.end;
-  Walk walk(stages, stage_doubles(arguments), KeyItems<>(arguments.space.map, tile, query, last_query), steps + out_chunks,
-            load);
+  Walk walk(stages, stage_doubles(arguments), KeyItems(arguments.space.map, tile, query, last_query), steps + out_chunks, load);
   if (!arguments.streams_rows) {
     load_row_tile(query_tile.rows, query_rows, query, tile.queries);
     load_row_tile(grad_tile.rows, grad_rows, query, tile.queries);
@@ -149,7 +146,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   Outputs out;
   clear(out);
   while (walk.item().exists) {
-    const KeyItems<>::Item item = walk.item();
+    const KeyItems::Item item = walk.item();
     Scores scores, grads;
     clear(scores);
     clear(grads);
@@ -215,7 +212,7 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
 
   const int score_chunks = chunks_of(problem.head_dim), grad_chunks = kKey ? chunks_of(problem.head_dim_v) : 0,
             steps = score_chunks + grad_chunks, out_chunks = min(chunks_of(columns) - first_column / kChunk, kColumns / kChunk);
-  const auto load = [&](const QueryItems<>::Item& item, int step, double* stage) {
+  const auto load = [&](const QueryItems::Item& item, int step, double* stage) {
     const bool is_grad = kKey ? step >= score_chunks && step < steps : step >= steps;
     const int column = step < score_chunks ? step * kChunk
                        : step < steps      ? (step - score_chunks) * kChunk
@@ -229,10 +226,9 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
   const OwnRows key_tile(shared, arguments.streams_rows, problem.head_dim),
       value_tile(key_tile.end, arguments.streams_rows || !kKey, problem.head_dim_v);  // dV needs no values
   double* const stages = value_tile.end;
-  Walk walk(
-      stages, stage_doubles(arguments),
-      QueryItems<>(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
-      steps + out_chunks, load);
+  Walk walk(stages, stage_doubles(arguments),
+            QueryItems(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
+            steps + out_chunks, load);
   if (!arguments.streams_rows) {
     load_row_tile(key_tile.rows, key_rows, key, tile.keys);
     if (kKey) load_row_tile(value_tile.rows, value_rows, key, tile.keys);
@@ -242,7 +238,7 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
   Outputs out;
   clear(out);
   while (walk.item().exists) {
-    const QueryItems<>::Item item = walk.item();
+    const QueryItems::Item item = walk.item();
     const int64_t head = first_head + item.head;
     Scores scores, grads;
     clear(scores);
@@ -278,7 +274,7 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
                         });
       for_each_score<true>(scores, 0, [&](int i, int j, int e, int query, int) {
         const double weight = RowStats(arguments.space, first_query + query, exists(query)).weight(scores[i][j][e]);
-        scores[i][j][e] = kKey ? weight * grads[i][j][e] : is_kept(kept, i, j, e) ? weight : 0;
+        scores[i][j][e] = kKey ? weight * grads[i][j][e] : is_kept(kept, j, e) ? weight : 0;
       });
     }
   }
@@ -290,10 +286,10 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
 
 // ---- launches --------------------------------------------------------------------------------------------------------------
 
-// What a row takes if it is streamed: a chunk of it in each pipeline stage.
+// Bytes of a streamed row: a chunk of it in each pipeline stage.
 constexpr int kStreamedRowBytes = kStages * kPairPitch * static_cast<int>(sizeof(double));
 
-// Launches a general kernel, whose tile takes `row_bytes` bytes per row if it stays in shared memory: as it does if that makes
+// Launches a general kernel. Its tile takes `row_bytes` bytes per row if it stays in shared memory, and it does if that leaves
 // room for as many warps.
 template <auto kKernel>
 void launch_one(BackwardArguments arguments, bool over_keys, int64_t heads, int64_t columns, int row_bytes,
@@ -305,23 +301,7 @@ void launch_one(BackwardArguments arguments, bool over_keys, int64_t heads, int6
   launch_tiles<kKernel>(arguments, over_keys, heads, columns, arguments.streams_rows ? kStreamedRowBytes : row_bytes, stream);
 }
 
-// Launches the kernels of backward_pairs.cuh, if they take these head dims.
-template <int kWidth>
-bool launch_pairs(BackwardArguments arguments, CUstream_st* stream) {
-  using P = Pairs<kWidth>;
-  const AttentionProblem& problem = arguments.problem;
-  if (std::max(problem.head_dim, problem.head_dim_v) > kWidth || device_attribute<cudaDevAttrComputeCapabilityMajor>() != 9)
-    return false;
-  const auto launch_over = [&]<auto kKernel>(bool over_keys, int64_t heads) {
-    arguments.list = TileList::of(problem, over_keys, heads, P::kRows).by_length(problem.visible, sm_count());
-    if (arguments.list.count() > 0) launch<kKernel>(arguments, arguments.list.count(), P::kThreads, P::kSharedBytes, stream);
-  };
-  launch_over.template operator()<tile_gradients<kWidth, false>>(false, problem.heads);
-  launch_over.template operator()<tile_gradients<kWidth, true>>(true, arguments.gradients.kv_grad_heads);
-  return true;
-}
-
-void launch_general(const BackwardArguments& arguments, CUstream_st* stream) {
+void launch_gradients(const BackwardArguments& arguments, CUstream_st* stream) {
   const AttentionProblem& problem = arguments.problem;
   const int64_t heads = arguments.gradients.kv_grad_heads;
   const int narrow = row_tile_bytes(1, problem.head_dim), wide = narrow + row_tile_bytes(1, problem.head_dim_v);
@@ -358,7 +338,7 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
   fill_mask_map(problem, arguments.space.map, stream);
   const int64_t queries = Workspace::query_count(problem);
   if (queries > 0) launch<row_stats>(arguments, ceil_div(queries, int64_t{kRowThreads / kWarpSize}), kRowThreads, 0, stream);
-  if (!launch_pairs<64>(arguments, stream) && !launch_pairs<128>(arguments, stream)) launch_general(arguments, stream);
+  launch_gradients(arguments, stream);
   if (gradients.grad_sinks && problem.batch * problem.heads > 0)
     launch<sink_gradient>(arguments, problem.batch * problem.heads, kRowThreads, 0, stream);
   if (gradients.grad_mask.data) mask_gradient(arguments, stream);

@@ -45,7 +45,7 @@ struct BackwardArguments {
   AttentionGradients gradients;
   Workspace space;
   TileList list;  // of queries or of keys
-  bool streams_rows;  // general kernels: whether a tile's own rows come in chunks, too, since shared memory has no room for all
+  bool streams_rows;  // whether a tile's own rows come in chunks, too, since shared memory has no room for all
   double keep_scale;  // 1 / (1 - dropout)
 };
 
@@ -55,20 +55,15 @@ struct RowStats {
   __device__ __forceinline__ RowStats(const Workspace& space, int64_t at, bool exists) {
     if (exists) lse = space.lse[at], lse_low = space.lse_low[at], delta = space.delta[at];
   }
-  __device__ __forceinline__ static double weight(double score, double lse, double lse_low) {
-    return Natural::exp((score - lse) - lse_low);
-  }
-  __device__ __forceinline__ double weight(double score) const { return weight(score, lse, lse_low); }
+  __device__ __forceinline__ double weight(double score) const { return Natural::exp((score - lse) - lse_low); }
 };
 
 // Gradients of all weights, of those after dropout.
-template <int kRows, int kTiles>
-__device__ __forceinline__ void drop_gradients(Accumulator<kRows, kTiles, double>& grads, unsigned kept, double keep_scale) {
-  for_each(grads, [&](double& x, int i, int j, int e) { x = is_kept<kTiles>(kept, i, j, e) ? x * keep_scale : 0; });
+__device__ __forceinline__ void drop_gradients(Scores& grads, unsigned kept, double keep_scale) {
+  for_each(grads, [&](double& x, int, int j, int e) { x = is_kept(kept, j, e) ? x * keep_scale : 0; });
 }
 
-// The blocks of kQueries queries that may see a tile of kKeys keys, of each head that shares it.
-template <int kKeys = kMostRows, int kQueries = kBlock>
+// The blocks of kBlock queries that may see a tile of keys, of each head that shares it.
 struct QueryItems {
   struct Item {
     int head;  // counts from the first
@@ -76,7 +71,7 @@ struct QueryItems {
     bool clear;  // the mask hides and adds nothing here
     bool exists;
   };
-  using Blocks = QueryBlocks<kQueries, kKeys>;
+  using Blocks = QueryBlocks<kBlock, kMostRows>;
   const MaskMap& map;
   int64_t batch, first_head;
   int key, keys, begin, end, heads, head = 0;
@@ -89,15 +84,15 @@ struct QueryItems {
         first_head(first_head_),
         key(key_),
         keys(tile.keys),
-        begin(static_cast<int>(range.begin / kQueries)),
-        end(range.end > range.begin ? static_cast<int>(ceil_div(min(range.end, int64_t{tile.queries}), int64_t{kQueries})) : 0),
+        begin(static_cast<int>(range.begin / kBlock)),
+        end(range.end > range.begin ? static_cast<int>(ceil_div(min(range.end, int64_t{tile.queries}), int64_t{kBlock})) : 0),
         heads(heads_),
         blocks(map, batch, first_head, key, keys, begin, end) {}
   __device__ __forceinline__ Item next() {
     for (;;) {
       bool clear;
       const int block = blocks.next(clear);
-      if (block < end) return {head, block * kQueries, clear, true};
+      if (block < end) return {head, block * kBlock, clear, true};
       if (head + 1 >= heads) return {head, 0, false, false};
       ++head;
       blocks = Blocks(map, batch, first_head + head, key, keys, begin, end);

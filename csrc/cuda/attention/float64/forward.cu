@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
       value_rows(problem.value, tile.batch, tile.head / (problem.heads / problem.value_heads), tile.sequence.keys.begin,
                  problem.head_dim_v, first_column);
   const int key_chunks = chunks_of(problem.head_dim), value_chunks = min(chunks_of(value_rows.columns), kColumns / kChunk);
-  const auto load = [&](const KeyItems<>::Item& item, int step, double* stage) {
+  const auto load = [&](const KeyItems::Item& item, int step, double* stage) {
     if (step < key_chunks)
       load_chunk(stage, kPairPitch, kBlock, key_rows, item.key, tile.keys, step * kChunk);
     else
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
   };
   double* const query_tile = shared;
   const int pitch = row_tile_pitch(problem.head_dim);
-  Walk walk(shared + rows * pitch, kStageDoubles, KeyItems<>(arguments.map, tile, query, last_query), key_chunks + value_chunks,
+  Walk walk(shared + rows * pitch, kStageDoubles, KeyItems(arguments.map, tile, query, last_query), key_chunks + value_chunks,
             load);
   load_row_tile(query_tile, query_rows, query, tile.queries);
   walk.start();
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
   clear(out);
   State states[2];
   while (walk.item().exists) {
-    const KeyItems<>::Item item = walk.item();
+    const KeyItems::Item item = walk.item();
     Scores scores;
     clear(scores);
 #pragma unroll 1
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
       softmax_step(scores, out, states);
       if (dropout) {
         const unsigned kept = kept_scores<false>(warp_row(), dropout, here);
-        for_each(scores, [&](double& x, int i, int j, int e) { x = is_kept(kept, i, j, e) ? x : 0; });
+        for_each(scores, [&](double& x, int, int j, int e) { x = is_kept(kept, j, e) ? x : 0; });
       }
     }
   }

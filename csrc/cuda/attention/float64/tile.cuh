@@ -115,29 +115,28 @@ class Walk {
   Item ahead_;
 };
 
-// The blocks of kKeys keys that a tile of kRows queries may see.
-template <int kRows = kMostRows, int kKeys = kBlock>
+// The blocks of kBlock keys that a tile of queries may see.
 struct KeyItems {
   struct Item {
     int key;  // the first
     bool clear;  // the mask hides and adds nothing here
     bool exists;
   };
-  KeyBlocks<kRows, kKeys> blocks;
+  KeyBlocks<kMostRows, kBlock> blocks;
   int end;
   __device__ __forceinline__ KeyItems(const MaskMap& map, const WorkTile& tile, int query, int last_query)
       : KeyItems(map, tile, query, keys_of_any(tile.sequence.visible, query, last_query, tile.keys)) {}
   __device__ __forceinline__ Item next() {
     bool clear;
     const int block = blocks.next(clear);
-    return {block * kKeys, clear, block < end};
+    return {block * kBlock, clear, block < end};
   }
 
  private:
   __device__ __forceinline__ KeyItems(const MaskMap& map, const WorkTile& tile, int query, const KeyRange& range)
-      : blocks(map, tile.batch, tile.head, query, tile.queries, static_cast<int>(range.begin / kKeys),
-               range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kKeys})) : 0),
-        end(range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kKeys})) : 0) {}
+      : blocks(map, tile.batch, tile.head, query, tile.queries, static_cast<int>(range.begin / kBlock),
+               range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kBlock})) : 0),
+        end(range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kBlock})) : 0) {}
 };
 
 // ---- products --------------------------------------------------------------------------------------------------------------
@@ -160,8 +159,8 @@ __device__ __forceinline__ void multiply_rows(Scores& d, const double* rows, int
   }
 }
 
-// The columns of chunk `chunk` of d += a b, where a is a warp's accumulators, whose elements are in place as a left operand if
-// the sum takes the even rows of b before the odd ones, and `stage` has kBlock rows kColumnPitch apart.
+// The columns of chunk `chunk` of d += a b. `a` is a warp's accumulators: they have a left operand's layout if the sum takes
+// the even rows of b before the odd ones. `stage` has kBlock rows kColumnPitch apart.
 __device__ __forceinline__ void multiply_columns(Outputs& d, int chunk, const Scores& a, const double* stage) {
   const double* const right = stage + 2 * lane_in_quad() * kColumnPitch + quad();
 #pragma unroll
@@ -202,9 +201,9 @@ struct ScoreMod {
 
   // d: a warp's, from row `row` of the block on. Calls derivative(i, j, e, x) with the softcap's derivatives, if there is one;
   // the scale is left to what is made of gradients.
-  template <bool kTransposed, int kRows, int kTiles, class Derivative>
-  __device__ __forceinline__ void apply(Accumulator<kRows, kTiles, double>& d, int row, const ScoreBlock& block,
-                                        const Visibility& visible, Derivative&& derivative) const {
+  template <bool kTransposed, class Derivative>
+  __device__ __forceinline__ void apply(Scores& d, int row, const ScoreBlock& block, const Visibility& visible,
+                                        Derivative&& derivative) const {
     if (cap > 0) {
       for_each(d, [&](double& x, int i, int j, int e) {
         const double capped = tanh_of(x * scale);
@@ -225,9 +224,8 @@ struct ScoreMod {
 };
 
 // Adds a float mask, or hides the scores that a bool mask does not show. Values are read where the mask lies.
-template <bool kTransposed, int kRows, int kTiles>
-__device__ __forceinline__ void apply_mask(Accumulator<kRows, kTiles, double>& d, int row, const HeadMask& mask,
-                                           const ScoreBlock& block) {
+template <bool kTransposed>
+__device__ __forceinline__ void apply_mask(Scores& d, int row, const HeadMask& mask, const ScoreBlock& block) {
   const int queries = block.queries - block.query, keys = block.keys - block.key;
   const char* const data = mask.data + block.query * mask.row_stride + block.key * mask.column_stride;
   visit_any_mask(mask.dtype, [&]<class T>(T) {
@@ -245,30 +243,27 @@ __device__ __forceinline__ void apply_mask(Accumulator<kRows, kTiles, double>& d
   });
 }
 
-// What takes the derivatives of a softcap where nobody wants them.
+// Discards the derivatives of a softcap.
 struct NoDerivative {
   __device__ __forceinline__ void operator()(int, int, int, double) const {}
 };
 
 // Scores of products: score modification, mask, visibility. d: a warp's, from row `row` of the block on.
-template <bool kTransposed, int kRows, int kTiles, class Derivative = NoDerivative>
-__device__ __forceinline__ void make_scores(Accumulator<kRows, kTiles, double>& d, int row, const ScoreMod& score_mod,
-                                            const HeadMask& mask, bool mask_is_clear, const ScoreBlock& block,
-                                            const Visibility& visible, Derivative&& derivative = {}) {
+template <bool kTransposed, class Derivative = NoDerivative>
+__device__ __forceinline__ void make_scores(Scores& d, int row, const ScoreMod& score_mod, const HeadMask& mask,
+                                            bool mask_is_clear, const ScoreBlock& block, const Visibility& visible,
+                                            Derivative&& derivative = {}) {
   score_mod.apply<kTransposed>(d, row, block, visible, derivative);
   if (mask.data && !mask_is_clear) apply_mask<kTransposed>(d, row, mask, block);
   if (!block.whole) hide_scores<kTransposed>(d, row, block, visible);
 }
 
-// Which weights of kRows times 16 rows by kTiles times 8 columns dropout keeps, as draw_weights() says it.
-template <bool kTransposed, int kRows = 1, int kTiles = kBlock / 8>
+// Which weights dropout keeps, as draw_weights() says it.
+template <bool kTransposed>
 __device__ __forceinline__ unsigned kept_scores(int row, const Dropout& dropout, const ScoreBlock& block) {
-  return draw_weights<kTransposed, kRows, kTiles>(row, dropout, block);
+  return draw_weights<kTransposed, 1, kBlock / 8>(row, dropout, block);
 }
-template <int kTiles = kBlock / 8>
-__device__ __forceinline__ bool is_kept(unsigned kept, int i, int j, int e) {
-  return kept >> (4 * (i * kTiles + j) + e) & 1;
-}
+__device__ __forceinline__ bool is_kept(unsigned kept, int j, int e) { return kept >> (4 * j + e) & 1; }
 
 // ---- results ---------------------------------------------------------------------------------------------------------------
 
@@ -313,7 +308,7 @@ struct ResultRows {
       }
     }
   }
-  // The rows of a CTA's tile from `row` on, sixteen per warp. `stages`: shared memory of the CTA that nobody reads any more.
+  // Stores the rows of a CTA's tile from `row` on, sixteen per warp. `stages`: the CTA's shared memory, no longer read.
   __device__ __forceinline__ void store(const Outputs& d, const double (&factors)[2], int row, int rows, double* stages) const {
     static_assert(kMostWarps * kPartDoubles <= kStages * kStageDoubles);
     store(d[0], factors, row + warp_row(), rows, stages + warp_row() / kWarpRows * kPartDoubles);
@@ -333,11 +328,11 @@ __device__ __forceinline__ void clear_rows(const MutableView4& to, int64_t head,
 
 inline double keep_scale(const AttentionProblem& problem) { return problem.dropout < 1 ? 1 / (1 - problem.dropout) : 0; }
 
-// The shared memory of a CTA of so many warps, where a row of its tile takes `row_bytes` bytes.
+// Bytes of shared memory of a CTA of `warps` warps, if a row of its tile takes `row_bytes` bytes.
 inline int shared_bytes_of(int warps, int row_bytes) {
   return warps * kWarpRows * row_bytes + kStages * kStageDoubles * static_cast<int>(sizeof(double));
 }
-// The warps of a CTA whose tile has at most `rows` rows: as many as there is shared memory for.
+// Warps of a CTA for a tile of at most `rows` rows: as many as there is shared memory for.
 inline int warps_for(int64_t rows, int row_bytes, int shared_bytes) {
   int warps = kMostWarps;
   while (warps > 1 && (shared_bytes_of(warps, row_bytes) > shared_bytes || (warps / 2) * kWarpRows >= rows)) warps /= 2;
