@@ -8,6 +8,7 @@ CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
 import fcntl
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import site
@@ -21,6 +22,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 11)
+CUDA_FOLDERS = ("CUDA_HOME", "CUDA_PATH")  # environment variables
 COMPILER_PACKAGES = "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime"
 
 
@@ -37,17 +40,27 @@ def torch_dir() -> Path:
         return Path(named)
     spec = importlib.util.find_spec("torch")
     found = [Path(spec.submodule_search_locations[0])] if spec and spec.submodule_search_locations else []
-    for folder in (*found, *(f / "torch" for f in site_packages())):
+    older = []
+    for folder in dict.fromkeys((*found, *(f / "torch" for f in site_packages()))):
         if (folder / "include/torch/csrc/stable/library.h").is_file():
-            return folder
+            if (version := torch_version(folder)) >= OLDEST_TORCH:
+                return folder
+            older.append(f"{'.'.join(map(str, version))} in {folder}")
     sys.exit(
-        f"flash_online: no torch >= 2.11 for {sys.executable}. Install it first (pip install torch), then flash_online again; "
-        "or name the folder of its Python package in FLASH_ONLINE_TORCH_DIR."
+        f"flash_online: expected torch >= 2.11 for {sys.executable}, got {', '.join(older) or 'none'}. Install it first "
+        "(pip install torch), then flash_online again; or name the folder of its Python package in FLASH_ONLINE_TORCH_DIR."
     )
 
 
+def torch_version(folder: Path) -> tuple[int, int]:
+    """(major, minor) of the torch in this folder, from its version.py; of one without it, as of a source build, the oldest."""
+    file = folder / "version.py"
+    found = re.search(r"__version__\s*=\s*['\"](\d+)\.(\d+)", file.read_text()) if file.is_file() else None
+    return (int(found[1]), int(found[2])) if found else OLDEST_TORCH
+
+
 def find_nvcc() -> str | None:
-    for home in ("CUDA_HOME", "CUDA_PATH"):
+    for home in CUDA_FOLDERS:
         candidate = Path(os.environ.get(home) or "/nowhere", "bin/nvcc")
         if candidate.is_file():
             return str(candidate)
@@ -97,6 +110,7 @@ class CMakeBuild(build_ext):
             announce(
                 [
                     "flash_online: no nvcc found, so this build has NO CUDA KERNELS: it runs on the CPU alone.",
+                    *(f"{name} is {os.environ[name]}, which has no bin/nvcc." for name in CUDA_FOLDERS if os.environ.get(name)),
                     "For CUDA, put nvcc (12.8 or newer) in PATH or set CUDA_HOME, or install it from PyPI:",
                     f"  pip install {' '.join(p + '==13.0.*' for p in COMPILER_PACKAGES.split())}",
                     "and build again. FLASH_ONLINE_CUDA=0 asks for this build and silences this notice.",

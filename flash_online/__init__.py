@@ -1,7 +1,7 @@
-"""Exact attention, softmax and cross-entropy by online softmax: blockwise, in linear memory, drop-in for torch.
+"""Exact attention, softmax and cross-entropy using online softmax: blockwise, in linear memory, drop-in for torch.
 
 import flash_online.functional as F    # torch.nn.functional with our kernels
-with flash_online.override(): ...      # torch.nn.functional itself, for a block
+with flash_online.override(): ...      # torch.nn.functional calls our kernels inside the block
 flash_online.attention(query, key, value, window=(256, 0), sinks=sinks)   # all options of the kernels
 """
 
@@ -26,6 +26,7 @@ from .softmax import log_softmax, logsumexp, softmax, topk_softmax
 from .varlen import varlen_attention
 
 if TYPE_CHECKING:  # __getattr__ imports them
+    from . import distributed as distributed
     from . import reference, testing
 
     __version__: str
@@ -37,7 +38,7 @@ SAC_SAVE_OPS = [
     ops.linear_cross_entropy_forward.default,
     ops.linear_cross_entropy_step.default,
 ]
-"""Forward operators whose results selective activation checkpointing should save: each costs matrix products to repeat."""
+"""Forward operators that selective activation checkpointing should save: repeating one costs matrix products."""
 
 __all__ = [
     "CascadeLevel",
@@ -68,14 +69,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("distributed", "reference", "testing"):
-        return importlib.import_module(f".{name}", __name__)
-    if name == "__version__":
-        from ._info import version
+if not TYPE_CHECKING:  # a type checker would take every name for one of the module
 
-        return version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in ("distributed", "reference", "testing"):
+            return importlib.import_module(f".{name}", __name__)
+        if name == "__version__":
+            from ._info import version
+
+            return version()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The arguments of attention over cached keys: checks, and the form that the operators take them in."""
+"""Checks the arguments of attention over cached keys, and converts them to the form that the operators take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ._checks import check_flag, check_floating, check_int, check_tensor, has_ta
 from ._ops import InvalidArgument, dense_strides_in_order
 from ._plain import are_plain_numbers, is_compiling
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of caches alone
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes that only caches have
 CACHE_NAMES = ("key_cache", "value_cache")
 
 
 class Where(NamedTuple):
-    """Where the keys of each sequence lie, as the operators take it: int32 tensors on the device, or None."""
+    """The location of each sequence's keys, as the operators take it: int32 tensors on the device, or None."""
 
     lengths: Tensor | None
     left: Tensor | None
@@ -27,18 +27,20 @@ class Where(NamedTuple):
 
     @classmethod
     def of(cls, batch, like, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad) -> Where:
-        """Checks the arguments of these names; `like` has their device."""
+        """Checks the arguments of these names, which must be on the device of `like`."""
         if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
             length = check_int("cache_seqlens", cache_seqlens)
-            bound = 2**31 - 1  # more than any capacity that int32 lengths can name
-            cache_seqlens = torch.full((batch,), max(-bound, min(length, bound)), dtype=torch.int32, device=like.device)
+            capacity = key_cache.shape[2] * (1 if block_table is None else block_table.shape[-1])
+            if length > capacity:
+                raise InvalidArgument(f"cache_seqlens: expected at most the capacity, {capacity}, got {length}")
+            cache_seqlens = torch.full((batch,), max(length, 0), dtype=torch.int32, device=like.device)
         if block_table is not None:
             check_int32("block_table", block_table, like, 2)
             block_table = block_table if block_table.shape[1] <= 1 or block_table.stride(1) == 1 else block_table.contiguous()
         rows = key_cache.shape[0] if block_table is None else block_table.shape[0]
         if cache_batch_idx is None and rows != batch:
             name = "key_cache" if block_table is None else "block_table"
-            raise InvalidArgument(f"{name}: {rows} rows for {batch} sequences, and no cache_batch_idx")
+            raise InvalidArgument(f"{name}: expected {batch} rows, one per sequence without cache_batch_idx, got {rows}")
         numbers = {"cache_seqlens": cache_seqlens, "leftpad": leftpad, "cache_batch_idx": cache_batch_idx}
         for name, tensor in numbers.items():
             if tensor is not None:
@@ -57,11 +59,14 @@ class RotaryEmbedding(NamedTuple):
 
     @classmethod
     def of(cls, rotary, like, batch) -> RotaryEmbedding | None:
-        """Checks `rotary`; `like` has the dtype and device, and `batch` is how many offsets there are."""
+        """Checks `rotary` against the dtype and device of `like`; `batch` is the number of offsets."""
         if rotary is None:
             return None
         if not isinstance(rotary, (tuple, list)) or not 2 <= len(rotary) <= 4:
-            raise InvalidArgument("rotary: expected (cos, sin[, interleaved[, offsets]])")
+            raise InvalidArgument(
+                "rotary: expected a tuple (cos, sin[, interleaved[, offsets]]), got "
+                f"{f'{len(rotary)} entries' if isinstance(rotary, (tuple, list)) else type(rotary).__name__}"
+            )
         cosines, sines, interleaved, offsets = (*rotary, *(False, None)[len(rotary) - 2 :])
         check_tensor("rotary[0]", cosines), check_tensor("rotary[1]", sines), check_flag("rotary[2]", interleaved)
         check_no_gradient({"rotary[0]": cosines, "rotary[1]": sines})
@@ -72,12 +77,12 @@ class RotaryEmbedding(NamedTuple):
             fits = table.dim() == 2 and table.shape == cosines.shape and table.dtype == cosines.dtype
             if not (fits and table.dtype in (torch.float32, like.dtype) and table.device == like.device):
                 raise InvalidArgument(
-                    f"rotary[{n}]: got {list(table.shape)} {table.dtype} on {table.device}, expected cos and sin of one shape "
-                    f"[positions, width / 2], float32 or {like.dtype}, on {like.device}"
+                    f"rotary[{n}]: expected cos and sin of one shape [positions, width / 2], float32 or {like.dtype}, on "
+                    f"{like.device}, got {list(table.shape)} {table.dtype} on {table.device}"
                 )
         if 2 * cosines.shape[1] > like.shape[-1] or cosines.shape[0] == 0:
             raise InvalidArgument(
-                f"rotary[0]: got {list(cosines.shape)}, expected one position or more, at most {like.shape[-1]} / 2 pairs"
+                f"rotary[0]: expected one position or more, at most {like.shape[-1]} / 2 pairs, got {list(cosines.shape)}"
             )
         if offsets is not None:
             check_numbers("rotary[3]", offsets, like, batch)
@@ -86,14 +91,15 @@ class RotaryEmbedding(NamedTuple):
 
 
 def is_plain_place(lengths: Tensor, table: Tensor | None, like: Tensor, batch: int, rows: int) -> bool:
-    """Whether the operators take the lengths of `batch` sequences, and their table or a cache of `rows` rows, as they are."""
+    """Returns whether the operators take the lengths of `batch` sequences, and their table or a cache of `rows` rows,
+    unchanged."""
     if not (are_plain_numbers(lengths, like, 1) and lengths.shape[0] == batch):
         return False
     return rows == batch if table is None else are_plain_numbers(table, like, 2) and table.shape[0] == batch
 
 
 def check_no_gradient(*groups: dict) -> None:
-    """Raises where one of these tensors, which may be None, would lose a derivative."""
+    """Raises if one of these tensors, which may be None, would lose a derivative."""
     grads, tangents = torch.is_grad_enabled(), forward_ad._current_level >= 0 and not is_compiling()
     if not grads and not tangents:
         return
@@ -102,26 +108,31 @@ def check_no_gradient(*groups: dict) -> None:
             if tensor is None:
                 continue
             if grads and tensor.requires_grad:
-                raise InvalidArgument(f"{name}: requires a gradient, which cached keys do not have; call under torch.no_grad()")
-            if tangents and has_tangent(tensor):  # what is compiled refuses them by itself
-                raise InvalidArgument(f"{name}: has a tangent of forward-mode AD, which cached keys do not have")
+                raise InvalidArgument(
+                    f"{name}: expected a tensor without a gradient, got requires_grad=True: attention over cached keys has no "
+                    "gradient; call it under torch.no_grad()"
+                )
+            if tangents and has_tangent(tensor):  # compiled code rejects them itself
+                raise InvalidArgument(
+                    f"{name}: expected a tensor without a tangent, got one of forward-mode AD, which cached keys do not support"
+                )
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Raises where rows that are written to this tensor would not stand in it."""
+    """Raises unless this tensor can hold rows that are written to it."""
     if not is_compiling() and tensor.is_neg():
-        raise InvalidArgument(f"{name}: a view that negates what it shows, expected a tensor that can be written to")
+        raise InvalidArgument(f"{name}: expected a tensor that can be written to, got a view that negates its elements")
     strides = tensor.stride()
     if 0 in strides and tensor.numel() and any(step == 0 and n > 1 for step, n in zip(strides, tensor.shape, strict=True)):
         raise InvalidArgument(
-            f"{name}: strides {list(strides)} beside sizes {list(tensor.shape)}, expected a place in memory for each "
-            "element: in an expanded tensor one row that is written overwrites another"
+            f"{name}: expected separate memory for each element, got strides {list(strides)} with sizes {list(tensor.shape)}: "
+            "in an expanded tensor one written row overwrites another"
         )
 
 
 def note_write(*tensors: Tensor) -> None:
-    """Tells autograd that an operator of ours wrote to these tensors, so that a backward pass that saved one of them before
-    raises. What is compiled does so by itself, and tensors made in inference mode are saved by no backward pass."""
+    """Tells autograd that one of our operators wrote to these tensors, so that a backward pass that had saved one of them
+    raises. Compiled code does so itself, and no backward pass saves tensors made in inference mode."""
     if is_compiling():
         return
     try:
@@ -134,8 +145,8 @@ _increment_version = torch._C._increment_version
 
 
 def autocast_cached(key_cache: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Casts queries and new keys under torch.autocast. A cache keeps its dtype, which they get; beside float8 they get
-    autocast's."""
+    """Casts queries and new keys under torch.autocast: to the cache's dtype, or to autocast's if the cache is float8. A cache
+    keeps its dtype."""
     if not is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
 
@@ -156,8 +167,8 @@ def check_int32(name: str, tensor, like: Tensor, rank: int) -> None:
     check_tensor(name, tensor)
     if tensor.dim() != rank or tensor.dtype != torch.int32 or tensor.device != like.device:
         raise InvalidArgument(
-            f"{name}: got {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected int32 of {rank} dimensions on "
-            f"{like.device}"
+            f"{name}: expected int32 of {rank} dimensions on {like.device}, got {list(tensor.shape)} {tensor.dtype} on "
+            f"{tensor.device}"
         )
 
 
@@ -165,16 +176,16 @@ def check_numbers(name: str, tensor, like: Tensor, count: int) -> None:
     """Raises unless there is one int32 per sequence."""
     check_int32(name, tensor, like, 1)
     if tensor.shape[0] != count:
-        raise InvalidArgument(f"{name}: {tensor.shape[0]} numbers, expected {count}")
+        raise InvalidArgument(f"{name}: expected {count} entries, one per sequence, got {tensor.shape[0]}")
 
 
 def check_starts(name: str, starts, like: Tensor, batch: int | None = None) -> int:
-    """Checks the starts of packed sequences, of `batch` ones if given; returns how many sequences there are."""
+    """Checks the starts of packed sequences, `batch` of them if given; returns the number of sequences."""
     check_int32(name, starts, like, 1)
     if starts.shape[0] == 0 or not starts.is_contiguous():
-        raise InvalidArgument(f"{name}: got {list(starts.shape)}, expected contiguous [sequences + 1]")
+        raise InvalidArgument(f"{name}: expected contiguous [sequences + 1], got {list(starts.shape)}")
     if batch is not None and starts.shape[0] != batch + 1:
-        raise InvalidArgument(f"{name}: {starts.shape[0]} starts, expected {batch + 1}")
+        raise InvalidArgument(f"{name}: expected {batch + 1} starts, got {starts.shape[0]}")
     return starts.shape[0] - 1
 
 
@@ -182,56 +193,58 @@ def check_pool(key_cache: Tensor, value_cache: Tensor, like: Tensor, like_name: 
     check_floating(like_name, like.dtype)
     if key_cache.dim() != 4 or value_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
         raise InvalidArgument(
-            f"{', '.join(names)}: got {list(key_cache.shape)} and {list(value_cache.shape)}, expected four dimensions, "
-            "equal but for the last"
+            f"{', '.join(names)}: expected four dimensions, equal except for the last, got {list(key_cache.shape)} and "
+            f"{list(value_cache.shape)}"
         )
     for name, cache in zip(names, (key_cache, value_cache), strict=True):
         float8 = cache.dtype in FLOAT8 and like.dtype in (torch.float16, torch.bfloat16)
         if cache.dtype != key_cache.dtype or not (cache.dtype == like.dtype or float8):
             raise InvalidArgument(
-                f"{name}: dtype {cache.dtype}, expected {like_name}'s {like.dtype} (float8 beside 16 bits), one for both"
+                f"{name}: expected one dtype for both, {like_name}'s {like.dtype} or float8 with 16 bits, got {cache.dtype}"
             )
         if cache.device != like.device:
-            raise InvalidArgument(f"{name}: on {cache.device}, expected {like_name}'s device {like.device}")
+            raise InvalidArgument(f"{name}: expected {like_name}'s device {like.device}, got {cache.device}")
 
 
 def check_query(query: Tensor, key_cache: Tensor, starts: Tensor | None, key_name: str = "key_cache") -> None:
     rank = 4 if starts is None else 3
     if query.dim() != rank:
-        raise InvalidArgument(f"query: {query.dim()} dimensions, expected 4, or 3 where rows are packed")
+        raise InvalidArgument(f"query: expected 4 dimensions, or 3 for packed rows, got {query.dim()}")
     if query.shape[-1] != key_cache.shape[-1]:
-        raise InvalidArgument(f"query: width {query.shape[-1]}, expected {key_name}'s {key_cache.shape[-1]}")
+        raise InvalidArgument(f"query: expected {key_name}'s width {key_cache.shape[-1]}, got {query.shape[-1]}")
     heads, key_heads = query.shape[1], key_cache.shape[1]
     if key_heads != heads and (key_heads == 0 or heads % key_heads):
-        raise InvalidArgument(f"{key_name}: {key_heads} heads, expected a divisor of query's {heads}")
+        raise InvalidArgument(f"{key_name}: expected a number of heads that divides query's {heads}, got {key_heads}")
 
 
 def check_call(query: Tensor, key_cache: Tensor, value_cache: Tensor, starts: Tensor | None, names) -> int:
-    """Checks a query, which `starts` packs, beside its caches, whose `names` the errors have; returns how many sequences
-    there are."""
+    """Checks a query, packed if `starts` are given, and its caches, which errors call `names`; returns the number of
+    sequences."""
     check_pool(key_cache, value_cache, query, "query", names)
     check_query(query, key_cache, starts, names[0])
     return query.shape[0] if starts is None else check_starts("cu_seqlens_q", starts, query)
 
 
 def check_new(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, like: Tensor, batch: int | None) -> None:
-    """Checks new keys and values: those of `batch` sequences, or packed ones where it is None."""
+    """Checks new keys and values: of `batch` sequences, or packed if it is None."""
     rank = 3 if batch is None else 4
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
         shape, cache_shape = rows.shape, cache.shape
         fits = len(shape) == rank and shape[-1] == cache_shape[-1] and shape[1] == cache_shape[1]
         if not (fits and batch in (None, shape[0]) and (shape == key.shape or shape[:-1] == key.shape[:-1])):
-            raise InvalidArgument(f"{name}: got {list(shape)}, which does not go with the cache {list(cache_shape)}")
+            raise InvalidArgument(f"{name}: expected a shape that fits the cache's {list(cache_shape)}, got {list(shape)}")
         if rows.dtype != like.dtype or rows.device != like.device:
-            raise InvalidArgument(f"{name}: {rows.dtype} on {rows.device}, expected {like.dtype} on {like.device}")
+            raise InvalidArgument(f"{name}: expected {like.dtype} on {like.device}, got {rows.dtype} on {rows.device}")
 
 
 def check_slots(slots, key: Tensor) -> None:
     check_tensor("slots", slots)
     if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != key.device:
-        raise InvalidArgument(f"slots: got {list(slots.shape)} {slots.dtype} on {slots.device}, expected int64 [T]")
+        raise InvalidArgument(
+            f"slots: expected int64 [T] on {key.device}, got {list(slots.shape)} {slots.dtype} on {slots.device}"
+        )
     if slots.shape[0] != key.shape[0]:
-        raise InvalidArgument(f"slots: {slots.shape[0]}, expected one per row of key, {key.shape[0]}")
+        raise InvalidArgument(f"slots: expected {key.shape[0]}, one per row of key, got {slots.shape[0]}")
 
 
 def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -241,11 +254,11 @@ def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tupl
     for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
         if scale is not None:
             if scale.dtype != torch.float32 or scale.device != key_cache.device:
-                raise InvalidArgument(f"{name}: {scale.dtype} on {scale.device}, expected float32 on {key_cache.device}")
+                raise InvalidArgument(f"{name}: expected float32 on {key_cache.device}, got {scale.dtype} on {scale.device}")
             try:
                 scale = scale.expand(shape)
             except RuntimeError:
-                raise InvalidArgument(f"{name}: got {list(scale.shape)}, expected what broadcasts to {list(shape)}") from None
+                raise InvalidArgument(f"{name}: expected what broadcasts to {list(shape)}, got {list(scale.shape)}") from None
         expanded.append(scale)
     return tuple(expanded)
 
@@ -253,11 +266,11 @@ def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tupl
 def check_splits(num_splits) -> int:
     splits = 0 if num_splits is None else check_int("num_splits", num_splits)
     if splits < 0:
-        raise InvalidArgument(f"num_splits: got {splits}; accepted are None, 0 and integers above")
+        raise InvalidArgument(f"num_splits: expected None or an int >= 0, got {splits}")
     return _MOST_SPLITS if is_known(splits > _MOST_SPLITS) else splits
 
 
-_MOST_SPLITS = 1 << 31  # more than a sequence has keys
+_MOST_SPLITS = 1 << 31  # above the number of keys of any sequence
 
 
 def check_out(out: Tensor, query: Tensor, width: int) -> None:
@@ -265,17 +278,17 @@ def check_out(out: Tensor, query: Tensor, width: int) -> None:
     shape = (*query.shape[:-1], width)
     if tuple(out.shape) != shape or out.dtype != query.dtype or out.device != query.device:
         raise InvalidArgument(
-            f"out: got {list(out.shape)} {out.dtype} on {out.device}, expected {list(shape)} {query.dtype} on {query.device}"
+            f"out: expected {list(shape)} {query.dtype} on {query.device}, got {list(out.shape)} {out.dtype} on {out.device}"
         )
     if 0 in out.stride() or not is_compiling() and out.is_neg():
         check_writable("out", out)
     if not is_compiling() and torch._C._is_alias_of(out, query) and _overlap(out, query):
-        raise InvalidArgument("out: shares memory with query, expected memory of its own")
+        raise InvalidArgument("out: expected separate memory, got query's memory")
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two views of one storage have an element in common, where that is simple to tell: as torch, which lets pass what
-    it is not simple for, as are rows of one that lie between rows of the other."""
+    """Returns whether two dense views of one storage share an element. As in torch, False for other views, which may lie
+    between each other's rows without sharing one."""
     spans = []
     for tensor in (one, other):
         shown = tensor.squeeze()

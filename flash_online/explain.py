@@ -1,5 +1,5 @@
-"""`explain`: what a call would run, without running it. It asks `_policy`, as the call itself does, and then makes the call on
-tensors without data and records the raw operators that it reaches.
+"""`explain` reports what a call would run, without running it. It uses `_policy`, as the call itself does, then makes the call
+on tensors without data and records the raw operators that it reaches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _bytes(count: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would run, and why.
+    """The kernel that a call would run, and why.
 
     Attributes:
         function: its name.
@@ -50,8 +50,8 @@ class Plan:
         kernel: the kernel, or torch's function.
         operators: the raw operators of the forward pass, in order.
         refused: each candidate that would be preferred to `kernel`, and why it does not take the call.
-        extra: what the forward pass allocates beside the results, in bytes per item; "scratch", the working space of the
-            threads, is an upper bound. None where torch's function runs.
+        extra: what the forward pass allocates in addition to the results, in bytes per item; "scratch", the working memory of
+            the threads, is an upper bound. None if torch's function runs.
     """
 
     function: str
@@ -84,19 +84,19 @@ _P = ParamSpec("_P")
 
 
 def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Plan:
-    """What `function(*args, **kwargs)` would run, without running it: a Plan, whose str() is a readable text.
+    """Returns what `function(*args, **kwargs)` would run, without running it: a Plan. str(plan) is a readable text.
 
     Args:
         function: one of flash_online's (attention, varlen_attention, kvcache_attention, cascade_attention, cache_append,
             merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of
             flash_online.functional's or of torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax,
             cross_entropy, linear_cross_entropy).
-        *args: those of the call.
-        **kwargs: those of the call.
+        *args: arguments of the call.
+        **kwargs: keyword arguments of the call.
 
     Raises:
-        InvalidArgument: another function. Otherwise what the call would raise, except for errors that depend on a tensor's
-            values, such as a target out of range.
+        InvalidArgument: another function. Otherwise the errors of the call, except for errors that depend on a tensor's values,
+            such as a target out of range.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -135,10 +135,10 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
-            elif operator in _CACHED:  # over cached keys; those of a cascade have several
+            elif operator in _CACHED:  # over cached keys; a cascade runs several
                 kernel = "flash_online's CUDA kernel (decode, latent, sm90 or sm80: the first that takes the call)"
     if device == "meta":
-        kernel = "no kernel, for tensors on meta have no numbers"
+        kernel = "no kernel, as tensors on meta have no data"
     if device == "cpu":
         kernel, refused = _cpu_kernel()
         scratch = sum(_scratch(operator, call) for operator, call in record.operators)
@@ -160,9 +160,10 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
     for ours in (*attentions, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
+    got = type(function).__name__ if isinstance(function, Tensor) else repr(getattr(function, "__name__", function))
     raise InvalidArgument(
-        f"function: {getattr(function, '__name__', function)!r}, expected a function of flash_online or of "
-        f"flash_online.functional, or one of torch.nn.functional's {', '.join(functional.ORIGINALS)}"
+        "function: expected a function of flash_online or of flash_online.functional, or one of torch.nn.functional's "
+        f"{', '.join(functional.ORIGINALS)}, as in explain(flash_online.attention, query, key, value), got {got}"
     )
 
 
@@ -178,7 +179,7 @@ def _bind(schema, args, kwargs) -> SimpleNamespace:
 
 
 def _attention_call(operator: str, call: SimpleNamespace) -> SimpleNamespace:
-    """A call of one of _ATTENTION with the arguments that this operator lacks: those of the others, without effect."""
+    """A call of one of _ATTENTION, with neutral values for the arguments that only the other operators have."""
     if operator == "attention_inference":
         call = SimpleNamespace(
             **vars(call), window_left=-1, window_right=0 if call.causal else -1, lower_right=False, softcap=0.0, dropout_p=0.0
@@ -214,7 +215,7 @@ def _record():
 
 
 def _introspection():
-    """The introspection module; None where it was not built for this Python or for the library that is loaded."""
+    """The introspection module; None if it was not built for this Python or for the loaded library."""
     try:
         from . import _introspect
 
@@ -294,10 +295,10 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _scratch(operator: str, call: SimpleNamespace) -> int:
-    """An upper bound of the bytes that a forward operator allocates beside its results when every thread works; 0 where that is
-    unknown: there is no introspection module, or it depends on numbers in tensors."""
+    """An upper bound of the bytes that a forward operator allocates in addition to its results if every thread works; 0 if
+    unknown: there is no introspection module, or it depends on values in tensors."""
     introspect = _introspection()
-    # Over cached keys the partial results are as many as the lengths make them, and these the device alone knows.
+    # Over cached keys the number of partial results depends on the lengths, which only the device knows.
     if introspect is None or operator in (*_CACHED, "attention_merge", "cache_append_"):
         return 0
     threads = torch.get_num_threads()
@@ -308,9 +309,9 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     shapes = [tuple(tensor.shape) for tensor in (call.query, call.key, call.value)]
     strides, tables = [tensor.stride() for tensor in (call.key, call.value)], 0
     if operator == "attention_varlen_forward":
-        # The bound is that of one dense sequence which is long enough for any lengths of the packed ones: each of these
-        # may end in a partial block of 64 keys, and keys are copied if no length is a multiple of a block, hence the + 1.
-        # The tables hold the index of each sequence's first tile, once for queries and once for keys.
+        # This is the bound of one dense sequence that is long enough for any lengths of the packed ones: each of these may end
+        # in a partial block of 64 keys, and keys are copied if no length is a multiple of a block, hence the + 1. The tables
+        # hold the index of each sequence's first tile, once for queries and once for keys.
         sequences = call.cu_seqlens_q.shape[0] - 1
         (queries, heads, head_dim), (keys, *key_sizes), (_, *value_sizes) = shapes
         keys = (keys + 63 * sequences + 63) // 64 * 64 + 1

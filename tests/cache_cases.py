@@ -107,7 +107,7 @@ class CachedProblem:
         """leftpad, n_old and n of each sequence, as the contract clamps them."""
         left, old, ends = [], [], []
         for n, (length, _, _) in enumerate(self.lengths):
-            length = {"tensor": length, "int": self.lengths[0][0], "none": self.rows}[self.count]
+            length = {"tensor": length, "int": min(self.lengths[0][0], self.rows), "none": self.rows}[self.count]
             left.append(min(max(self.leftpad[n], 0), self.rows) if self.leftpad else 0)
             old.append(min(max(length, left[-1]), self.rows))
             ends.append(min(old[-1] + self.new(n), self.rows))
@@ -155,7 +155,7 @@ class CachedProblem:
             first = options["rotary"][3].tolist() if self.rotary_offsets else old
         query = self._rows(g, 0, self.heads[0], self.head_dims[0])
         options |= self._new_rows(g) | self._head_inputs(g, count) | self.options
-        lengths = {"int": self.lengths[0][0] if self.lengths else 0, "none": None}
+        lengths = {"int": min(self.lengths[0][0], self.rows) if self.lengths else 0, "none": None}
         if self.count == "tensor":
             lengths["tensor"] = torch.tensor([length for length, _, _ in self.lengths], dtype=torch.int32).to(device)
         if self.leftpad is not None:

@@ -228,6 +228,19 @@ def test_arguments_that_do_not_fit(name, changes):
         flash_online.kvcache_attention(**arguments)
 
 
+def test_a_length_that_the_host_knows_is_checked(cache_device):
+    query, cache = torch.zeros(2, 2, 1, 8, device=cache_device), torch.zeros(2, 2, 9, 8, device=cache_device)
+    table = torch.zeros(2, 3, dtype=torch.int32, device=cache_device)
+    message = r"^cache_seqlens: expected at most the capacity, {}, got {}$"
+    for most, options in ((9, {}), (27, {"block_table": table})):
+        with torch.no_grad():
+            flash_online.kvcache_attention(query, cache, cache, most, causal=False, **options)
+            with pytest.raises(flash_online.InvalidArgument, match=message.format(most, most + 1)):
+                flash_online.kvcache_attention(query, cache, cache, most + 1, **options)
+    with pytest.raises(flash_online.InvalidArgument, match=message.format(9, 10)):
+        flash_online.cache_append(query, query, cache, cache.clone(), cache_seqlens=10)
+
+
 def test_appending_needs_one_place(cache_device):
     key, cache = torch.zeros(1, 2, 3, 8, device=cache_device), torch.zeros(1, 2, 9, 8, device=cache_device)
     slots = torch.arange(3, device=cache_device)
@@ -301,7 +314,7 @@ def test_explain(cache_device):
 def test_cached_keys_have_no_gradient(cache_device):
     query = torch.randn(1, 4, 1, 16, device=cache_device, requires_grad=True)
     caches = [torch.randn(1, 2, 9, 16, device=cache_device) for _ in range(2)]
-    with pytest.raises(flash_online.InvalidArgument, match=r"^query: requires a gradient"):
+    with pytest.raises(flash_online.InvalidArgument, match=r"^query: expected .*without a gradient"):
         flash_online.kvcache_attention(query, *caches, 3)
     with torch.no_grad():
         assert flash_online.kvcache_attention(query, *caches, 3).shape == query.shape

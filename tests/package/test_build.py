@@ -4,6 +4,7 @@ in the process."""
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_no_function_of_ours_is_shared_between_instruction_sets(info):
     """A weak symbol that two sets' objects define is merged by the linker: one set's code would run for both."""
     definers = defaultdict(set)
     for instruction_set in info["instruction_sets"]:
-        for item in (REPOSITORY / "build").glob(f"*/CMakeFiles/cpu_{instruction_set}.dir/csrc/cpu/*.o"):
+        for item in (REPOSITORY / "build").glob(f"*/CMakeFiles/cpu_{instruction_set}.dir/csrc/cpu/**/*.o"):
             for line in run("nm", "--defined-only", item).splitlines():
                 *_, kind, name = line.split()
                 if kind in "WVuw" and "flash_online" in name:
@@ -95,6 +96,26 @@ def test_no_function_of_ours_is_shared_between_instruction_sets(info):
     if not definers:
         pytest.skip("no object files: not a source build")
     assert {name: sets for name, sets in definers.items() if len(sets) > 1} == {}
+
+
+def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch):
+    """By setup.py, before a compiler sees its headers."""
+    monkeypatch.setattr("setuptools.setup", lambda **options: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    monkeypatch.delenv("FLASH_ONLINE_TORCH_DIR", raising=False)
+    module = runpy.run_path(str(REPOSITORY / "setup.py"))
+    torch_dir = module["torch_dir"]
+    (tmp_path / "torch/include/torch/csrc/stable").mkdir(parents=True)
+    (tmp_path / "torch/include/torch/csrc/stable/library.h").touch()
+    monkeypatch.setitem(torch_dir.__globals__, "site_packages", lambda: [tmp_path])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for version, accepted in (("2.10.0+cu126", False), ("2.11.0", True), ("3.0.1", True)):
+        (tmp_path / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+        if accepted:
+            assert torch_dir() == tmp_path / "torch"
+        else:
+            with pytest.raises(SystemExit, match=r"expected torch >= 2\.11 .* got 2\.10 in "):
+                torch_dir()
 
 
 # ---- the facts of the build ------------------------------------------------------------------------------------------------
@@ -108,7 +129,7 @@ def test_build_info(info):
 
 
 def test_build_info_of_a_library_that_is_not_loaded(tmp_path):
-    with pytest.raises(RuntimeError, match=r"none\.so is not loaded"):
+    with pytest.raises(RuntimeError, match=r"^library: expected one loaded in this process, got .*none\.so"):
         _introspect.build_info(str(tmp_path / "none.so"))
 
 
